@@ -1,0 +1,63 @@
+# Everything a person or CI runs. `make help` lists the targets.
+PYTHON ?= python3
+RUN := .venv/bin/python -m
+DATA ?= .kvtier
+export PYTHONDONTWRITEBYTECODE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench test-gpu lock clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## make .venv (packages are cached outside the checkout)
+	@PYTHON=$(PYTHON) .ci/venv.sh
+
+demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the proof
+	@$(RUN) kvtier_demo --data $(DATA)/demo
+
+test: venv ## every test that needs no GPU and no Docker
+	$(RUN) pytest tests
+
+check: venv lint types imports fresh ## what CI checks besides the tests
+
+lint: venv
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+format: venv ## let ruff rewrite what it can
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+types: venv
+	$(RUN) mypy
+
+imports: venv ## who may import whom
+	.venv/bin/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+fresh: venv ## generated files agree with the code
+	$(RUN) kvtier_operator.crd --check
+
+generate: venv ## rewrite the CRD and the API reference from the model
+	$(RUN) kvtier_operator.crd --write
+
+golden: venv ## rewrite the golden manifests; review the diff
+	$(RUN) pytest tests/operator/test_golden.py --update-golden
+
+cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
+	$(RUN) kvtier_localcluster up --data $(DATA)/cluster
+
+e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluster
+	$(RUN) pytest tests -m engine
+
+bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
+	PYTHONPATH=. .venv/bin/python e2e/bench/engine_cpu.py --data $(DATA)/bench
+
+test-gpu: ## the GPU path, on a machine with an NVIDIA GPU and vLLM installed
+	$(PYTHON) -m pytest tests -m gpu
+
+lock: ## resolve the locked versions anew
+	$(PYTHON) .ci/lock.py
+
+clean: ## remove what the commands above left in the checkout
+	rm -rf .venv .kvtier build dist .mypy_cache .ruff_cache .import_linter_cache
