@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator writes and the pod reads: one JSON document per tier.
+
+Pure and stdlib only: the operator imports this module and nothing else of the connector, so its image needs neither
+vLLM nor torch. The document reaches the pod as a file of a ConfigMap; ``secondary_tiers[].config_file`` names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvtier_connector.errors import ConfigInvalid
+
+CONTRACT_VERSION = 1
+"""Raised only when a reader of the previous version could misread the document."""
+
+CONFIG_FILE = "connector.json"
+"""Key of the document in the ConfigMap, and the name of the file in the pod."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one shared-volume tier, the same in every pod of a ``KVCacheTier``."""
+
+    tier: str
+    """``<namespace>/<name>`` of the KVCacheTier; for messages only."""
+    root: str
+    """Absolute directory of this generation inside the pod: ``<mount>/<path>/<tier>/<digest>``."""
+    digest: str
+    """Generation digest: lower-case hex, the last component of ``root``."""
+    identity: Mapping[str, Any]
+    """The fields that ``digest`` was computed from; written to ``tier.json`` and compared at every start."""
+    max_bytes: int
+    """Stores stop when the blocks of the tier take this many bytes on the volume; 0 means no limit."""
+    io_threads: int = 16
+    """Threads that read and write block files, per engine."""
+    load_deadline_seconds: float = 30.0
+    """A load that has not finished by then is answered as a miss and recomputed."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigInvalid naming the first field that cannot be used."""
+        checks = (
+            (self.root.startswith("/"), "root", "must be an absolute path"),
+            (self.digest != "" and self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
+            (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
+            (1 <= self.io_threads <= 256, "io_threads", "must be between 1 and 256"),
+            (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
+        )
+        for is_valid, field, remedy in checks:
+            if not is_valid:
+                raise ConfigInvalid(f"{CONFIG_FILE}: {field}={getattr(self, field)!r} {remedy}")
+
+
+def encode(config: ConnectorConfig) -> str:
+    """Return the document as canonical JSON: the same config gives the same bytes."""
+    return json.dumps({"version": CONTRACT_VERSION, **asdict(config)}, sort_keys=True, indent=2) + "\n"
+
+
+def decode(text: str) -> ConnectorConfig:
+    """Read a document written by `encode`.
+
+    Raises:
+        ConfigInvalid: the text is not JSON, of another contract version, or a field is missing, unknown or unusable.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigInvalid(f"{CONFIG_FILE}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigInvalid(f"{CONFIG_FILE}: must be a JSON object, found {type(document).__name__}")
+    version = document.pop("version", None)
+    if version != CONTRACT_VERSION:
+        raise ConfigInvalid(
+            f"{CONFIG_FILE}: version {version!r} is not {CONTRACT_VERSION}; "
+            "run the connector image of the same release as the operator"
+        )
+    known = {field.name for field in fields(ConnectorConfig)}
+    if unknown := sorted(set(document) - known):
+        raise ConfigInvalid(f"{CONFIG_FILE}: unknown field {unknown[0]!r}")
+    try:
+        return ConnectorConfig(**document)
+    except (TypeError, AttributeError) as error:
+        raise ConfigInvalid(f"{CONFIG_FILE}: {error}") from error

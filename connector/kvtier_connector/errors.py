@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions of the connector. Expected outcomes (miss, fault, shed) are values and are not here.
+
+    ConnectorError
+    ├── ConfigInvalid      the operator's document, or a tier option, cannot be used; a person must act
+    ├── IdentityMismatch   the directory belongs to another model or layout; a person must act
+    └── StoreUnavailable   the volume cannot be used now; trying again later may succeed
+"""
+
+from __future__ import annotations
+
+
+class ConnectorError(Exception):
+    """Base of every exception that the connector raises on purpose."""
+
+
+class ConfigInvalid(ConnectorError):
+    """A setting cannot be used; the message names it and the remedy."""
+
+
+class IdentityMismatch(ConnectorError):
+    """The directory holds blocks of another model, layout or key format; the message names the differing field."""
+
+
+class StoreUnavailable(ConnectorError):
+    """The volume cannot be used now (missing, read-only, full, failing); the message carries the system's reason."""

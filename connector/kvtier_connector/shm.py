@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remove the shared-memory files that killed engines leave behind, and no others.
+
+vLLM keeps the pinned CPU tier in ``/dev/shm/vllm_offload_<engine>.mmap`` and removes the name on a clean exit only. In
+a pod, /dev/shm outlives the container; the next engine then does not fit beside the dead one's file, and every restart
+fails. Runs before an engine starts, in the init container and again in the engine's own process, because a restarted
+container runs no init container.
+
+Who holds a file is read from /proc, so the directory must not be shared with processes that /proc does not show: a pod
+has its own. Files are listed before processes are, so a file made in between is never a candidate, and one listed had a
+creator that held it open or is gone.
+
+A process that we may not look into could hold only what its user may open, and vLLM makes the files for their owner
+alone. So such a process protects the files of its user. Our own user is the exception: the system lets us look into
+every ordinary process of ours, so one that it hides (a key agent, a sandbox's first process) is no engine, and would
+otherwise protect a dead engine's memory for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PREFIX = "vllm_offload_"
+SHM = Path("/dev/shm")  # noqa: S108 - vLLM puts the files here
+PROC = Path("/proc")
+
+logger = logging.getLogger(__name__)
+
+
+class _File(NamedTuple):
+    """What tells one file from another: the inode number, under a name."""
+
+    name: str
+    inode: int
+
+
+class _Holders(NamedTuple):
+    """Which files are in use, and whose files may be."""
+
+    files: frozenset[_File]
+    hidden_users: frozenset[int]
+
+
+def clear_stale_regions(directory: str | Path = SHM) -> list[str]:
+    """Remove the regions in the directory that no process holds open or mapped; return their paths.
+
+    Without a readable /proc nothing is removed. A file that cannot be removed is left, with a warning.
+    """
+    candidates = _candidates(Path(directory))
+    if not candidates:
+        return []
+    try:
+        holders = _holders()
+    except OSError as error:
+        logger.warning("%s: stale regions are kept: %s cannot be read: %s", directory, PROC, error)
+        return []
+    removed = []
+    for path, status in candidates:
+        is_held = _File(path.name, status.st_ino) in holders.files or status.st_uid in holders.hidden_users
+        if is_held:
+            logger.info("%s: kept, a process may hold it", path)
+        elif _remove(path, status):
+            removed.append(str(path))
+    return removed
+
+
+def _candidates(directory: Path) -> list[tuple[Path, os.stat_result]]:
+    """List the regions; a directory that is not there has none."""
+    found = []
+    for path in sorted(directory.glob(PREFIX + "*")):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            found.append((path, status))
+    return found
+
+
+def _remove(path: Path, seen: os.stat_result) -> bool:
+    try:
+        if not os.path.samestat(seen, path.lstat()):
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("%s: a stale region stays: %s", path, error)
+        return False
+    return True
+
+
+def _holders() -> _Holders:
+    files: set[_File] = set()
+    hidden_users: set[int] = set()
+    for process in PROC.iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            files.update(_open_files(process))
+            files.update(_mapped_files(process))
+        except PermissionError:
+            hidden_users.update(_user(process) - {os.geteuid()})
+        except (FileNotFoundError, ProcessLookupError):
+            # It ended while we looked: it holds nothing any more.
+            continue
+    return _Holders(frozenset(files), frozenset(hidden_users))
+
+
+def _open_files(process: Path) -> Iterator[_File]:
+    for descriptor in (process / "fd").iterdir():
+        try:
+            # The link is read before it is followed: a descriptor on a dead network mount must not block us.
+            name = _region_name(os.readlink(descriptor))  # noqa: PTH115
+            if name is not None:
+                yield _File(name, descriptor.stat().st_ino)
+        except FileNotFoundError:
+            continue
+
+
+def _mapped_files(process: Path) -> Iterator[_File]:
+    """A mapping outlives the descriptor it was made from."""
+    for line in (process / "maps").read_text(errors="replace").splitlines():
+        # address, permissions, offset, device, inode, path
+        columns = line.split(maxsplit=5)
+        name = _region_name(columns[-1])
+        if name is not None and columns[4].isdigit():
+            yield _File(name, int(columns[4]))
+
+
+def _region_name(path: str) -> str | None:
+    """Return the region's own name, which is the same in every mount namespace, unlike its directory."""
+    name = path.rpartition("/")[2].removesuffix(" (deleted)")
+    return name if name.startswith(PREFIX) else None
+
+
+def _user(process: Path) -> set[int]:
+    try:
+        return {process.stat().st_uid}
+    except FileNotFoundError:
+        return set()

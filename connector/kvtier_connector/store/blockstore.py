@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read and write the blocks of one root: a block is there whole and verified, or it is not there.
+
+What a full, read-only, failing or damaged volume does to a block is an outcome, not an exception. No threads live here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, checksum, decode_header, encode_header
+from kvtier_connector.store.fs import (
+    CREATE_FLAGS,
+    LOCAL,
+    READ_FLAGS,
+    DirectIo,
+    FileSystem,
+    abandon,
+    make_directories,
+    new_page,
+    new_token,
+    read_block,
+    read_page,
+    write_block,
+)
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path, partial_path, quarantine_path
+from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan
+from kvtier_connector.store.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The block is in the caller's buffer and is what its writer wrote."""
+
+    bytes_read: int
+    """From the volume: the payload and its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The volume does not have the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The block is on the volume."""
+
+    bytes_written: int
+    """To the volume: the payload and its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The block was on the volume already, and was not written again."""
+
+
+class StoreFault(enum.Enum):
+    """Why a block could not be written. A fault is data: the caller counts it and goes on without."""
+
+    NO_BUDGET = "no_budget"
+    """The tier's own limit would be exceeded."""
+    NO_SPACE = "no_space"
+    """The volume, or the quota on it, is full."""
+    READ_ONLY = "read_only"
+    """The volume is mounted read-only, or the kernel made it so after an error."""
+    DENIED = "denied"
+    """This process may not write there."""
+    RESOURCES = "resources"
+    """This process or host has run out of memory or file descriptors; the volume is not to blame."""
+    IO = "io"
+    """Anything else that the system says while writing."""
+
+
+Outcome = Hit | Miss | Fault
+"""Of `BlockStore.get`."""
+StoreOutcome = Stored | Present | StoreFault
+"""Of `BlockStore.put`."""
+
+_RETRIES = 2
+"""One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
+
+_STORE_FAULTS = {
+    errno.ENOSPC: StoreFault.NO_SPACE,
+    errno.EDQUOT: StoreFault.NO_SPACE,
+    errno.EROFS: StoreFault.READ_ONLY,
+    errno.EACCES: StoreFault.DENIED,
+    errno.EPERM: StoreFault.DENIED,
+    errno.EMFILE: StoreFault.RESOURCES,
+    errno.ENFILE: StoreFault.RESOURCES,
+    errno.ENOMEM: StoreFault.RESOURCES,
+}
+
+
+class _Found(NamedTuple):
+    """What is on the volume under a block's name before the block is written."""
+
+    size: int
+    is_whole: bool
+
+
+class BlockStore:
+    """The blocks under one root. Any number of threads and processes may use the same root at once.
+
+    Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
+    blocks, and a unique partial name protects writers from each other. Inside the process, `_keys_changed` guards
+    `_keys_in_write`, so that one block is written once at a time; `Usage` and `DirectIo` guard themselves;
+    `_scanning` lets one thread count at a time; each thread has its own header page. No lock but `_scanning` is held
+    over a system call, so a volume that hangs holds up only the threads that asked it for something.
+
+    A method blocks for as long as the volume does: never call one from a thread that must not wait.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fs: FileSystem = LOCAL,
+        direct: bool | None = None,
+        clock: Callable[[], int] = time.time_ns,
+        max_bytes: int = 0,
+    ) -> None:
+        """Store the settings; nothing is read or written yet.
+
+        Args:
+            root: Where `claim` put the tier; directories that are missing are made when a block is written.
+            fs: The system calls.
+            direct: True or False to use O_DIRECT for aligned buffers or never; None asks the volume at first use.
+            clock: Nanoseconds since 1970, for the header.
+            max_bytes: `put` refuses what would exceed it; 0 means no limit. Call `refresh_usage` once at the start.
+        """
+        self._root = str(root)
+        self._fs = fs
+        self._clock = clock
+        self._direct = DirectIo(fs, self._root, direct=direct)
+        self._usage = Usage(max_bytes)
+        self._scanning = threading.Lock()
+        self._keys_changed = threading.Condition()
+        self._keys_in_write: set[BlockKey] = set()
+        self._of_thread = threading.local()
+
+    def get(self, key: BlockKey, into: memoryview) -> Outcome:
+        """Read a block into a writable buffer of exactly its payload's length.
+
+        What the buffer holds is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the
+        next `get` is a Miss and the next `put` writes the block anew.
+        """
+        target = into.cast("B")
+        if target.readonly or target.nbytes == 0:
+            raise ValueError(f"the buffer for {key} must be writable and not empty")
+        path = self._path(key)
+        direct = self._direct.flag(target)
+        try:
+            fd = self._fs.open(path, READ_FLAGS | direct)
+        except (FileNotFoundError, NotADirectoryError):
+            return Miss()
+        except OSError:
+            return Fault.IO
+        try:
+            outcome = self._read(fd, key, target, is_direct=bool(direct))
+            if isinstance(outcome, Fault) and outcome.is_damage:
+                # Before the close: the open file keeps its inode number from being given to another.
+                self._quarantine(fd, key, outcome)
+        except OSError:
+            return Fault.IO
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        return outcome
+
+    def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
+        """Write a block, unless it is there already; all of it appears at once or none does.
+
+        The payload must not change until this returns. Nobody waits for the device: after a power failure a block may
+        be damaged or gone, which its reader notices.
+        """
+        data = payload.cast("B")
+        if data.nbytes == 0:
+            raise ValueError(f"the payload of {key} must not be empty")
+        block_bytes = HEADER_BYTES + data.nbytes
+        with self._sole_writer(key):
+            found = self._find(key, data.nbytes)
+            if found.is_whole:
+                return Present()
+            if not self._usage.reserve(block_bytes):
+                return StoreFault.NO_BUDGET
+            is_written = False
+            try:
+                self._write(key, data)
+                is_written = True
+            except OSError as error:
+                return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
+            finally:
+                if is_written:
+                    self._usage.commit(block_bytes, replaced=found.size)
+                else:
+                    self._usage.cancel(block_bytes)
+        return Stored(block_bytes)
+
+    def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
+        """Say whether the volume has a file for the block, of the right size if the payload's length is given.
+
+        One system call, and the bytes are not verified: `get` may still answer otherwise.
+        """
+        try:
+            size = self._fs.stat(self._path(key)).st_size
+        except OSError:
+            return False
+        return size > HEADER_BYTES if payload_bytes is None else size == HEADER_BYTES + payload_bytes
+
+    def delete(self, key: BlockKey) -> bool:
+        """Remove a block; say whether it was there.
+
+        Raises:
+            StoreUnavailable: the volume refused.
+        """
+        path = self._path(key)
+        try:
+            size = self._fs.stat(path).st_size
+            self._fs.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
+        self._usage.forget(size)
+        return True
+
+    def usage_bytes(self) -> int:
+        """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
+        return self._usage.total()
+
+    def refresh_usage(self) -> int:
+        """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
+
+        Raises:
+            StoreUnavailable: the root cannot be walked.
+        """
+        with self._scanning:
+            self._usage.begin_scan()
+            found = 0
+            for entry in scan(Path(self._root), fs=self._fs):
+                if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
+                    found += entry.size
+            self._usage.end_scan(found)
+        return self._usage.total()
+
+    def _path(self, key: BlockKey) -> str:
+        return f"{self._root}/{block_path(key)}"
+
+    def _page(self) -> memoryview:
+        """Return the calling thread's own header page."""
+        page: memoryview | None = getattr(self._of_thread, "page", None)
+        if page is None:
+            page = self._of_thread.page = new_page()
+        return page
+
+    def _read(self, fd: int, key: BlockKey, target: memoryview, *, is_direct: bool) -> Hit | Fault:
+        page = self._page()
+        bytes_read = read_block(self._fs, fd, (page, target), is_direct=is_direct)
+        header = decode_header(page[:bytes_read])
+        if isinstance(header, Fault):
+            return header
+        if header.key != key:
+            return Fault.KEY
+        if header.payload_bytes != target.nbytes:
+            is_short = self._fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
+            return Fault.TRUNCATED if is_short else Fault.LENGTH
+        if bytes_read < HEADER_BYTES + target.nbytes:
+            return Fault.TRUNCATED
+        if checksum(target) != header.checksum:
+            return Fault.CHECKSUM
+        return Hit(bytes_read)
+
+    def _quarantine(self, fd: int, key: BlockKey, fault: Fault) -> None:
+        """Move the open file away, unless the name means another file by now; give up quietly where that fails."""
+        path = self._path(key)
+        moved = f"{self._root}/{quarantine_path(key, fault.value, new_token())}"
+        with contextlib.suppress(OSError):
+            bad = self._fs.fstat(fd)
+            if not os.path.samestat(bad, self._fs.stat(path)):
+                return
+            try:
+                self._rename_to_quarantine(path, moved)
+            except FileNotFoundError:
+                return
+            except OSError:
+                # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
+                self._fs.unlink(path)
+                self._usage.forget(bad.st_size)
+                return
+            if not os.path.samestat(bad, self._fs.stat(moved)):
+                # A writer replaced the file between our two calls: this is its block, and it goes back.
+                self._fs.rename(moved, path)
+
+    def _rename_to_quarantine(self, path: str, moved: str) -> None:
+        try:
+            self._fs.rename(path, moved)
+        except FileNotFoundError:
+            make_directories(self._fs, f"{self._root}/{QUARANTINE}")
+            self._fs.rename(path, moved)
+
+    @contextlib.contextmanager
+    def _sole_writer(self, key: BlockKey) -> Iterator[None]:
+        """Wait until no other thread of this process writes the block."""
+        with self._keys_changed:
+            self._keys_changed.wait_for(lambda: key not in self._keys_in_write)
+            self._keys_in_write.add(key)
+        try:
+            yield
+        finally:
+            with self._keys_changed:
+                self._keys_in_write.discard(key)
+                self._keys_changed.notify_all()
+
+    def _find(self, key: BlockKey, payload_bytes: int) -> _Found:
+        """Look at the file that has the block's name: its size, and whether length and header are right."""
+        try:
+            fd = self._fs.open(self._path(key), READ_FLAGS)
+        except OSError:
+            return _Found(0, is_whole=False)
+        try:
+            size = self._fs.fstat(fd).st_size
+            page = self._page()
+            header = decode_header(page[: read_page(self._fs, fd, page)])
+        except OSError:
+            return _Found(0, is_whole=False)
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        is_ours = isinstance(header, Header) and header.key == key and header.payload_bytes == payload_bytes
+        return _Found(size, is_ours and size == HEADER_BYTES + payload_bytes)
+
+    def _write(self, key: BlockKey, data: memoryview) -> None:
+        header = Header(key, data.nbytes, checksum(data), self._clock())
+        page = self._page()
+        page[:] = encode_header(header)
+        path = self._path(key)
+        for _ in range(_RETRIES):
+            try:
+                self._publish(path, page, data)
+            except FileNotFoundError:
+                # The first block of its directory, or somebody removed the tree or the partial file under us.
+                make_directories(self._fs, path.rpartition("/")[0])
+            else:
+                return
+        self._publish(path, page, data)
+
+    def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
+        direct = self._direct.flag(data)
+        partial = partial_path(path, new_token())
+        fd = -1
+        is_published = False
+        try:
+            fd = self._fs.open(partial, CREATE_FLAGS | direct)
+            write_block(self._fs, fd, (page, data), is_direct=bool(direct))
+            closing, fd = fd, -1
+            # Network file systems report a failed write here, so the block gets its name only afterwards.
+            self._fs.close(closing)
+            self._fs.rename(partial, path)
+            is_published = True
+        finally:
+            if not is_published:
+                abandon(self._fs, fd, partial)

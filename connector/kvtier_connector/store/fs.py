@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few system calls that the store makes, behind one object, and what is built directly on them.
+
+Tests derive from `FileSystem` to fail or stop at any chosen call; nothing else in the store touches the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+
+from kvtier_connector.store.format import ALIGNMENT, HEADER_BYTES
+from kvtier_connector.store.layout import partial_path
+
+FILE_MODE = 0o640
+DIRECTORY_MODE = 0o750
+
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A volume is shared: a planted link must not be followed, and a planted pipe must not block the thread."""
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class FileSystem:
+    """One thin method for each system call, raising OSError as the system does. Stateless; any thread may call."""
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file, with mode 0640 if that creates it."""
+        return os.open(path, flags, FILE_MODE)
+
+    def close(self, fd: int) -> None:
+        """Close a file; network file systems report a failed write here."""
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into the buffers and return how many bytes came."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write the buffers and return how many bytes went."""
+        return os.pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        """Wait until the file's bytes are on the device."""
+        os.fsync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Describe an open file."""
+        return os.fstat(fd)
+
+    def stat(self, path: str) -> os.stat_result:
+        """Describe a path without following a link."""
+        return os.lstat(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        """Describe the volume that holds a path."""
+        return os.statvfs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file over another, atomically."""
+        os.rename(source, target)  # noqa: PTH104
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; fail if it is taken."""
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)  # noqa: PTH108
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory with mode 0750."""
+        os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102
+
+    def scandir(self, path: str) -> list[os.DirEntry[str]]:
+        """List a directory."""
+        with os.scandir(path) as entries:
+            return list(entries)
+
+
+LOCAL = FileSystem()
+"""The real one."""
+
+
+def make_directories(fs: FileSystem, path: str) -> None:
+    """Make a directory and those above it; one that is there already is fine."""
+    try:
+        fs.mkdir(path)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_directories(fs, os.path.dirname(path))  # noqa: PTH120
+        with contextlib.suppress(FileExistsError):
+            fs.mkdir(path)
+
+
+def new_token() -> str:
+    """Return 32 hex digits that no other writer on any host has."""
+    return uuid.uuid4().hex
+
+
+def new_page() -> memoryview:
+    """Return an aligned page for one header, private to this process even after a fork."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def is_page_aligned(view: memoryview) -> bool:
+    """Say whether O_DIRECT accepts the buffer. A read-only one does not tell its address, so it counts as unaligned."""
+    if view.readonly or view.nbytes == 0 or view.nbytes % ALIGNMENT:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
+
+
+class DirectIo:
+    """Decides, transfer by transfer, whether the page cache is bypassed with O_DIRECT.
+
+    The file system under a root is asked once, with a one-page file; any thread may be the one that asks. While the
+    root does not exist there is nothing to ask, and transfers go through the page cache.
+    """
+
+    def __init__(self, fs: FileSystem, root: str, *, direct: bool | None) -> None:
+        """Store the settings; `direct` skips the question."""
+        self._fs = fs
+        self._root = root
+        self._lock = threading.Lock()
+        self._answer = direct if O_DIRECT else False
+
+    def flag(self, view: memoryview) -> int:
+        """Return O_DIRECT or 0, to be added to the flags with which the file of this payload is opened."""
+        return O_DIRECT if is_page_aligned(view) and self.is_supported() else 0
+
+    def is_supported(self) -> bool:
+        """Say whether files under the root take O_DIRECT."""
+        if self._answer is None:
+            with self._lock:
+                if self._answer is None:
+                    self._answer = self._ask()
+        return bool(self._answer)
+
+    def _ask(self) -> bool | None:
+        path = partial_path(f"{self._root}/direct-io", new_token())
+        page = new_page()
+        fd = -1
+        try:
+            fd = self._fs.open(path, CREATE_FLAGS | O_DIRECT)
+            return self._fs.pwritev(fd, [page], 0) == ALIGNMENT
+        except FileNotFoundError:
+            return None
+        except OSError:
+            # Whatever the reason is, the page cache is right too; only speed is at stake.
+            return False
+        finally:
+            abandon(self._fs, fd, path)
+
+
+def abandon(fs: FileSystem, fd: int, path: str) -> None:
+    """Close and remove a file that is not wanted after all, as far as the system lets us."""
+    try:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                fs.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            fs.unlink(path)
+
+
+def read_block(fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool) -> int:
+    """Read a file from its start into a header page and a payload; return the bytes read, fewer if the file ends."""
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    step = ALIGNMENT if is_direct else 1
+    done = 0
+    while done < wanted:
+        reached = done + fs.preadv(fd, _rest(buffers, done), done)
+        # O_DIRECT continues at page boundaries only, so the last piece may be read twice.
+        next_start = reached if reached == wanted else reached - reached % step
+        if next_start <= done:
+            return reached
+        done = next_start
+    return done
+
+
+def read_page(fs: FileSystem, fd: int, page: memoryview) -> int:
+    """Read a file's first page through the page cache; return the bytes read, fewer if the file ends."""
+    return read_block(fs, fd, (page, page[:0]), is_direct=False)
+
+
+def write_block(fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool) -> None:
+    """Write a header page and a payload to the start of a file, however many calls the system takes for it."""
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    step = ALIGNMENT if is_direct else 1
+    done = 0
+    while done < wanted:
+        reached = done + fs.pwritev(fd, _rest(buffers, done), done)
+        next_start = reached if reached == wanted else reached - reached % step
+        if next_start <= done:
+            # Nothing sensible is left but to ask again for ever; a full volume says so by itself.
+            raise OSError(errno.EIO, f"the system took {reached - done} of {wanted - done} bytes")
+        done = next_start
+
+
+def _rest(buffers: tuple[memoryview, memoryview], done: int) -> list[memoryview]:
+    page, payload = buffers
+    return [page[done:], payload] if done < page.nbytes else [payload[done - page.nbytes :]]

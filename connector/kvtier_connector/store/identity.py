@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose blocks a directory holds: ``tier.json`` at the root is written once and compared at every start.
+
+KV bytes are meaningless to any other model or layout, and nothing in them would show it. So a directory that does not
+say exactly what the caller expects is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
+from kvtier_connector.store.format import FORMAT_VERSION
+from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, READ_FLAGS, FileSystem, abandon, make_directories, new_token
+from kvtier_connector.store.layout import TIER_FILE, partial_path
+
+MAX_TIER_FILE_BYTES = 1 << 20
+"""More than any list of fields needs; a longer file is not ours."""
+
+_ABSENT = "(absent)"
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSystem = LOCAL) -> None:
+    """Make the directory ours if it is new, and make sure that it is ours if it is not.
+
+    Any number of processes may claim at once: one creates the file, and all compare it.
+
+    Raises:
+        IdentityMismatch: the directory belongs to another model or layout, or its file cannot be understood.
+        StoreUnavailable: the volume cannot be used now.
+    """
+    ours = _document(identity, digest)
+    try:
+        text = _read(fs, root)
+        if text is None:
+            make_directories(fs, str(root))
+            _create(fs, root, json.dumps(ours, sort_keys=True, indent=2) + "\n")
+            text = _read(fs, root)
+    except OSError as error:
+        raise StoreUnavailable(f"{root}: cannot be claimed: {error}") from error
+    if text is None:
+        raise StoreUnavailable(f"{root}/{TIER_FILE}: somebody removed it while it was being created; try again")
+    _compare(root, ours, parse(text, where=f"{root}/{TIER_FILE}"))
+
+
+def read(root: Path, *, fs: FileSystem = LOCAL) -> dict[str, Any] | None:
+    """Return the document of ``tier.json``, None if there is no such file.
+
+    Raises:
+        IdentityMismatch: it cannot be understood.
+        StoreUnavailable: it cannot be read.
+    """
+    try:
+        text = _read(fs, root)
+    except OSError as error:
+        raise StoreUnavailable(f"{root}/{TIER_FILE}: cannot be read: {error}") from error
+    return None if text is None else parse(text, where=f"{root}/{TIER_FILE}")
+
+
+def parse(text: bytes, *, where: str) -> dict[str, Any]:
+    """Return the document; raise IdentityMismatch if this is none."""
+    remedy = "restore the file, or remove the directory: its blocks will be computed again"
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("identity"), dict):
+        raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}")
+    return document
+
+
+def _document(identity: Mapping[str, Any], digest: str) -> dict[str, Any]:
+    document = {"format": FORMAT_VERSION, "digest": digest, "identity": dict(identity)}
+    # What JSON cannot tell apart (a tuple and a list) must not look different after a restart.
+    normal: dict[str, Any] = json.loads(json.dumps(document))
+    return normal
+
+
+def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise for the first field that differs; a field of the identity says more than the digest over all of them."""
+    pairs = [
+        (f"identity.{name}", ours["identity"], theirs["identity"], name)
+        for name in sorted({**ours["identity"], **theirs["identity"]})
+    ]
+    pairs += [(name, ours, theirs, name) for name in ("digest", "format")]
+    for label, mine, found, name in pairs:
+        expected, actual = mine.get(name, _ABSENT), found.get(name, _ABSENT)
+        if expected != actual:
+            raise IdentityMismatch(
+                f"{root}/{TIER_FILE}: {label} is {actual!r} there and {expected!r} here; give this tier another "
+                "volume.path, or remove the directory if nothing uses it any more"
+            )
+
+
+def _read(fs: FileSystem, root: Path) -> bytes | None:
+    try:
+        fd = fs.open(f"{root}/{TIER_FILE}", READ_FLAGS)
+    except FileNotFoundError:
+        return None
+    try:
+        buffer = memoryview(bytearray(MAX_TIER_FILE_BYTES))
+        done = 0
+        while done < buffer.nbytes and (count := fs.preadv(fd, [buffer[done:]], done)):
+            done += count
+        return bytes(buffer[:done])
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+
+
+def _create(fs: FileSystem, root: Path, text: str) -> None:
+    """Write the file aside and give it its name only when it is whole; keep the one that is there already.
+
+    It is written once in the life of a directory, so waiting for the device costs nothing here.
+    """
+    path = f"{root}/{TIER_FILE}"
+    partial = partial_path(path, new_token())
+    fd = -1
+    is_renamed = False
+    try:
+        fd = fs.open(partial, CREATE_FLAGS)
+        rest = memoryview(text.encode())
+        done = 0
+        while done < rest.nbytes:
+            done += fs.pwritev(fd, [rest[done:]], done)
+        fs.fsync(fd)
+        closing, fd = fd, -1
+        fs.close(closing)
+        try:
+            fs.link(partial, path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            # Two creators may now replace each other's file. Both compare afterwards, so a stranger still notices.
+            fs.rename(partial, path)
+            is_renamed = True
+    finally:
+        if not is_renamed:
+            abandon(fs, fd, partial)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things lie under the root of a tier: a block's key gives its path, and the path gives the key back.
+
+Pure: names only, nothing is read or written. Paths are relative to the root and use forward slashes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+BLOCKS = "blocks"
+"""Directory of the block files."""
+QUARANTINE = "quarantine"
+"""Directory of the block files that failed verification, kept for a person to look at until they are removed."""
+TIER_FILE = "tier.json"
+"""The file at the root that says whose blocks these are."""
+
+MIN_HASH_BYTES = 3
+"""Shorter hashes could not name both directories; no hash algorithm in use is anywhere near."""
+MAX_HASH_BYTES = 64
+"""The header has room for this much, which is SHA-512."""
+MAX_GROUP = 2**32 - 1
+
+_BLOCK = re.compile(
+    rf"{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<second>[0-9a-f]{{2}})/"
+    r"(?P<hash>(?P=first)(?P=second)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
+    re.ASCII,
+)
+_PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
+
+
+class BlockKey(NamedTuple):
+    """Names one block: the hash of its tokens and of everything before them, and its KV cache group."""
+
+    hash: bytes
+    group: int
+
+
+def is_valid(key: BlockKey) -> bool:
+    """Say whether the key can be stored: its hash fits the header and its group is an unsigned 32-bit number."""
+    return MIN_HASH_BYTES <= len(key.hash) <= MAX_HASH_BYTES and 0 <= key.group <= MAX_GROUP
+
+
+def block_name(key: BlockKey) -> str:
+    """Return the name of the block's file, without its directories."""
+    if not is_valid(key):
+        raise ValueError(
+            f"{key!r}: the hash must have {MIN_HASH_BYTES} to {MAX_HASH_BYTES} bytes and the group must fit 32 bits"
+        )
+    return f"{key.hash.hex()}_g{key.group}.kvb"
+
+
+def block_path(key: BlockKey) -> str:
+    """Return the block's path: ``blocks/<3 hex digits>/<2 hex digits>/<hash>_g<group>.kvb``.
+
+    4096 directories of 256 keep each one small: 100 million blocks are about 100 files in each.
+    """
+    name = block_name(key)
+    return f"{BLOCKS}/{name[:3]}/{name[3:5]}/{name}"
+
+
+def parse_block_path(relative: str) -> BlockKey | None:
+    """Return the key of a path made by `block_path`, None for any other path."""
+    match = _BLOCK.fullmatch(relative)
+    if match is None or len(match["hash"]) % 2:
+        return None
+    key = BlockKey(bytes.fromhex(match["hash"]), int(match["group"]))
+    return key if is_valid(key) else None
+
+
+def partial_path(path: str, token: str) -> str:
+    """Return the name under which a file is written before it is renamed to `path`; `token` is 32 hex digits."""
+    return f"{path}.{token}.partial"
+
+
+def is_partial(name: str) -> bool:
+    """Say whether the name is one that `partial_path` makes."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def quarantine_path(key: BlockKey, reason: str, token: str) -> str:
+    """Return where a damaged block file is moved: its name, why, and a token, since a block can be damaged twice."""
+    return f"{QUARANTINE}/{block_name(key)}.{reason}.{token}"

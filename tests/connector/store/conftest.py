@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the tests of this folder, and later stores, import the contract and the broken file systems beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

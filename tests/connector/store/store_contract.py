@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every block store promises. A new store derives a test class from `BlockStoreContract` and gives it fixtures."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.check import check
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, checksum, encode_header
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
+
+PAYLOAD_BYTES = 64 * 1024
+BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
+NOW_NS = 1_750_000_000 * 10**9
+
+Store = Callable[..., BlockStore]
+
+
+def key(number: int, group: int = 0) -> BlockKey:
+    return BlockKey(number.to_bytes(4, "little") + bytes(range(28)), group)
+
+
+def pages(content: bytes = b"", size: int = PAYLOAD_BYTES) -> memoryview:
+    """Return page-aligned memory that begins with the content."""
+    view = memoryview(mmap.mmap(-1, size))
+    view[: len(content)] = content
+    return view
+
+
+def payload(number: int, size: int = PAYLOAD_BYTES) -> memoryview:
+    """Return a payload that no other number has."""
+    line = number.to_bytes(8, "little")
+    return pages((line * (size // len(line) + 1))[:size], size)
+
+
+def whole_file(of: BlockKey, data: memoryview) -> bytes:
+    """Return the bytes of a sound block file, without the store's help."""
+    return encode_header(Header(of, data.nbytes, checksum(data), NOW_NS)) + bytes(data)
+
+
+class BlockStoreContract:
+    """Every test ends with a check of the whole root that finds nothing."""
+
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> Path | Iterator[Path]:
+        """Return where the root's parent is; override to use another file system."""
+        return tmp_path
+
+    @pytest.fixture
+    def direct(self) -> bool | None:
+        return None
+
+    @pytest.fixture
+    def root(self, base: Path) -> Iterator[Path]:
+        root = base / "tier" / "d1gest"
+        claim(root, {"model": "test"}, "d1gest")
+        yield root
+        assert check(root, partial_age_seconds=0) == []
+
+    @pytest.fixture
+    def store(self, root: Path, direct: bool | None) -> BlockStore:
+        return self.make(root, direct)
+
+    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
+        return BlockStore(root, direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
+
+    def raw_write(self, root: Path, of: BlockKey, content: bytes) -> Path:
+        """Put bytes under a block's name, bypassing the store."""
+        path = root / block_path(of)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    def raw_read(self, root: Path, of: BlockKey) -> bytes:
+        return (root / block_path(of)).read_bytes()
+
+    def test_a_block_that_was_put_is_read_back(self, store: BlockStore) -> None:
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        into = pages()
+        assert store.get(key(1), into) == Hit(BLOCK_BYTES)
+        assert into == payload(1)
+
+    def test_a_block_that_nobody_put_is_a_miss(self, store: BlockStore) -> None:
+        assert store.get(key(1), pages()) == Miss()
+
+    def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        assert self.raw_read(root, key(1)) == whole_file(key(1), payload(1))
+
+    def test_a_file_that_another_process_wrote_is_read(self, root: Path, store: BlockStore) -> None:
+        self.raw_write(root, key(1), whole_file(key(1), payload(1)))
+        into = pages()
+        assert store.get(key(1), into) == Hit(BLOCK_BYTES)
+        assert into == payload(1)
+
+    def test_groups_of_one_hash_are_different_blocks(self, store: BlockStore) -> None:
+        store.put(key(1, group=0), payload(10))
+        store.put(key(1, group=1), payload(11))
+        into = pages()
+        store.get(key(1, group=0), into)
+        assert into == payload(10)
+        store.get(key(1, group=1), into)
+        assert into == payload(11)
+
+    def test_a_block_that_is_there_is_not_written_again(self, root: Path, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        inode = (root / block_path(key(1))).stat().st_ino
+        assert store.put(key(1), payload(1)) == Present()
+        assert (root / block_path(key(1))).stat().st_ino == inode
+
+    @pytest.mark.parametrize("size", [1, 511, 4095, 4096, 4097, 100_000, 1 << 20])
+    def test_any_payload_length_and_any_memory_works(self, store: BlockStore, size: int) -> None:
+        data = bytes(index % 251 for index in range(size))
+        unaligned = memoryview(bytearray(size + 1))[1:]
+        assert store.put(key(1), memoryview(data)) == Stored(HEADER_BYTES + size)
+        assert store.get(key(1), unaligned) == Hit(HEADER_BYTES + size)
+        assert unaligned == data
+
+    def test_memory_of_another_shape_is_taken_as_bytes(self, store: BlockStore) -> None:
+        matrix = payload(1).cast("b", (16, PAYLOAD_BYTES // 16))
+        assert store.put(key(1), matrix) == Stored(BLOCK_BYTES)
+        into = pages()
+        assert store.get(key(1), into.cast("b", (16, PAYLOAD_BYTES // 16))) == Hit(BLOCK_BYTES)
+        assert into == payload(1)
+
+    def test_empty_memory_is_refused(self, store: BlockStore) -> None:
+        with pytest.raises(ValueError, match="empty"):
+            store.put(key(1), memoryview(b""))
+        with pytest.raises(ValueError, match="empty"):
+            store.get(key(1), memoryview(bytearray()))
+
+    def test_reading_into_read_only_memory_is_refused(self, store: BlockStore) -> None:
+        with pytest.raises(ValueError, match="writable"):
+            store.get(key(1), memoryview(b"x"))
+
+    def test_contains_answers_by_name_and_size(self, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        assert store.contains(key(1))
+        assert store.contains(key(1), PAYLOAD_BYTES)
+        assert not store.contains(key(1), PAYLOAD_BYTES + 1)
+        assert not store.contains(key(2))
+
+    def test_a_deleted_block_is_a_miss(self, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        assert store.delete(key(1))
+        assert not store.delete(key(1))
+        assert store.get(key(1), pages()) == Miss()
+
+    def test_files_and_directories_are_closed_to_others(self, root: Path, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        path = root / block_path(key(1))
+        umask = os.umask(0o022)
+        os.umask(umask)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640 & ~umask
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o750 & ~umask
+
+    def test_a_tree_removed_under_the_store_is_made_again(self, root: Path, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        shutil.rmtree(root)
+        assert store.get(key(1), pages()) == Miss()
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        claim(root, {"model": "test"}, "d1gest")
+
+    def test_a_block_of_another_length_is_a_fault_and_is_replaced_by_put(self, root: Path, store: BlockStore) -> None:
+        self.raw_write(root, key(1), whole_file(key(1), payload(1, 4096)))
+        assert store.get(key(1), pages()) is Fault.LENGTH
+        assert (root / block_path(key(1))).exists()
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+    def test_a_damaged_block_is_moved_away_once_and_can_be_written_again(self, root: Path, store: BlockStore) -> None:
+        content = bytearray(whole_file(key(1), payload(1)))
+        content[-1] ^= 1
+        self.raw_write(root, key(1), bytes(content))
+        assert store.get(key(1), pages()) is Fault.CHECKSUM
+        assert store.get(key(1), pages()) == Miss()
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        moved = list((root / QUARANTINE).iterdir())
+        assert [path.read_bytes() for path in moved] == [bytes(content)]
+        moved[0].unlink()
+
+    def test_usage_counts_own_writes_and_deletes_at_once(self, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        store.put(key(2), payload(2))
+        store.put(key(2), payload(2))
+        assert store.usage_bytes() == 2 * BLOCK_BYTES
+        store.delete(key(1))
+        assert store.usage_bytes() == BLOCK_BYTES
+
+    def test_usage_learns_of_other_writers_by_a_scan(self, root: Path, store: BlockStore) -> None:
+        self.raw_write(root, key(1), whole_file(key(1), payload(1)))
+        assert store.usage_bytes() == 0
+        assert store.refresh_usage() == BLOCK_BYTES
+        assert store.usage_bytes() == BLOCK_BYTES
+
+    def test_a_replaced_file_is_not_counted_twice(self, root: Path, store: BlockStore) -> None:
+        self.raw_write(root, key(1), whole_file(key(1), payload(1, 4096)))
+        store.refresh_usage()
+        store.put(key(1), payload(1))
+        assert store.usage_bytes() == store.refresh_usage() == BLOCK_BYTES
+
+    def test_the_limit_is_reached_and_never_exceeded(self, root: Path, direct: bool | None) -> None:
+        store = self.make(root, direct, max_bytes=2 * BLOCK_BYTES)
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        assert store.put(key(2), payload(2)) == Stored(BLOCK_BYTES)
+        assert store.put(key(3), payload(3)) is StoreFault.NO_BUDGET
+        assert store.put(key(2), payload(2)) == Present()
+        store.delete(key(1))
+        assert store.put(key(3), payload(3)) == Stored(BLOCK_BYTES)
+
+    def test_threads_that_put_at_once_do_not_exceed_the_limit(self, root: Path, direct: bool | None) -> None:
+        store = self.make(root, direct, max_bytes=5 * BLOCK_BYTES)
+        with ThreadPoolExecutor(8) as pool:
+            outcomes = list(pool.map(lambda number: store.put(key(number), payload(number)), range(20)))
+        assert outcomes.count(Stored(BLOCK_BYTES)) == 5
+        assert outcomes.count(StoreFault.NO_BUDGET) == 15
+        assert store.refresh_usage() == 5 * BLOCK_BYTES
+
+    def test_threads_that_put_one_block_write_it_once(self, store: BlockStore) -> None:
+        start = threading.Barrier(8)
+
+        def put(_: int) -> object:
+            start.wait()
+            return store.put(key(1), payload(1))
+
+        with ThreadPoolExecutor(8) as pool:
+            outcomes = list(pool.map(put, range(8)))
+        assert outcomes.count(Stored(BLOCK_BYTES)) == 1
+        assert outcomes.count(Present()) == 7
+        assert store.usage_bytes() == BLOCK_BYTES
+
+    def test_threads_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(self, store: BlockStore) -> None:
+        def work(thread: int) -> set[object]:
+            into = pages()
+            seen: set[object] = set()
+            for turn in range(120):
+                number = (thread * 7 + turn) % 4
+                store.put(key(number), payload(number))
+                outcome = store.get(key(number), into)
+                assert not isinstance(outcome, Hit) or into == payload(number)
+                seen.add(outcome)
+                if turn % 11 == 0:
+                    store.delete(key(number))
+            return seen
+
+        with ThreadPoolExecutor(8) as pool:
+            seen = set[object]().union(*pool.map(work, range(8)))
+        assert seen <= {Hit(BLOCK_BYTES), Miss()}
+        assert Hit(BLOCK_BYTES) in seen

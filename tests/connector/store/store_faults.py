@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File systems that fail: at one call, for one name, or for good as when the process dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from kvtier_connector.store.fs import FileSystem
+
+
+class CrashError(BaseException):
+    """The process is dead; nothing may catch this."""
+
+
+class WatchedFs(FileSystem):
+    """Calls `before(name, path or None)` ahead of every system call."""
+
+    def before(self, call: str, path: str | None) -> None:
+        """Do nothing; tests override this."""
+
+    def open(self, path: str, flags: int) -> int:
+        self.before("open", path)
+        return super().open(path, flags)
+
+    def close(self, fd: int) -> None:
+        self.before("close", None)
+        super().close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.before("preadv", None)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.before("pwritev", None)
+        return super().pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        self.before("fsync", None)
+        super().fsync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        self.before("fstat", None)
+        return super().fstat(fd)
+
+    def stat(self, path: str) -> os.stat_result:
+        self.before("stat", path)
+        return super().stat(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        self.before("statvfs", path)
+        return super().statvfs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self.before("rename", source)
+        super().rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self.before("link", source)
+        super().link(source, target)
+
+    def unlink(self, path: str) -> None:
+        self.before("unlink", path)
+        super().unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        self.before("mkdir", path)
+        super().mkdir(path)
+
+    def scandir(self, path: str) -> list[os.DirEntry[str]]:
+        self.before("scandir", path)
+        return super().scandir(path)
+
+
+class CrashingFs(WatchedFs):
+    """The process dies at the given step: that call and all later ones do nothing but raise.
+
+    A write at that step still gets `torn_bytes` onto the volume, as a real one may.
+    """
+
+    def __init__(self, step: int, *, torn_bytes: int = 0) -> None:
+        self.steps = 0
+        self.calls: list[str] = []
+        self._step = step
+        self._torn_bytes = torn_bytes
+
+    @property
+    def has_crashed(self) -> bool:
+        return self.steps > self._step
+
+    def before(self, call: str, path: str | None) -> None:
+        self.steps += 1
+        self.calls.append(call)
+        if self.has_crashed:
+            raise CrashError(call)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.steps == self._step and self._torn_bytes:
+            os.pwrite(fd, b"".join(bytes(buffer) for buffer in buffers)[: self._torn_bytes], offset)
+        return super().pwritev(fd, buffers, offset)
+
+    def close(self, fd: int) -> None:
+        # A dead process keeps no descriptor, and the tests run out of none.
+        if self.has_crashed:
+            os.close(fd)
+        super().close(fd)
+
+
+class FailingFs(WatchedFs):
+    """Raises `error` at calls for which `when(call, path)` is true, and counts calls by name."""
+
+    def __init__(self, error: BaseException, *, when: Callable[[str, str | None], bool]) -> None:
+        self._error = error
+        self._when = when
+
+    def before(self, call: str, path: str | None) -> None:
+        if self._when(call, path):
+            raise self._error
+
+
+class NthCallFails(WatchedFs):
+    """Raises `error` once, at the n-th call; the process lives on and cleans up."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.steps = 0
+        self.failed_call = ""
+        self._step = step
+        self._error = error
+
+    @property
+    def has_failed(self) -> bool:
+        return self.steps > self._step
+
+    def before(self, call: str, path: str | None) -> None:
+        self.steps += 1
+        if self.steps == self._step + 1:
+            self.failed_call = call
+            raise self._error
+
+
+class ShortFs(FileSystem):
+    """Moves at most `limit` bytes at a time, and reports `unreported` fewer than it did, as the system may."""
+
+    def __init__(self, limit: int, *, unreported: int = 0) -> None:
+        self._limit = limit
+        self._unreported = unreported
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._report(super().preadv(fd, [buffers[0][: self._limit]], offset))
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._report(super().pwritev(fd, [buffers[0][: self._limit]], offset))
+
+    def _report(self, count: int) -> int:
+        return count - self._unreported if count == self._limit else count

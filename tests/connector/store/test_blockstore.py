@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block store on the file systems at hand, and what it does when the volume fails."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.check import check
+from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import QUARANTINE, block_path
+from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, whole_file
+from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
+
+CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
+
+
+class TestStoreThatAsksTheVolume(BlockStoreContract):
+    """O_DIRECT if the temporary directory takes it."""
+
+
+class TestStoreThroughThePageCache(BlockStoreContract):
+    @pytest.fixture
+    def direct(self) -> bool | None:
+        return False
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no writable /dev/shm")
+class TestStoreInMemory(BlockStoreContract):
+    @pytest.fixture
+    def base(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            yield Path(directory)
+
+
+class TestStoreWhoseTransfersStopAtPages(BlockStoreContract):
+    """The count that the system reports ends inside a page; O_DIRECT cannot continue there."""
+
+    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
+        return BlockStore(
+            root, fs=ShortFs(3 * 4096, unreported=100), direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes
+        )
+
+
+class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
+    @pytest.fixture
+    def direct(self) -> bool | None:
+        return False
+
+    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
+        return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "d1gest"
+    claim(root, {"model": "test"}, "d1gest")
+    yield root
+    assert check(root, partial_age_seconds=0) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (errno.ENOSPC, StoreFault.NO_SPACE),
+        (errno.EDQUOT, StoreFault.NO_SPACE),
+        (errno.EROFS, StoreFault.READ_ONLY),
+        (errno.EACCES, StoreFault.DENIED),
+        (errno.EPERM, StoreFault.DENIED),
+        (errno.EMFILE, StoreFault.RESOURCES),
+        (errno.ENOMEM, StoreFault.RESOURCES),
+        (errno.EIO, StoreFault.IO),
+        (errno.ESTALE, StoreFault.IO),
+    ],
+)
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "close", "rename"])
+def test_a_volume_that_refuses_a_write_is_a_value_and_leaves_nothing(
+    root: Path, call: str, number: int, fault: StoreFault
+) -> None:
+    fs = FailingFs(OSError(number, os.strerror(number)), when=lambda name, path: name == call)
+    store = BlockStore(root, fs=fs, direct=False)
+    assert store.put(key(1), payload(1)) is fault
+    assert store.usage_bytes() == 0
+    assert not [path for path in root.rglob("*") if path.is_file() and path.name != "tier.json"]
+    assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_volume_that_refuses_a_read_is_a_value_and_keeps_the_file(root: Path, call: str) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
+    assert BlockStore(root, fs=fs, direct=False).get(key(1), pages()) is Fault.IO
+    assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EIO, "broken")])
+def test_an_exception_at_any_step_of_put_leaves_no_partial_file(root: Path, error: BaseException) -> None:
+    for step in itertools.count():
+        shutil.rmtree(root / "blocks", ignore_errors=True)
+        fs = NthCallFails(step, error)
+        store = BlockStore(root, fs=fs)
+        try:
+            store.put(key(1), payload(1))
+        except type(error):
+            assert not isinstance(error, OSError)
+        # The failing call may be the removal itself: then the file stays for the janitor.
+        leftovers = list(root.rglob("*.partial"))
+        for path in leftovers:
+            path.unlink()
+        assert len(leftovers) <= 1
+        assert not leftovers or fs.failed_call == "unlink"
+        assert store.usage_bytes() in (0, BLOCK_BYTES)
+        assert check(root, partial_age_seconds=0) == []
+        if not fs.has_failed:
+            break
+    assert step > 5
+
+
+def test_a_close_that_fails_is_a_failed_write(root: Path) -> None:
+    fs = FailingFs(OSError(errno.ENOSPC, "full"), when=lambda name, path: name == "close")
+    assert BlockStore(root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault.NO_SPACE
+    assert BlockStore(root).get(key(1), pages()) == Miss()
+
+
+def test_a_failed_write_gives_its_budget_back(root: Path) -> None:
+    failing = [True]
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == "pwritev" and failing[0])
+    store = BlockStore(root, fs=fs, max_bytes=BLOCK_BYTES)
+    assert store.put(key(1), payload(1)) is StoreFault.IO
+    failing.clear()
+    failing.append(False)
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+
+
+def test_a_write_that_the_system_takes_nothing_of_is_a_fault(root: Path) -> None:
+    class TakesNothing(FileSystem):
+        def pwritev(self, fd: int, buffers: object, offset: int) -> int:
+            return 0
+
+    assert BlockStore(root, fs=TakesNothing()).put(key(1), payload(1)) is StoreFault.IO
+
+
+def test_a_good_block_that_replaces_a_damaged_one_before_the_move_stays(root: Path) -> None:
+    path = root / block_path(key(1))
+    BlockStore(root).put(key(1), payload(1))
+    path.write_bytes(b"damaged")
+
+    class ReplacedBeforeTheLook(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "stat":
+                BlockStore(root).put(key(1), payload(1))
+
+    assert BlockStore(root, fs=ReplacedBeforeTheLook()).get(key(1), pages()) is Fault.TRUNCATED
+    assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert not list(root.glob(f"{QUARANTINE}/*"))
+
+
+def test_a_good_block_that_is_moved_by_a_hair_goes_back(root: Path) -> None:
+    path = root / block_path(key(1))
+    BlockStore(root).put(key(1), payload(1))
+    path.write_bytes(b"damaged")
+
+    class ReplacedBeforeTheMove(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "rename" and path is not None and not path.endswith(".partial") and QUARANTINE not in path:
+                BlockStore(root).put(key(1), payload(1))
+
+    assert BlockStore(root, fs=ReplacedBeforeTheMove()).get(key(1), pages()) is Fault.TRUNCATED
+    assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert not list(root.glob(f"{QUARANTINE}/*"))
+
+
+def test_a_damaged_block_that_cannot_be_moved_is_removed(root: Path) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    (root / block_path(key(1))).write_bytes(b"damaged")
+    fs = FailingFs(OSError(errno.ENOSPC, "full"), when=lambda name, path: name in {"rename", "mkdir"})
+    assert BlockStore(root, fs=fs).get(key(1), pages()) is Fault.TRUNCATED
+    assert BlockStore(root).get(key(1), pages()) == Miss()
+
+
+def test_a_damaged_block_on_a_read_only_volume_is_a_fault_each_time(root: Path) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    path = root / block_path(key(1))
+    path.write_bytes(b"damaged")
+    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name in {"rename", "mkdir", "unlink"})
+    store = BlockStore(root, fs=fs, direct=False)
+    assert [store.get(key(1), pages()) for _ in range(2)] == [Fault.TRUNCATED, Fault.TRUNCATED]
+    path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_what_is_no_file_under_a_blocks_name_is_a_fault_and_holds_nobody_up(root: Path, kind: str) -> None:
+    path = root / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    if kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert BlockStore(root, direct=False).get(key(1), pages()) is Fault.IO
+    if kind == "directory":
+        assert BlockStore(root).put(key(1), payload(1)) is StoreFault.IO
+        path.rmdir()
+    else:
+        assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+
+
+def test_reading_makes_no_directories(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "nothing")
+    assert store.get(key(1), pages()) == Miss()
+    assert not store.contains(key(1))
+    assert store.refresh_usage() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_volume_is_asked_for_direct_io_once(root: Path) -> None:
+    asked: list[str] = []
+
+    class Counting(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "open" and path is not None and "direct-io" in path:
+                asked.append(path)
+
+    store = BlockStore(root, fs=Counting())
+    for number in range(3):
+        store.put(key(number), payload(number))
+        store.get(key(number), pages())
+    assert len(asked) == 1
+
+
+def test_a_volume_without_direct_io_is_used_through_the_page_cache(root: Path) -> None:
+    class NoDirectIo(FileSystem):
+        def open(self, path: str, flags: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return super().open(path, flags)
+
+    store = BlockStore(root, fs=NoDirectIo())
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+def test_a_hit_costs_three_system_calls(root: Path) -> None:
+    store = BlockStore(root, direct=False)
+    store.put(key(1), payload(1))
+    calls: list[str] = []
+
+    class Listing(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            calls.append(call)
+
+    BlockStore(root, fs=Listing(), direct=False).get(key(1), pages())
+    assert calls == ["open", "preadv", "close"]
+
+
+def test_usage_counts_writes_that_a_scan_may_have_missed(root: Path) -> None:
+    class WritesWhenTheScanHasPassed(FileSystem):
+        def scandir(self, path: str) -> list[os.DirEntry[str]]:
+            entries = super().scandir(path)
+            if path == str(root):
+                store.put(key(1), payload(1))
+            return entries
+
+    store = BlockStore(root, fs=WritesWhenTheScanHasPassed())
+    assert store.refresh_usage() == BLOCK_BYTES
+    assert BlockStore(root).refresh_usage() == BLOCK_BYTES
+
+
+@pytest.mark.parametrize("size", [HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
+def test_a_file_of_the_wrong_size_is_not_present_whatever_its_header_says(root: Path, size: int) -> None:
+    path = root / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes((whole_file(key(1), payload(1)) + b"more")[:size])
+    store = BlockStore(root)
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+def test_a_partial_file_that_was_cleaned_away_is_written_again(root: Path) -> None:
+    cleaned: list[str] = []
+
+    class CleanedBeforeTheRename(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "rename" and not cleaned and path is not None:
+                cleaned.append(path)
+                Path(path).unlink()
+
+    store = BlockStore(root, fs=CleanedBeforeTheRename())
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
+from store_contract import key, pages, payload
+store = BlockStore(Path(sys.argv[1]))
+into = pages()
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(int(sys.argv[2])):
+    number = turn % 5
+    store.put(key(number), payload(number))
+    outcome = store.get(key(number), into)
+    assert isinstance(outcome, Hit | Miss), outcome
+    assert not isinstance(outcome, Hit) or into == payload(number)
+    if turn % 13 == 0:
+        store.delete(key(number))
+print("done", flush=True)
+"""
+
+
+def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(root), str(turns), str(CONNECTOR), str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_processes_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(root: Path) -> None:
+    processes = [start_writer(root, 300) for _ in range(3)]
+    answers = [process.communicate("go\n", timeout=60)[0] for process in processes]
+    assert answers == ["done\n"] * 3
+    assert [process.returncode for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_volume_that_fills_up_stops_stores_and_keeps_loads(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this machine does not let us mount")
+    try:
+        root = tmp_path / "d1gest"
+        claim(root, {"model": "test"}, "d1gest")
+        store = BlockStore(root)
+        outcomes = [store.put(key(number), payload(number)) for number in range(20)]
+        stored = outcomes.count(Stored(BLOCK_BYTES))
+        assert 10 <= stored < 20
+        assert outcomes[stored:] == [StoreFault.NO_SPACE] * (20 - stored)
+        assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
+        assert store.usage_bytes() == store.refresh_usage() == stored * BLOCK_BYTES
+        assert check(root, partial_age_seconds=0) == []
+        store.delete(key(0))
+        assert store.put(key(0), payload(0)) == Stored(BLOCK_BYTES)
+        assert subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=False).returncode == 0
+        assert store.put(key(30), payload(30)) is StoreFault.READ_ONLY
+        assert store.put(key(0), payload(0)) == Present()
+        assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_the_real_file_system_describes_the_volume(tmp_path: Path) -> None:
+    assert LOCAL.statvfs(str(tmp_path)).f_blocks > 0

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that dies at any moment leaves the old block or the new one, and leftovers that can be removed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
+from kvtier_connector.store.check import check
+from kvtier_connector.store.format import Fault
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import TIER_FILE, block_path
+from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
+from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
+from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
+from store_faults import CrashError, CrashingFs
+
+CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
+
+
+def clean(root: Path) -> None:
+    remove_stale_partials(root, 0)
+    remove_quarantined(root, 0)
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("torn_bytes", [0, 1, 4096, 10_000])
+@pytest.mark.parametrize("before", ["nothing", "a damaged block", "a block of another length"])
+def test_a_crash_at_any_step_of_put_leaves_the_old_or_the_new_block(
+    tmp_path: Path, before: str, torn_bytes: int, direct: bool | None
+) -> None:
+    calls: list[str] = []
+    outcomes = set()
+    for step in itertools.count():
+        # given
+        root = tmp_path / str(step)
+        claim(root, {}, "d1gest")
+        if before != "nothing":
+            path = root / block_path(key(1))
+            path.parent.mkdir(parents=True)
+            path.write_bytes(b"damaged" if before == "a damaged block" else whole_file(key(1), payload(9, 4096)))
+        fs = CrashingFs(step, torn_bytes=torn_bytes)
+        # when
+        try:
+            BlockStore(root, fs=fs, direct=direct).put(key(1), payload(1))
+        except CrashError:
+            assert fs.has_crashed
+        # then
+        reopened = BlockStore(root)
+        into = pages()
+        outcome = reopened.get(key(1), into)
+        outcomes.add(outcome)
+        assert not isinstance(outcome, Hit) or into == payload(1)
+        clean(root)
+        reopened.put(key(1), payload(1))
+        assert reopened.get(key(1), into) == Hit(BLOCK_BYTES)
+        assert check(root, partial_age_seconds=0) == []
+        shutil.rmtree(root)
+        if not fs.has_crashed:
+            calls = fs.calls
+            break
+    assert {"open", "pwritev", "close", "rename"} <= set(calls)
+    old = {"nothing": Miss(), "a damaged block": Fault.TRUNCATED, "a block of another length": Fault.LENGTH}[before]
+    assert outcomes == {old, Hit(BLOCK_BYTES)}
+
+
+def test_a_crash_at_any_step_of_get_loses_no_good_block_and_serves_no_bad_one(tmp_path: Path) -> None:
+    for content in (whole_file(key(1), payload(1)), whole_file(key(1), payload(1))[:-1] + b"\xff"):
+        is_good = content == whole_file(key(1), payload(1))
+        for step in itertools.count():
+            root = tmp_path / f"{is_good}{step}"
+            claim(root, {}, "d1gest")
+            path = root / block_path(key(1))
+            path.parent.mkdir(parents=True)
+            path.write_bytes(content)
+            fs = CrashingFs(step)
+            try:
+                BlockStore(root, fs=fs).get(key(1), pages())
+            except CrashError:
+                assert fs.has_crashed
+            outcome = BlockStore(root).get(key(1), pages())
+            assert outcome == Hit(BLOCK_BYTES) if is_good else outcome in {Fault.CHECKSUM, Miss()}
+            clean(root)
+            assert check(root, partial_age_seconds=0) == []
+            if not fs.has_crashed:
+                break
+
+
+def test_a_crash_at_any_step_of_claim_leaves_a_directory_that_can_be_claimed(tmp_path: Path) -> None:
+    identity = {"model": "test", "layers": [1, 2]}
+    for step in itertools.count():
+        root = tmp_path / str(step) / "d1gest"
+        fs = CrashingFs(step, torn_bytes=5)
+        try:
+            claim(root, identity, "d1gest", fs=fs)
+        except CrashError:
+            assert fs.has_crashed
+        claim(root, identity, "d1gest")
+        clean(root)
+        assert check(root, partial_age_seconds=0) == []
+        if not fs.has_crashed:
+            break
+    assert step > 5
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from kvtier_connector.store.blockstore import BlockStore
+from store_contract import key, payload
+store = BlockStore(Path(sys.argv[1]))
+for number in itertools.count():
+    store.put(key(number % 50), payload(number % 50))
+    store.delete(key((number - 20) % 50))
+    if number == 20:
+        print("busy", flush=True)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
+    claim(tmp_path, {}, "d1gest")
+    for _ in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(CONNECTOR), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "busy\n"
+            os.kill(process.pid, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        leftovers = [entry for entry in scan(tmp_path, partial_age_seconds=0) if isinstance(entry, Leftover)]
+        assert {entry.kind for entry in leftovers} <= {LeftoverKind.PARTIAL}
+        assert len(remove_stale_partials(tmp_path, 0)) == len(leftovers)
+        assert check(tmp_path, partial_age_seconds=0) == []
+    store = BlockStore(tmp_path)
+    for number in range(50):
+        into = pages()
+        store.put(key(number), payload(number))
+        assert store.get(key(number), into) == Hit(BLOCK_BYTES)
+        assert into == payload(number)
+    assert (tmp_path / TIER_FILE).exists()
+
+
+def test_a_process_killed_in_the_middle_of_a_write_leaves_a_partial_file(tmp_path: Path) -> None:
+    """The same with certainty: the writer stops inside the write until it is killed."""
+    claim(tmp_path, {}, "d1gest")
+    stopped = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.fs import FileSystem
+from store_contract import key, payload
+class Stops(FileSystem):
+    def pwritev(self, fd, buffers, offset):
+        os.pwrite(fd, bytes(buffers[0]), 0)
+        print("written", flush=True)
+        sys.stdin.read()
+BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", stopped, str(tmp_path), str(CONNECTOR), str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.kill()
+    assert [entry.kind for entry in scan(tmp_path, partial_age_seconds=0) if isinstance(entry, Leftover)] == [
+        LeftoverKind.PARTIAL
+    ]
+    assert list(scan(tmp_path)) == []
+    assert BlockStore(tmp_path).get(key(1), pages()) == Miss()
+    assert BlockStore(tmp_path).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert len(remove_stale_partials(tmp_path, 0)) == 1
+    assert check(tmp_path, partial_age_seconds=0) == []

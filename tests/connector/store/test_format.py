@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a block file: round trips, every kind of damage, and a file frozen at the first release."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
+from kvtier_connector.store.check import check
+from kvtier_connector.store.format import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    Algorithm,
+    Fault,
+    Header,
+    checksum,
+    decode_header,
+    encode_header,
+)
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, block_path
+from store_contract import NOW_NS, key, pages, payload, whole_file
+
+DATA = Path(__file__).parents[1] / "data"
+FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+keys = st.builds(BlockKey, st.binary(min_size=3, max_size=64), st.integers(0, MAX_GROUP))
+headers = st.builds(
+    Header,
+    key=keys,
+    payload_bytes=st.integers(1, 2**64 - 1),
+    checksum=st.binary(min_size=32, max_size=32),
+    created_ns=u64,
+    algorithm=st.just(Algorithm.BLAKE3_256),
+    encryption=st.just(0),
+    flags=st.just(0),
+)
+
+
+def table() -> list[tuple[int, int, str]]:
+    """Return offset, length and name of each field as FORMAT.md has them."""
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", FORMAT_MD.read_text(), re.MULTILINE)
+    return [(int(offset), int(size), name) for offset, size, name in rows]
+
+
+FIELDS = table()
+MEANINGFUL = [field for field in FIELDS if field[2] != "reserved"]
+
+
+def forge(changes: dict[str, int], of: Header) -> bytes:
+    """Return a header with other numbers in it and a header checksum that agrees with them."""
+    page = bytearray(encode_header(of))
+    places = {name: (offset, size) for offset, size, name in FIELDS}
+    for name, value in changes.items():
+        offset, size = places[name]
+        page[offset : offset + size] = value.to_bytes(size, "little")
+    page[-4:] = struct.pack("<I", zlib.crc32(page[:-4]))
+    return bytes(page)
+
+
+SOUND = Header(key(1), 4096, bytes(range(32)), NOW_NS)
+
+
+@given(headers)
+def test_a_header_comes_back_as_it_was(header: Header) -> None:
+    page = encode_header(header)
+    assert len(page) == HEADER_BYTES == ALIGNMENT
+    assert decode_header(page) == header
+    assert decode_header(memoryview(bytearray(page + b"payload"))) == header
+
+
+@given(headers, st.integers(0, HEADER_BYTES * 8 - 1))
+def test_any_flipped_bit_of_a_header_is_noticed(header: Header, bit: int) -> None:
+    page = bytearray(encode_header(header))
+    page[bit // 8] ^= 1 << bit % 8
+    assert decode_header(page) in {Fault.MAGIC, Fault.HEADER}
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_any_bytes_are_a_header_or_a_fault(data: bytes) -> None:
+    assert isinstance(decode_header(data), Header | Fault)
+
+
+@given(st.dictionaries(st.sampled_from(["flags", "encryption", "group", "hash length", "payload length"]), u32))
+def test_any_numbers_under_a_right_checksum_are_a_header_or_a_fault(changes: dict[str, int]) -> None:
+    decoded = decode_header(forge(changes, SOUND))
+    assert isinstance(decoded, Fault) or encode_header(decoded) == forge(changes, SOUND)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"format version": 2}, Fault.VERSION),
+        ({"format version": 0}, Fault.VERSION),
+        ({"checksum algorithm": 2}, Fault.ALGORITHM),
+        ({"checksum algorithm": 0}, Fault.ALGORITHM),
+        ({"encryption": 1}, Fault.ALGORITHM),
+        ({"flags": 1}, Fault.ALGORITHM),
+        ({"header length": 8192}, Fault.HEADER),
+        ({"payload length": 0}, Fault.HEADER),
+        ({"hash length": 0}, Fault.HEADER),
+        ({"hash length": 65}, Fault.HEADER),
+        ({"hash length": 2**32 - 1}, Fault.HEADER),
+        ({"hash length": 31}, Fault.HEADER),
+    ],
+)
+def test_an_intact_header_that_says_something_else_has_its_own_fault(changes: dict[str, int], fault: Fault) -> None:
+    assert decode_header(forge(changes, SOUND)) is fault
+
+
+def test_reserved_bytes_are_not_looked_at() -> None:
+    page = forge({"reserved": 12345}, SOUND)
+    assert decode_header(page) == SOUND
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        SOUND._replace(key=BlockKey(b"", 0)),
+        SOUND._replace(key=BlockKey(bytes(65), 0)),
+        SOUND._replace(key=BlockKey(bytes(32), -1)),
+        SOUND._replace(key=BlockKey(bytes(32), 2**32)),
+        SOUND._replace(payload_bytes=0),
+        SOUND._replace(payload_bytes=2**64),
+        SOUND._replace(created_ns=-1),
+        SOUND._replace(checksum=b"short"),
+        SOUND._replace(algorithm=2),
+        SOUND._replace(encryption=1),
+        SOUND._replace(flags=1),
+    ],
+)
+def test_a_header_that_nobody_could_read_is_not_written(header: Header) -> None:
+    with pytest.raises(ValueError, match="Header"):
+        encode_header(header)
+
+
+def test_every_fault_says_what_it_means() -> None:
+    assert {fault for fault in Fault if not fault.is_damage} == {
+        Fault.VERSION,
+        Fault.LENGTH,
+        Fault.ALGORITHM,
+        Fault.IO,
+    }
+    named = re.findall(r"^\| `([a-z]+)` \|.*\| (is moved|stays) \|$", FORMAT_MD.read_text(), re.MULTILINE)
+    assert dict(named) == {fault.value: "is moved" if fault.is_damage else "stays" for fault in Fault}
+
+
+def test_the_documented_fields_are_those_of_the_header() -> None:
+    ends = [offset + size for offset, size, _ in FIELDS]
+    assert [offset for offset, _, _ in FIELDS] == [0, *ends[:-1]]
+    assert ends[-1] == HEADER_BYTES
+    header = Header(BlockKey(bytes(range(1, 33)), 7), 1 << 40, bytes(range(100, 132)), NOW_NS)
+    page = encode_header(header)
+    found = {name: page[offset : offset + size] for offset, size, name in FIELDS}
+    numbers = {
+        "format version": 1,
+        "header length": HEADER_BYTES,
+        "flags": 0,
+        "checksum algorithm": Algorithm.BLAKE3_256,
+        "encryption": 0,
+        "payload length": 1 << 40,
+        "created": NOW_NS,
+        "group": 7,
+        "hash length": 32,
+        "header checksum": zlib.crc32(page[:-4]),
+        "reserved": 0,
+    }
+    assert {name: int.from_bytes(found[name], "little") for name in numbers} == numbers
+    assert found["magic"] == b"KVTB"
+    assert found["hash"] == header.key.hash + bytes(32)
+    assert found["checksum"] == header.checksum
+
+
+def test_the_block_that_was_frozen_at_the_first_release_is_still_read(tmp_path: Path) -> None:
+    frozen = (DATA / "block_v1.kvb").read_bytes()
+    of = BlockKey(bytes(range(32)), 3)
+    data = bytes(index * 7 % 256 for index in range(8192))
+    assert decode_header(frozen) == Header(of, 8192, checksum(memoryview(data)), 1_763_683_200_000_000_000)
+    assert frozen[HEADER_BYTES:] == data
+    path = tmp_path / block_path(of)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(frozen)
+    into = pages(size=8192)
+    assert BlockStore(tmp_path).get(of, into) == Hit(HEADER_BYTES + 8192)
+    assert into == data
+
+
+def test_the_writer_still_makes_the_frozen_bytes(tmp_path: Path) -> None:
+    of = BlockKey(bytes(range(32)), 3)
+    data = bytes(index * 7 % 256 for index in range(8192))
+    BlockStore(tmp_path, clock=lambda: 1_763_683_200_000_000_000).put(of, memoryview(data))
+    assert (tmp_path / block_path(of)).read_bytes() == (DATA / "block_v1.kvb").read_bytes()
+
+
+GOOD = whole_file(key(1), payload(1, 8192))
+
+DAMAGES = {
+    **{
+        f"a flipped bit in the {name}": (GOOD[:offset] + bytes([GOOD[offset] ^ 4]) + GOOD[offset + 1 :], fault)
+        for offset, _, name in FIELDS
+        for fault in [Fault.MAGIC if name == "magic" else Fault.HEADER]
+    },
+    "a flipped bit at the start of the payload": (
+        GOOD[:4096] + bytes([GOOD[4096] ^ 1]) + GOOD[4097:],
+        Fault.CHECKSUM,
+    ),
+    "a flipped bit at the end of the payload": (GOOD[:-1] + bytes([GOOD[-1] ^ 128]), Fault.CHECKSUM),
+    "a zero-filled payload": (GOOD[:4096] + bytes(8192), Fault.CHECKSUM),
+    "a zero-filled file": (bytes(len(GOOD)), Fault.MAGIC),
+    "no bytes": (b"", Fault.EMPTY),
+    "one byte": (GOOD[:1], Fault.TRUNCATED),
+    "half a header": (GOOD[:2048], Fault.TRUNCATED),
+    "all but the last byte of the header": (GOOD[:4095], Fault.TRUNCATED),
+    "the header alone": (GOOD[:4096], Fault.TRUNCATED),
+    "part of a page of payload": (GOOD[:5000], Fault.TRUNCATED),
+    "a page of payload": (GOOD[:8192], Fault.TRUNCATED),
+    "all but the last byte": (GOOD[:-1], Fault.TRUNCATED),
+    "another block": (whole_file(key(2), payload(1, 8192)), Fault.KEY),
+    "another group": (whole_file(key(1, group=1), payload(1, 8192)), Fault.KEY),
+    "a longer block cut to our length": (whole_file(key(1), payload(1, 16384))[: len(GOOD)], Fault.TRUNCATED),
+}
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, direct: bool | None) -> None:
+    content, fault = DAMAGES[damage]
+    claim(tmp_path, {}, "d1gest")
+    path = tmp_path / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert [problem.kind for problem in check(tmp_path)] == [fault.value]
+    store = BlockStore(tmp_path, direct=direct)
+    assert store.get(key(1), pages(size=8192)) is fault
+    assert store.get(key(1), pages(size=8192)) == Miss()
+    assert [moved.read_bytes() for moved in (tmp_path / QUARANTINE).iterdir()] == [content]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (forge({"format version": 2}, SOUND) + bytes(4096), Fault.VERSION),
+        (forge({"checksum algorithm": 9}, SOUND) + bytes(4096), Fault.ALGORITHM),
+        (whole_file(key(1), payload(1, 8192)), Fault.LENGTH),
+    ],
+)
+def test_a_file_that_another_reader_may_understand_stays(tmp_path: Path, content: bytes, fault: Fault) -> None:
+    path = tmp_path / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert BlockStore(tmp_path).get(key(1), pages(size=4096)) is fault
+    assert path.read_bytes() == content

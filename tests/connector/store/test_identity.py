@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory belongs to one model and layout, whoever comes first, and says so for ever."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
+from kvtier_connector.store.check import check
+from kvtier_connector.store.identity import claim, read
+from kvtier_connector.store.layout import TIER_FILE
+from store_faults import FailingFs, WatchedFs
+
+IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
+CONNECTOR = Path(sys.modules["kvtier_connector.store.identity"].__file__ or "").parents[2]
+
+
+def test_the_first_claim_makes_the_directory_and_the_file(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b" / "d1gest"
+    claim(root, IDENTITY, "d1gest")
+    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 1, "identity": IDENTITY}
+    assert [path.name for path in root.iterdir()] == [TIER_FILE]
+    assert check(root, partial_age_seconds=0) == []
+
+
+def test_claiming_again_changes_nothing(tmp_path: Path) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    before = (tmp_path / TIER_FILE).stat()
+    claim(tmp_path, {"groups": ((1, 2), (3,)), "dtype": "bfloat16", "model": "llama"}, "d1gest")
+    after = (tmp_path / TIER_FILE).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    ("identity", "digest", "expected"),
+    [
+        ({**IDENTITY, "dtype": "float16"}, "other", "identity.dtype is 'bfloat16' there and 'float16' here"),
+        ({**IDENTITY, "model": "x", "dtype": "float16"}, "d1gest", "identity.dtype is"),
+        (
+            {"model": "llama", "dtype": "bfloat16"},
+            "d1gest",
+            r"identity.groups is \[\[1, 2\], \[3\]\] there and '\(absent\)",
+        ),
+        ({**IDENTITY, "rope": {"theta": 1}}, "d1gest", r"identity.rope is '\(absent\)' there and {'theta': 1} here"),
+        (IDENTITY, "other", "digest is 'd1gest' there and 'other' here"),
+    ],
+)
+def test_a_stranger_is_refused_with_the_first_difference(
+    tmp_path: Path, identity: dict[str, Any], digest: str, expected: str
+) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    before = (tmp_path / TIER_FILE).read_bytes()
+    with pytest.raises(IdentityMismatch, match=expected + ".*"):
+        claim(tmp_path, identity, digest)
+    assert (tmp_path / TIER_FILE).read_bytes() == before
+
+
+def test_the_message_says_where_and_what_to_do(tmp_path: Path) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    with pytest.raises(IdentityMismatch, match=rf"^{tmp_path}/tier.json: .*volume.path.*remove the directory"):
+        claim(tmp_path, {}, "d1gest")
+
+
+def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    document = {"digest": "d1gest", "format": 2, "identity": IDENTITY}
+    (tmp_path / TIER_FILE).write_text(json.dumps(document))
+    with pytest.raises(IdentityMismatch, match="format is 2 there and 1 here"):
+        claim(tmp_path, IDENTITY, "d1gest")
+    assert [problem.kind for problem in check(tmp_path)] == ["identity"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"identity": 1}', "\xff"])
+def test_a_damaged_file_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    (tmp_path / TIER_FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(IdentityMismatch, match="restore the file"):
+        claim(tmp_path, IDENTITY, "d1gest")
+    assert (tmp_path / TIER_FILE).read_bytes() == text.encode("latin-1")
+    assert [problem.kind for problem in check(tmp_path)] == ["identity"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "fsync", "close", "link"])
+def test_a_volume_that_fails_is_unavailable_and_says_why(tmp_path: Path, call: str, number: int) -> None:
+    root = tmp_path / "d1gest"
+    # Without the directory the first open is a plain "no such file": let only later ones fail.
+    error = OSError(number, "as the system says")
+    fs = FailingFs(error, when=lambda name, path: name == call and (name != "open" or "partial" in str(path)))
+    if call == "close":
+        fs = FailingFs(error, when=lambda name, path: name == call)
+    with pytest.raises(StoreUnavailable, match="as the system says") as caught:
+        claim(root, IDENTITY, "d1gest", fs=fs)
+    assert caught.value.__cause__ is error
+    assert not root.exists() or list(root.iterdir()) == []
+    claim(root, IDENTITY, "d1gest")
+
+
+def test_a_file_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == "preadv")
+    with pytest.raises(StoreUnavailable, match="broken"):
+        claim(tmp_path, IDENTITY, "d1gest", fs=fs)
+    with pytest.raises(StoreUnavailable, match="broken"):
+        read(tmp_path, fs=fs)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_volume_without_hard_links_can_be_claimed(tmp_path: Path, number: int) -> None:
+    fs = FailingFs(OSError(number, "no links"), when=lambda name, path: name == "link")
+    claim(tmp_path, IDENTITY, "d1gest", fs=fs)
+    claim(tmp_path, IDENTITY, "d1gest", fs=fs)
+    assert check(tmp_path, partial_age_seconds=0) == []
+
+
+def test_who_comes_second_by_a_hair_keeps_the_first_ones_file(tmp_path: Path) -> None:
+    class Overtaken(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "link":
+                claim(tmp_path, {"model": "faster"}, "d1gest")
+
+    with pytest.raises(IdentityMismatch, match="'faster'"):
+        claim(tmp_path, {"model": "slower"}, "d1gest", fs=Overtaken())
+    assert [path.name for path in tmp_path.iterdir()] == [TIER_FILE]
+
+
+def test_many_threads_and_processes_may_claim_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "d1gest"
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); "
+        "from kvtier_connector.store.identity import claim; claim(Path(sys.argv[1]), {'model': 'test'}, 'd1gest')"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(root), str(CONNECTOR)]) for _ in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: claim(root, {"model": "test"}, "d1gest"), range(16)))
+    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert [path.name for path in root.iterdir()] == [TIER_FILE]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package arrives whole where an engine looks for it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvtier_connector import install as install_module
+from kvtier_connector.install import install
+
+PACKAGE = Path(install_module.__file__ or "").parent
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small package of the same name."""
+    source = tmp_path / "source" / "kvtier_connector"
+    (source / "store").mkdir(parents=True)
+    (source / "__pycache__").mkdir()
+    (source / "__pycache__" / "x.pyc").write_bytes(b"")
+    (source / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    (source / "store" / "__init__.py").write_text("")
+    (source / "py.typed").write_text("")
+    return source
+
+
+def files(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_package_is_copied_without_what_python_adds(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "opt" / "kvtier"
+    assert install(target, source=source) == (f"kvtier_connector 1.2.3: 3 files installed in {target}/kvtier_connector")
+    assert files(target) == {
+        "kvtier_connector/__init__.py",
+        "kvtier_connector/store/__init__.py",
+        "kvtier_connector/py.typed",
+    }
+
+
+def test_every_user_can_read_it(tmp_path: Path, source: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        install(tmp_path / "target", source=source)
+    finally:
+        os.umask(umask)
+    package = tmp_path / "target" / "kvtier_connector"
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in [package, *package.rglob("*")]}
+    assert modes == {0o755, 0o644}
+
+
+def test_installing_again_changes_nothing(tmp_path: Path, source: Path) -> None:
+    install(tmp_path / "target", source=source)
+    before = (tmp_path / "target" / "kvtier_connector").stat().st_ino
+    assert install(tmp_path / "target", source=source).endswith("already")
+    assert (tmp_path / "target" / "kvtier_connector").stat().st_ino == before
+
+
+def test_another_version_is_replaced_and_leaves_no_file_behind(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "target"
+    install(target, source=source)
+    (source / "py.typed").unlink()
+    (source / "__init__.py").write_text('__version__ = "1.3.0"\n')
+    assert install(target, source=source) == (
+        f"kvtier_connector 1.3.0: 2 files installed in {target}/kvtier_connector, replacing 1.2.3"
+    )
+    assert files(target) == {"kvtier_connector/__init__.py", "kvtier_connector/store/__init__.py"}
+    assert [path.name for path in target.iterdir()] == ["kvtier_connector"]
+
+
+def test_a_damaged_copy_is_replaced(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "target"
+    install(target, source=source)
+    (target / "kvtier_connector" / "py.typed").unlink()
+    install(target, source=source)
+    assert files(target / "kvtier_connector") == files(source) - {"__pycache__/x.pyc"}
+
+
+def test_a_copy_that_fails_leaves_the_old_version(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    install(target, source=source)
+    (source / "__init__.py").write_text('__version__ = "1.3.0"\n')
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match="No space"):
+        install(target, source=source)
+    assert "1.2.3" in (target / "kvtier_connector" / "__init__.py").read_text()
+    assert [path.name for path in target.iterdir()] == ["kvtier_connector"]
+
+
+def test_what_a_killed_installer_left_is_removed_when_it_is_old(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "target"
+    old, young = target / ".kvtier_connector.aa.partial", target / ".kvtier_connector.bb.partial"
+    for path in (old, young):
+        path.mkdir(parents=True)
+        (path / "file").write_text("")
+    os.utime(old, (0, 0))
+    install(target, source=source)
+    assert {path.name for path in target.iterdir()} == {"kvtier_connector", young.name}
+
+
+def test_the_command_installs_this_package_and_clears_stale_regions(tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    region = shm / "vllm_offload_dead.mmap"
+    region.write_bytes(b"")
+    target = tmp_path / "target"
+    command = [sys.executable, "-m", "kvtier_connector.install", "--target", str(target), "--clear-shm", str(shm)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    first = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert first.stdout.splitlines()[:2] == [f"{shm}: 1 stale regions removed", f"  {region}"]
+    assert "files installed in" in first.stdout
+    assert not region.exists()
+    # The installed copy is a working package, and knows itself.
+    environment["PYTHONPATH"] = str(target)
+    second = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert second.stdout.splitlines()[0] == f"{shm}: 0 stale regions removed"
+    assert second.stdout.rstrip().endswith("already")
+
+
+def test_the_command_needs_the_standard_library_only(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.install; "
+        "print([name for name in ('blake3', 'torch', 'vllm', 'numpy') if name in sys.modules])"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-S", "-c", program, str(PACKAGE.parent)], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "[]\n"

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walking, cleaning and checking a root."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store import check as check_module
+from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.check import Problem, check, inspect
+from kvtier_connector.store.format import Fault
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import block_path, partial_path
+from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
+from store_faults import FailingFs, WatchedFs
+
+TOKEN = "0123456789abcdef" * 2
+CONNECTOR = Path(check_module.__file__ or "").parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
+    store = BlockStore(root)
+    for number in range(3):
+        store.put(key(number), payload(number))
+    return root
+
+
+def litter(root: Path) -> dict[str, LeftoverKind]:
+    """Leave one of everything that is no block."""
+    directory = Path(block_path(key(0))).parent
+    kinds = {
+        partial_path(block_path(key(9)), TOKEN): LeftoverKind.PARTIAL,
+        partial_path("tier.json", TOKEN): LeftoverKind.PARTIAL,
+        partial_path("direct-io", TOKEN): LeftoverKind.PARTIAL,
+        f"quarantine/00_g0.kvb.checksum.{TOKEN}": LeftoverKind.QUARANTINED,
+        "README": LeftoverKind.FOREIGN,
+        str(directory / "notes.txt"): LeftoverKind.FOREIGN,
+        f"blocks/{Path(block_path(key(0))).name}": LeftoverKind.FOREIGN,
+        "lost+found/#123": LeftoverKind.FOREIGN,
+    }
+    for path in kinds:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(b"12345")
+    (root / directory / "link").symlink_to("/etc/passwd")
+    return {**kinds, str(directory / "link"): LeftoverKind.FOREIGN}
+
+
+def test_a_scan_names_every_block_once(root: Path) -> None:
+    entries = sorted(entry for entry in scan(root) if isinstance(entry, BlockEntry))
+    assert [entry.key for entry in entries] == [key(number) for number in range(3)]
+    assert [entry.path for entry in entries] == [block_path(key(number)) for number in range(3)]
+    assert {entry.size for entry in entries} == {BLOCK_BYTES}
+    assert entries[0].mtime_ns == (root / entries[0].path).stat().st_mtime_ns
+
+
+def test_a_scan_says_what_every_other_file_is(root: Path) -> None:
+    kinds = litter(root)
+    found = {entry.path: entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
+    assert found == kinds
+
+
+def test_a_young_partial_file_belongs_to_a_writer_at_work(root: Path) -> None:
+    partial = root / partial_path(block_path(key(0)), TOKEN)
+    partial.write_bytes(b"half")
+    written_ns = partial.stat().st_mtime_ns
+    one_hour = 3600 * 10**9
+    assert all(isinstance(entry, BlockEntry) for entry in scan(root, clock=lambda: written_ns + one_hour - 1))
+    assert Leftover(LeftoverKind.PARTIAL, str(partial.relative_to(root)), 4, written_ns) in set(
+        scan(root, clock=lambda: written_ns + one_hour)
+    )
+    assert check(root) == []
+
+
+def test_the_names_of_an_nfs_client_are_ignored(root: Path) -> None:
+    (root / block_path(key(0))).with_name(".nfs000000000001").write_bytes(b"open somewhere")
+    assert check(root, partial_age_seconds=0) == []
+
+
+def test_a_root_that_is_not_there_has_no_files(tmp_path: Path) -> None:
+    assert list(scan(tmp_path / "nothing")) == []
+
+
+def test_files_that_go_while_they_are_listed_are_left_out(root: Path) -> None:
+    class Vanishing(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "stat" and path is not None and path.endswith(".kvb"):
+                Path(path).unlink()
+
+    assert list(scan(root, fs=Vanishing())) == []
+
+
+def test_directories_that_go_while_they_are_listed_are_left_out(root: Path) -> None:
+    class Vanishing(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "scandir" and path is not None and "/blocks/" in path:
+                shutil.rmtree(path)
+
+    assert list(scan(root, fs=Vanishing())) == []
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) -> None:
+    error = OSError(errno.EIO, "broken")
+    fs = FailingFs(error, when=lambda name, path: name == call and "blocks" in str(path))
+    with pytest.raises(StoreUnavailable, match="broken") as caught:
+        list(scan(root, fs=fs))
+    assert caught.value.__cause__ is error
+    with pytest.raises(StoreUnavailable):
+        BlockStore(root, fs=fs).refresh_usage()
+    assert [problem.kind for problem in check(root, fs=fs)] == ["unreadable"]
+
+
+def test_stale_partial_files_are_removed_and_nothing_else(root: Path) -> None:
+    kinds = litter(root)
+    partials = [path for path, kind in kinds.items() if kind is LeftoverKind.PARTIAL]
+    assert remove_stale_partials(root, 3600) == []
+    assert sorted(remove_stale_partials(root, 0)) == sorted(partials)
+    assert remove_stale_partials(root, 0) == []
+    left = {entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
+    assert left == {LeftoverKind.QUARANTINED, LeftoverKind.FOREIGN}
+    assert inspect(root).blocks == 3
+
+
+def test_quarantined_files_are_removed_and_nothing_else(root: Path) -> None:
+    litter(root)
+    assert remove_quarantined(root, 3600) == []
+    assert len(remove_quarantined(root, 0)) == 1
+    left = {entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
+    assert left == {LeftoverKind.PARTIAL, LeftoverKind.FOREIGN}
+
+
+def test_a_leftover_that_somebody_else_removes_is_no_error(root: Path) -> None:
+    litter(root)
+
+    class Overtaken(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "unlink" and path is not None:
+                Path(path).unlink()
+
+    assert remove_stale_partials(root, 0, fs=Overtaken()) == []
+
+
+def test_a_leftover_that_cannot_be_removed_is_unavailable(root: Path) -> None:
+    litter(root)
+    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
+    with pytest.raises(StoreUnavailable, match="read-only"):
+        remove_stale_partials(root, 0, fs=fs)
+
+
+def test_a_block_that_cannot_be_deleted_is_unavailable(root: Path) -> None:
+    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
+    with pytest.raises(StoreUnavailable, match="read-only"):
+        BlockStore(root, fs=fs).delete(key(0))
+    assert BlockStore(root).contains(key(0), PAYLOAD_BYTES)
+
+
+def test_quarantined_bytes_count_against_the_limit(root: Path) -> None:
+    store = BlockStore(root)
+    assert store.refresh_usage() == 3 * BLOCK_BYTES
+    path = root / block_path(key(0))
+    path.write_bytes(b"x" * BLOCK_BYTES)
+    assert store.get(key(0), pages()) is Fault.MAGIC
+    assert store.usage_bytes() == store.refresh_usage() == 3 * BLOCK_BYTES
+
+
+def test_a_sound_root_has_no_problems(root: Path) -> None:
+    report = inspect(root)
+    assert (report.blocks, report.bytes, report.problems) == (3, 3 * BLOCK_BYTES, ())
+
+
+def test_a_check_changes_nothing(root: Path) -> None:
+    litter(root)
+    (root / block_path(key(0))).write_bytes(b"damaged")
+    before = sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*"))
+    assert check(root) != []
+    assert sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*")) == before
+
+
+def test_trailing_bytes_are_a_problem(root: Path) -> None:
+    with (root / block_path(key(0))).open("ab") as file:
+        file.write(b"more")
+    assert [problem.kind for problem in check(root)] == [Fault.LENGTH.value]
+
+
+def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
+    (problem,) = check(tmp_path)
+    assert (problem.path, problem.kind) == ("tier.json", "identity")
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_that_cannot_be_read_is_a_problem(root: Path, call: str) -> None:
+    path = root / block_path(key(0))
+    if call == "open":
+        fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, at: name == "open" and at == str(path))
+        assert [problem.kind for problem in check(root, fs=fs)] == ["io"]
+    else:
+        fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, at: name == "preadv")
+        assert [problem.kind for problem in check(root, fs=fs)] == ["io"] * 3 + ["identity"]
+
+
+def test_problems_come_in_the_order_of_their_paths(root: Path) -> None:
+    litter(root)
+    problems = check(root, partial_age_seconds=0)
+    assert problems == sorted(problems)
+    assert all(isinstance(problem, Problem) and problem.message for problem in problems)
+
+
+def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvtier_connector.store.check", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(CONNECTOR)},
+    )
+
+
+def test_the_command_succeeds_on_a_sound_root(root: Path) -> None:
+    completed = run_check(str(root))
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert completed.stdout == f"3 blocks, {3 * BLOCK_BYTES} bytes, 0 problems\n"
+
+
+def test_the_command_lists_problems_and_fails(root: Path) -> None:
+    (root / block_path(key(0))).write_bytes(b"damaged")
+    completed = run_check(str(root))
+    assert completed.returncode == 1
+    assert completed.stdout.splitlines() == [
+        f"{block_path(key(0))}: truncated: a reader would answer TRUNCATED",
+        f"3 blocks, {2 * BLOCK_BYTES + 7} bytes, 1 problems",
+    ]
+
+
+def test_the_command_speaks_json(root: Path) -> None:
+    partial = root / partial_path(block_path(key(0)), TOKEN)
+    partial.write_bytes(b"half")
+    assert json.loads(run_check(str(root), "--json").stdout)["problems"] == []
+    completed = run_check(str(root), "--json", "--partial-age", "0")
+    assert completed.returncode == 1
+    report = json.loads(completed.stdout)
+    assert (report["blocks"], report["bytes"]) == (3, 3 * BLOCK_BYTES)
+    assert [(problem["path"], problem["kind"]) for problem in report["problems"]] == [
+        (str(partial.relative_to(root)), "partial")
+    ]

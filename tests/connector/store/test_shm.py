@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared-memory files of dead engines go; those that a living process uses stay."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kvtier_connector import shm
+from kvtier_connector.shm import clear_stale_regions
+
+CONNECTOR = Path(shm.__file__ or "").parents[1]
+SOMEBODY, SOMEBODY_ELSE = 12345, 12346
+
+HOLDER = """
+import mmap, os, sys
+how, path = sys.argv[1:]
+fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+if how != "open":
+    os.ftruncate(fd, 4096)
+    mapping = mmap.mmap(os.dup(fd), 4096)
+    if how == "mapped":
+        os.close(fd)
+        os.closerange(3, 64)  # mmap keeps a duplicate: the mapping alone must be enough
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(path: Path, how: str, user: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable if user is None else anyones_python(), "-c", HOLDER, how, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        user=user,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        yield process
+    finally:
+        process.communicate()
+
+
+@pytest.fixture(params=["shared memory", "disk"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            yield Path(made)
+
+
+def region(directory: Path, name: str = "dead") -> Path:
+    path = directory / f"vllm_offload_{name}.mmap"
+    path.write_bytes(bytes(4096))
+    path.chmod(0o600)
+    return path
+
+
+def test_a_region_that_nobody_holds_is_removed(directory: Path) -> None:
+    paths = [region(directory, "one"), region(directory, "two")]
+    assert clear_stale_regions(directory) == [str(path) for path in paths]
+    assert list(directory.iterdir()) == []
+    assert clear_stale_regions(str(directory)) == []
+
+
+def test_other_files_stay(directory: Path) -> None:
+    (directory / "nccl-abc").write_bytes(b"")
+    (directory / "my_vllm_offload_x.mmap").write_bytes(b"")
+    (directory / "vllm_offload_directory").mkdir()
+    (directory / "vllm_offload_link").symlink_to("nccl-abc")
+    assert clear_stale_regions(directory) == []
+    assert len(list(directory.iterdir())) == 4
+
+
+def test_a_directory_that_is_not_there_has_no_regions(tmp_path: Path) -> None:
+    assert clear_stale_regions(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("how", ["open", "mapped", "open and mapped"])
+def test_a_region_that_a_process_holds_stays_until_the_process_ends(directory: Path, how: str) -> None:
+    dead, held = region(directory), directory / "vllm_offload_alive.mmap"
+    with holding(held, how):
+        assert clear_stale_regions(directory) == [str(dead)]
+        assert held.exists()
+    assert clear_stale_regions(directory) == [str(held)]
+
+
+def test_a_region_of_an_engine_that_was_killed_is_removed(directory: Path) -> None:
+    path = directory / "vllm_offload_killed.mmap"
+    with holding(path, "open and mapped") as process:
+        process.kill()
+        process.wait()
+        assert clear_stale_regions(directory) == [str(path)]
+
+
+def test_a_region_that_this_process_holds_stays(directory: Path) -> None:
+    path = region(directory)
+    with path.open("r+b") as file:
+        assert clear_stale_regions(directory) == []
+        mapping = mmap.mmap(file.fileno(), 4096)
+    assert clear_stale_regions(directory) == []
+    mapping.close()
+    assert clear_stale_regions(directory) == [str(path)]
+
+
+def test_a_new_file_under_the_name_of_one_that_is_held_is_removed(directory: Path) -> None:
+    path = region(directory)
+    with holding(path, "open"):
+        path.unlink()
+        (directory / "takes the next inode number").write_bytes(b"")
+        region(directory)
+        assert clear_stale_regions(directory) == [str(path)]
+
+
+@functools.cache
+def anyones_python() -> str:
+    """Return a Python that other users can run and that can read this package."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        command = [
+            python,
+            "-c",
+            "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.shm",
+            str(CONNECTOR),
+        ]
+        try:
+            subprocess.run(command, user=SOMEBODY, check=True, stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return python
+    pytest.skip("other users have no Python here")
+
+
+def clear_as(user: int, directory: Path) -> list[str]:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[2]); "
+        "from kvtier_connector.shm import clear_stale_regions; print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
+    )
+    completed = subprocess.run(
+        [anyones_python(), "-c", program, str(directory), str(CONNECTOR)],
+        user=user,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return completed.stdout.split()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
+class TestWithoutPrivileges:
+    """A process that may not look into others' still removes its own regions, and spares what others may hold."""
+
+    @pytest.fixture
+    def everybodys(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            Path(made).chmod(0o777)
+            yield Path(made)
+
+    def test_its_own_region_goes_although_roots_processes_are_hidden(self, everybodys: Path) -> None:
+        own = region(everybodys)
+        os.chown(own, SOMEBODY, SOMEBODY)
+        assert clear_as(SOMEBODY, everybodys) == [str(own)]
+
+    def test_its_own_region_stays_while_its_process_lives(self, everybodys: Path) -> None:
+        own = everybodys / "vllm_offload_own.mmap"
+        with holding(own, "mapped", user=SOMEBODY):
+            assert clear_as(SOMEBODY, everybodys) == []
+        assert clear_as(SOMEBODY, everybodys) == [str(own)]
+
+    def test_another_users_region_stays_while_that_user_has_a_process(self, everybodys: Path) -> None:
+        others = region(everybodys, "others")
+        os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
+        with holding(everybodys / "unrelated", "open", user=SOMEBODY_ELSE):
+            assert clear_as(SOMEBODY, everybodys) == []
+        assert clear_as(SOMEBODY, everybodys) == [str(others)]
+
+    def test_a_region_that_may_not_be_removed_is_left(self, everybodys: Path) -> None:
+        everybodys.chmod(0o755)
+        own = region(everybodys)
+        os.chown(own, SOMEBODY, SOMEBODY)
+        assert clear_as(SOMEBODY, everybodys) == []
+        assert own.exists()
