@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions of the operator. A legal "no" (a refused plan, a failed check) is a value and is not here.
+
+    OperatorError
+    ├── SpecInvalid             a KVCacheTier holds a field that we cannot honour; its author must act
+    ├── SettingsInvalid         the operator's own environment; who installed it must act
+    └── ClusterError            the API server did not do what it was asked
+        ├── ClusterUnavailable  no answer, or 5xx or 429; passes by itself
+        ├── ClusterConflict     somebody else changed the object meanwhile; passes at the next look
+        ├── ClusterForbidden    the operator may not do this; who installed it must act
+        ├── ClusterRejected     the object is invalid here; the author of the tier must act
+        └── KindMissing         the API server does not know the kind (the CRD is not installed)
+
+``retry_after`` is the number of seconds after which trying again may succeed; None means that only the user can fix it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OperatorError(Exception):
+    """Base of every exception that the operator raises on purpose."""
+
+    retry_after: ClassVar[float | None] = None
+
+
+class SpecInvalid(OperatorError):
+    """A field of a KVCacheTier cannot be honoured; the author of the resource must change it."""
+
+    retry_after = None
+
+    def __init__(self, field: str, message: str) -> None:
+        """Remember the path of the field, as the API server writes it, and what to do about it."""
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class SettingsInvalid(OperatorError):
+    """A variable of the operator's own environment cannot be used."""
+
+    retry_after = None
+
+
+class ClusterError(OperatorError):
+    """The API server did not do what it was asked; the message says what that was and how it answered."""
+
+    retry_after = 15.0
+
+
+class ClusterUnavailable(ClusterError):
+    """The API server cannot be reached, is overloaded or failed; trying again helps."""
+
+    retry_after = 5.0
+
+
+class ClusterConflict(ClusterError):
+    """Somebody else changed the object between our look and our write; the next look sees that."""
+
+    retry_after = 1.0
+
+
+class ClusterForbidden(ClusterError):
+    """The operator's role does not allow the call, or admission denied it."""
+
+    retry_after = 60.0
+
+
+class ClusterRejected(ClusterError):
+    """The API server refuses the object as invalid: a value of the tier that no schema could check."""
+
+    retry_after = 300.0
+
+
+class KindMissing(ClusterError):
+    """The API server does not serve the kind."""
+
+    retry_after = 30.0

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.engine.env`` and ``spec.engine.podTemplate``: what a user may add to the engine pods. Pure.
+
+These are objects of Kubernetes' own API, copied into the pod as they are. The schema here goes as deep as a typing
+mistake is likely; below that, any field is kept and the API server judges it when the pods are made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from kvtier_operator.spec.rules import ApiModel, Checked, Keyed, Pasted, Rule
+from kvtier_operator.spec.scalars import LabelKey, LabelValue, ObjectName
+
+Anything = Mapping[str, Any]
+"""An object of Kubernetes' API that we do not describe."""
+
+_Text = Annotated[StrictStr, Field(max_length=1024)]
+_Labels = Annotated[Mapping[LabelKey, LabelValue], Field(max_length=64)]
+
+
+class KeyOf(ApiModel):
+    """One key of a Secret or ConfigMap."""
+
+    name: ObjectName
+    """Name of the Secret or ConfigMap."""
+    key: Annotated[StrictStr, Field(min_length=1, max_length=253)]
+    """Key in it."""
+    optional: StrictBool | None = None
+    """Whether the pod may start without it."""
+
+
+class PodField(ApiModel):
+    """One field of the pod."""
+
+    api_version: _Text | None = None
+    """Version of the API that the path is written for; `v1` if left out."""
+    field_path: _Text
+    """Path of the field, such as `status.podIP`."""
+
+
+class ContainerResource(ApiModel):
+    """One resource of the container."""
+
+    container_name: _Text | None = None
+    """Name of the container; the engine's own if left out."""
+    resource: _Text
+    """Resource, such as `limits.memory`."""
+    divisor: _Text | None = None
+    """Unit of the value, as a quantity; `1` if left out."""
+
+
+class VariableSource(ApiModel):
+    """Where the value of an environment variable comes from: exactly one of these."""
+
+    secret_key_ref: KeyOf | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyOf | None = None
+    """A key of a ConfigMap."""
+    field_ref: PodField | None = None
+    """A field of the pod."""
+    resource_field_ref: ContainerResource | None = None
+    """A resource of the container."""
+
+    rules = (
+        Rule(
+            cel="[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef), has(self.resourceFieldRef)]"
+            ".filter(given, given).size() == 1",
+            message="give exactly one of secretKeyRef, configMapKeyRef, fieldRef and resourceFieldRef",
+            check=lambda source: len(source.to_manifest()) == 1,
+        ),
+    )
+
+
+class Variable(ApiModel):
+    """One environment variable."""
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z_.-][A-Za-z0-9_.-]*$")]
+    """Name of the variable."""
+    value: Annotated[StrictStr, Field(max_length=32768)] | None = None
+    """Value; empty if left out. Exactly as vLLM reads it, so numbers need quotes."""
+    value_from: VariableSource | None = None
+    """Where the value comes from instead."""
+
+    rules = (
+        Rule(
+            cel="!has(self.value) || !has(self.valueFrom)",
+            message="give value or valueFrom, not both",
+            check=lambda variable: variable.value is None or variable.value_from is None,
+        ),
+    )
+
+
+class Toleration(ApiModel):
+    """A taint that the pods put up with."""
+
+    key: _Text | None = None
+    """Key of the taint; every key if left out, and then `operator` is `Exists`."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """How the value is compared; `Equal` if left out."""
+    value: _Text | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; every effect if left out."""
+    toleration_seconds: StrictInt | None = None
+    """Seconds until a pod leaves a node with a NoExecute taint; it stays if left out."""
+
+
+class Affinity(ApiModel):
+    """Which nodes and which other pods the pods prefer or need; the fields are those of a Pod."""
+
+    node_affinity: Anything | None = None
+    """Rules about nodes."""
+    pod_affinity: Anything | None = None
+    """Pods to be near to."""
+    pod_anti_affinity: Anything | None = None
+    """Pods to keep away from."""
+
+
+class SpreadConstraint(ApiModel):
+    """How evenly the pods spread over zones or nodes."""
+
+    max_skew: Annotated[StrictInt, Field(ge=1)]
+    """How many pods more than the emptiest a zone may have."""
+    topology_key: LabelKey
+    """Node label whose values are the zones, such as `topology.kubernetes.io/zone`."""
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+    """What happens to a pod that would break it."""
+    label_selector: Anything | None = None
+    """The pods that count."""
+    match_label_keys: Annotated[tuple[LabelKey, ...], Field(max_length=16)] | None = None
+    """Labels of the pod itself that also select the pods that count."""
+    min_domains: StrictInt | None = None
+    """Zones that must exist."""
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether nodes outside the node affinity count."""
+    node_taints_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether tainted nodes count."""
+
+
+class SecretName(ApiModel):
+    """A Secret by name."""
+
+    name: ObjectName
+    """Name of the Secret."""
+
+
+class PodVolume(ApiModel):
+    """A volume of the pod; the fields beside `name` are those of a Pod."""
+
+    # Thirty kinds of volume, more with every release: the pod's own schema knows them.
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+    """Name of the volume, which `volumeMounts` refer to."""
+
+
+class VolumeMount(ApiModel):
+    """Where the engine sees a volume."""
+
+    name: _Text
+    """Name of an entry of `volumes`."""
+    mount_path: Annotated[StrictStr, Field(min_length=1, max_length=1024, pattern=r"^/[^:]*$")]
+    """Directory in the container."""
+    sub_path: _Text | None = None
+    """Directory inside the volume; its root if left out."""
+    sub_path_expr: _Text | None = None
+    """The same with `$(VARIABLE)` references."""
+    read_only: StrictBool | None = None
+    """Whether the engine may not write."""
+    recursive_read_only: Literal["Disabled", "IfPossible", "Enabled"] | None = None
+    """Whether what is mounted below is read-only too."""
+    mount_propagation: Literal["None", "HostToContainer", "Bidirectional"] | None = None
+    """Whether mounts made later show on the other side."""
+
+
+OWN_MOUNTS: Final = re.compile(r"^/+(tmp/*|dev/shm/*|((var/+lib|etc|opt)/+kvtier(/.*)?)?)$")
+"""Mount paths that the operator takes."""
+
+OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
+"""Volumes that the operator gives the pods."""
+
+OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$")
+"""Labels that the operator sets on every pod."""
+
+MOUNTS_ARE_FREE: Final = Rule(
+    cel=f"self.all(mount, !mount.mountPath.matches(r'{OWN_MOUNTS.pattern}'))",
+    message="a mountPath is taken: /, /tmp, /dev/shm, /var/lib/kvtier, /etc/kvtier and /opt/kvtier are the operator's; "
+    "mount somewhere else, such as /tmp/hf for the model cache or /mnt",
+    check=lambda mounts: not any(OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
+)
+
+LABELS_ARE_FREE: Final = Rule(
+    cel=f"self.all(key, !key.matches(r'{OWN_LABELS.pattern}'))",
+    message="labels under kvtier.dev/ and app.kubernetes.io/{name,instance,component,managed-by} are the operator's, "
+    "which finds its pods by them; choose another key",
+    check=lambda labels: not any(OWN_LABELS.match(key) for key in labels),
+)
+
+VOLUME_NAMES_ARE_FREE: Final = Rule(
+    cel=f"self.all(volume, !volume.name.matches('{OWN_VOLUMES.pattern}'))",
+    message="the volume names blocks, config, connector, shm, scratch and kvtier-… are the operator's; choose another",
+    check=lambda volumes: not any(OWN_VOLUMES.match(volume["name"]) for volume in volumes),
+)
+
+
+class PodTemplate(ApiModel):
+    """How the engine pods are labelled, placed and secured; the fields are those of a Pod."""
+
+    labels: Annotated[_Labels, Checked((LABELS_ARE_FREE,))] = Field(default_factory=dict)
+    """More labels of the pods."""
+    annotations: Annotated[Mapping[LabelKey, Annotated[StrictStr, Field(max_length=16384)]], Field(max_length=64)] = (
+        Field(default_factory=dict)
+    )
+    """More annotations of the pods."""
+    node_selector: _Labels = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: Annotated[tuple[Annotated[dict[str, Any], Pasted(Toleration)], ...], Field(max_length=64)] = ()
+    """Taints that the pods put up with."""
+    affinity: Annotated[dict[str, Any], Pasted(Affinity)] | None = None
+    """Which nodes and which other pods the pods prefer or need."""
+    topology_spread_constraints: Annotated[
+        tuple[Annotated[dict[str, Any], Pasted(SpreadConstraint)], ...], Field(max_length=16)
+    ] = ()
+    """How evenly the pods spread over zones or nodes."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of the pods; the cluster's default if left out."""
+    runtime_class_name: ObjectName | None = None
+    """RuntimeClass of the pods, such as `nvidia`; the cluster's default if left out."""
+    image_pull_secrets: Annotated[
+        tuple[Annotated[dict[str, Any], Pasted(SecretName)], ...],
+        Field(max_length=16),
+        Keyed("name"),
+    ] = ()
+    """Secrets with the registry's credentials."""
+    security_context: Anything | None = None
+    """Security context of the pods, such as `fsGroup` for the volume's permissions; laid over the operator's own, which
+    satisfies the restricted Pod Security Standard."""
+    volumes: Annotated[
+        tuple[Annotated[dict[str, Any], Pasted(PodVolume)], ...],
+        Field(max_length=32),
+        Keyed("name"),
+        Checked((VOLUME_NAMES_ARE_FREE,)),
+    ] = ()
+    """More volumes of the pods."""
+    volume_mounts: Annotated[
+        tuple[Annotated[dict[str, Any], Pasted(VolumeMount)], ...],
+        Field(max_length=32),
+        Keyed("mountPath"),
+        Checked((MOUNTS_ARE_FREE,)),
+    ] = ()
+    """Where the engine sees those volumes."""
+
+    rules = (
+        Rule(
+            cel="!has(self.volumeMounts) || self.volumeMounts.all(mount, has(self.volumes) && "
+            "self.volumes.exists(volume, volume.name == mount.name))",
+            message="every volumeMounts[].name must be the name of an entry of volumes",
+            check=lambda pod: (
+                {mount["name"] for mount in pod.volume_mounts} <= {volume["name"] for volume in pod.volumes}
+            ),
+            field=".volumeMounts",
+        ),
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``status`` of a KVCacheTier, as a schema: what the operator reports, described for whoever reads it. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field, StrictStr
+
+from kvtier_operator.spec.rules import ApiModel, Keyed, Pasted
+from kvtier_operator.spec.scalars import Amount, Count
+
+
+class Condition(ApiModel):
+    """One thing that is true, false or unknown about the tier, with the reason and the remedy."""
+
+    type: Annotated[StrictStr, Field(max_length=316)]
+    """What is judged, such as `Ready`."""
+    status: Literal["True", "False", "Unknown"]
+    """The verdict."""
+    reason: Annotated[
+        StrictStr, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+    ]
+    """Why, as one word for programs."""
+    message: Annotated[StrictStr, Field(max_length=32768)]
+    """Why, as a sentence for people, and what to do about it."""
+    last_transition_time: AwareDatetime
+    """When `status` last changed."""
+    observed_generation: Amount | None = None
+    """`metadata.generation` that was judged."""
+
+
+class Sizing(ApiModel):
+    """Every term of the sizes of one engine pod, so that each sum can be checked by hand."""
+
+    cpu_bytes: Amount | None = None
+    """Bytes of the CPU tier of one engine: `spec.cpu.size`. They are pinned at startup."""
+    engines_per_pod: Count | None = None
+    """Engine cores in one pod (data parallelism); each has a CPU tier of its own."""
+    shm_overhead_bytes: Amount | None = None
+    """Bytes of shared memory beside the CPU tier: NCCL and message queues, 1 GiB per engine core."""
+    shm_bytes: Amount | None = None
+    """Bytes of the pod's `/dev/shm`: CPU tiers and overhead."""
+    engine_memory_bytes: Amount | None = None
+    """Bytes of host memory beside shared memory: `spec.engine.memory`."""
+    memory_bytes: Amount | None = None
+    """Bytes of memory that the engine container requests and is limited to: engine memory and shared memory, which is
+    charged to the pod."""
+    startup_base_seconds: Amount | None = None
+    """Seconds allowed for imports, compilation and warm-up."""
+    startup_pin_seconds: Amount | None = None
+    """Seconds allowed for pinning the CPU tiers, at 2 GiB a second."""
+    startup_load_seconds: Amount | None = None
+    """Seconds allowed for loading weights beyond the base, where their size is known."""
+    startup_seconds: Amount | None = None
+    """Seconds that an engine may take to start before it is restarted: the sum of the three."""
+
+
+class Generation(ApiModel):
+    """The set of blocks that engines of this spec can read."""
+
+    current: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """Digest of everything that decides whether a block may be read: model, revision, image, layout, hash."""
+    root: Annotated[StrictStr, Field(max_length=1024)] | None = None
+    """Directory of its blocks, as the pods see it."""
+
+
+class TierStatus(ApiModel):
+    """What the operator sees."""
+
+    observed_generation: Amount | None = None
+    """`metadata.generation` that this status describes."""
+    replicas: Count | None = None
+    """Engine pods that exist."""
+    ready_replicas: Count | None = None
+    """Engine pods that serve."""
+    selector: Annotated[StrictStr, Field(max_length=1024)] | None = None
+    """Label selector of the engine pods, for HPA and `kubectl get pods -l`."""
+    conditions: Annotated[
+        tuple[Annotated[dict[str, object], Pasted(Condition)], ...], Field(max_length=32), Keyed("type")
+    ] = ()
+    """What is true of the tier. `Ready` is the summary."""
+    sizing: Sizing | None = None
+    """The sizes of one engine pod, term by term."""
+    generation: Generation | None = None
+    """The set of blocks that engines of this spec can read."""

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec`` of a KVCacheTier, and the one function that reads it. Pure.
+
+The models are the API, written once: the CustomResourceDefinition with its defaults, descriptions and CEL rules is
+generated from them, and so is its reference page.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from kvtier_operator import quantity
+from kvtier_operator.spec.engine import NO_ACCELERATOR, Engine
+from kvtier_operator.spec.rules import ApiModel, Checked, Rule
+from kvtier_operator.spec.scalars import ByteQuantity, ObjectName, Word
+from kvtier_operator.spec.volume import SHARED, Volume
+
+LONGEST_NAME: Final = 40
+"""Characters in ``metadata.name``: leaves the suffixes of child objects, those of later releases included, room within
+the 63 of a DNS label."""
+
+_NAME: Final = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
+
+NAME_FITS_CHILDREN: Final = Rule(
+    cel=f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches('{_NAME.pattern}')",
+    message=f"metadata.name must be at most {LONGEST_NAME} lower-case letters, digits and '-', starting with a letter: "
+    "Services and pods are named after it",
+    check=lambda name: len(name) <= LONGEST_NAME and _NAME.fullmatch(name) is not None,
+)
+"""Rule about the whole resource, not its spec."""
+
+_SEED: Final = re.compile(r"^(0|[1-9][0-9]{0,9})$")
+_LARGEST_SEED: Final = 2**32 - 1
+
+
+class SecretKey(ApiModel):
+    """One key of a Secret in the same namespace."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    key: Annotated[StrictStr, Field(min_length=1, max_length=253)] = "token"
+    """Key in it."""
+
+
+class Model(ApiModel):
+    """The model that every replica serves."""
+
+    name: Word
+    """Name on the Hugging Face hub, such as `meta-llama/Llama-3.1-8B-Instruct`, or an absolute directory in the pod.
+    Another model starts a new cache generation."""
+    revision: Word = "main"
+    """Branch, tag or commit of the model on the hub. Name a commit to be sure that blocks and weights never part."""
+    token_secret_ref: SecretKey | None = None
+    """Secret with the Hugging Face token for a gated model."""
+
+
+class Hash(ApiModel):
+    """How blocks are named. The same in every pod, or no pod finds what another one stored."""
+
+    seed: Annotated[
+        StrictStr,
+        Field(min_length=1, max_length=10),
+        Checked(
+            (
+                Rule(
+                    cel=f"self.matches('{_SEED.pattern}') && int(self) <= {_LARGEST_SEED}",
+                    message=f'must be a decimal number from "0" to "{_LARGEST_SEED}": with "random" no two engines '
+                    "would share a block",
+                    check=lambda seed: _SEED.fullmatch(seed) is not None and int(seed) <= _LARGEST_SEED,
+                ),
+            )
+        ),
+    ] = "0"
+    """Seed of the block hashes (`PYTHONHASHSEED` of every engine), in quotes. Another seed starts a new cache
+    generation; tenants that must not guess each other's blocks get different seeds."""
+    algorithm: Literal["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"] = "sha256_cbor"
+    """Hash of the blocks (vLLM's `--prefix-caching-hash-algo`). The `_cbor` ones give the same names under every
+    version of Python. xxhash is faster, not safe against forged prompts, and needs the xxhash package in the image."""
+
+
+class CpuTier(ApiModel):
+    """The tier in host memory, between the accelerator and the volume."""
+
+    size: ByteQuantity
+    """Pinned host memory of one engine over all its workers, such as `64Gi`. The pod's shared memory and memory limit
+    follow from it. Less than the accelerator's own KV cache adds nothing."""
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    """Which blocks make room: `lru` the least recently used, `arc` weighs recency against frequency."""
+    offload_prompt_only: StrictBool = True
+    """Whether only blocks of prompts are kept. Generated text is rarely read again, except in chats: set `false` for
+    those."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return `size` in bytes."""
+        return quantity.parse_bytes(self.size)
+
+
+class Budget(ApiModel):
+    """How much of the volume the blocks may take."""
+
+    max_size: Annotated[ByteQuantity | None, Field(alias="maxBytes")] = None
+    """Storage that the blocks of this tier may take, such as `1800Gi`; at most the size of the claim. Engines stop
+    storing there. No limit if left out: then the volume itself is the limit."""
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Return `max_size` in bytes; None is no limit."""
+        return None if self.max_size is None else quantity.parse_bytes(self.max_size)
+
+
+class Disk(ApiModel):
+    """The tier on the volume."""
+
+    budget: Budget = Budget()
+    """How much of the volume the blocks may take."""
+
+
+class TierSpec(ApiModel):
+    """What the user wants: the model, where it runs, and where its KV cache is kept."""
+
+    model: Model
+    """The model that every replica serves."""
+    replicas: Annotated[StrictInt, Field(ge=0, le=1000, json_schema_extra={"format": "int32"})] = 1
+    """Engine pods. The scale subresource sets it, so `kubectl scale`, HPA and KEDA work. More than one needs a
+    `ReadWriteMany` volume."""
+    engine: Engine = Engine()
+    """The vLLM engine of one replica."""
+    hash: Hash = Hash()
+    """How blocks are named."""
+    cpu: CpuTier
+    """The tier in host memory."""
+    volume: Volume
+    """The volume that all replicas share."""
+    disk: Disk = Disk()
+    """The tier on the volume."""
+    paused: StrictBool = False
+    """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported."""
+
+    rules = (
+        Rule(
+            cel=f"self.replicas <= 1 || !has(self.volume.claim) || '{SHARED}' in self.volume.claim.accessModes",
+            message=f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, "
+            "or use a storage class whose volumes several nodes can mount",
+            check=lambda spec: (
+                spec.replicas <= 1 or spec.volume.claim is None or SHARED in spec.volume.claim.access_modes
+            ),
+            field=".replicas",
+        ),
+        Rule(
+            cel=f"self.engine.accelerator.resource == '{NO_ACCELERATOR}' || "
+            "self.engine.tensorParallel <= self.engine.accelerator.perPod",
+            message="is more than spec.engine.accelerator.perPod: a model cannot be split over more devices than its "
+            "pod has; raise perPod or lower spec.engine.tensorParallel",
+            check=lambda spec: (
+                spec.engine.accelerator.resource == NO_ACCELERATOR
+                or spec.engine.tensor_parallel <= spec.engine.accelerator.per_pod
+            ),
+            field=".engine.tensorParallel",
+        ),
+        Rule(
+            cel=f"self.engine.accelerator.resource != '{NO_ACCELERATOR}' || self.engine.accelerator.perPod == 1",
+            message="counts devices, and spec.engine.accelerator.resource is none: remove perPod or name a resource",
+            check=lambda spec: (
+                spec.engine.accelerator.resource != NO_ACCELERATOR or spec.engine.accelerator.per_pod == 1
+            ),
+            field=".engine.accelerator.perPod",
+        ),
+        Rule(
+            cel="!has(self.disk.budget.maxBytes) || !has(self.volume.claim) || !isQuantity(self.disk.budget.maxBytes) "
+            "|| !isQuantity(self.volume.claim.size) || "
+            "quantity(self.disk.budget.maxBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
+            message="is more than spec.volume.claim.size: the volume would be full before the budget is reached; lower "
+            "spec.disk.budget.maxBytes or raise spec.volume.claim.size",
+            check=lambda spec: (
+                spec.disk.budget.max_bytes is None
+                or spec.volume.claim is None
+                or spec.disk.budget.max_bytes <= spec.volume.claim.size_bytes
+            ),
+            field=".disk.budget.maxBytes",
+        ),
+    )

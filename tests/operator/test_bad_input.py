@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users read when they apply something that cannot work: from the API server, and from the operator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.resources import Registry, Resource
+from kvtier_localcluster.apiserver.validation import Validator
+from kvtier_operator import crd
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.spec import TierSpec, parse
+
+SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
+ABSENT = "~remove"
+
+
+class Admission:
+    """The admission of the local API server: what `kubectl apply` would be answered."""
+
+    def __init__(self) -> None:
+        registry = Registry()
+        registry.sync_crd(crd.definition(), is_deleted=False)
+        self.resource: Resource = registry.named("kvcachetiers")
+        self.validator = Validator()
+
+    def refusals(self, new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+        """Return the field and message of every cause of a refusal; empty where the object is accepted."""
+        stored = copy.deepcopy(old)
+        if stored is not None:
+            self.validator.settle(self.resource, stored, None, field_validation="Strict")
+        try:
+            self.validator.settle(self.resource, copy.deepcopy(new), stored, field_validation="Strict")
+        except ApiError as error:
+            causes = error.status()["details"].get("causes")
+            if causes is None:
+                return [("", error.status()["message"])]
+            return [(cause["field"], cause["message"].removeprefix("Invalid value: ")) for cause in causes]
+        return []
+
+
+@pytest.fixture(scope="module")
+def server() -> Admission:
+    return Admission()
+
+
+def tier(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a good body with some fields set (`spec.engine.args`) or removed."""
+    body = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())
+    for path, value in (changes or {}).items():
+        *parents, last = path.split(".")
+        at = body
+        for name in parents:
+            at = at.setdefault(name, {})
+        if value == ABSENT:
+            del at[last]
+        else:
+            at[last] = value
+    return body
+
+
+BAD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SHARED = next(bad["says"] for bad in BAD if bad["at"] == "spec.replicas" and "server" not in bad)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad["mistake"])
+def test_a_mistake_is_refused_with_the_field_and_the_remedy(bad: dict[str, Any], server: Admission) -> None:
+    body = tier(bad["set"])
+
+    refusals = server.refusals(body)
+    with pytest.raises(SpecInvalid) as refused:
+        parse(body)
+
+    assert (refused.value.field, refused.value.message) == (bad["at"], bad["says"])
+    at = "<root>" if bad["at"] == "metadata.name" else bad["at"]
+    assert (at, bad.get("server", bad["says"])) in refusals
+    assert len(refusals) == 1 or bad["at"] == "metadata.name", refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "at", "says"),
+    [
+        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
+        ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
+        ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
+        (
+            {"spec.engine.env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
+            "spec.engine.env",
+            "name 'A' is given twice; keep one of them",
+        ),
+        (
+            {"spec.engine.podTemplate.labels": {"team": "a b"}},
+            "spec.engine.podTemplate.labels.team",
+            "must match ^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
+        ),
+    ],
+)
+def test_what_is_read_offline_is_refused_as_a_strict_api_server_would(
+    changes: Mapping[str, Any], at: str, says: str
+) -> None:
+    with pytest.raises(SpecInvalid) as refused:
+        parse(tier(changes))
+    assert (refused.value.field, refused.value.message) == (at, says)
+
+
+GOOD = [
+    {},
+    {"spec.replicas": 0},
+    {"spec.replicas": 2},
+    {"spec.replicas": 1, "spec.volume.claim.accessModes": ["ReadWriteOnce"]},
+    {"spec.replicas": 2, "spec.volume.claim.accessModes": ["ReadWriteOnce", "ReadWriteMany"]},
+    {"spec.replicas": 2, "spec.volume": {"existingClaim": "kv", "path": "team-a/kv.1"}},
+    {"spec.volume.deletionPolicy": "Delete"},
+    {"spec.engine": {"accelerator": {"resource": "none"}, "tensorParallel": 2, "args": [], "env": []}},
+    {"spec.engine": {"accelerator": {"perPod": 8}, "tensorParallel": 8}},
+    {"spec.disk.budget.maxBytes": "2Ti"},
+    {"spec.disk": {"budget": {}}, "spec.hash": {}},
+    {"spec.cpu.size": "0.5Gi"},
+    {"spec.cpu.size": "1e9"},
+    {"spec.engine.args": ["--model-impl", "vllm", "--tokenizer", "x", "--kv-cache-dtype=fp8", "-q", "fp8", "-pp", "2"]},
+    {"spec.engine.args": ["--hf-overrides", '{"rope_scaling": {"a b": 1}}', "--served-model-name", "a", "b"]},
+    {"spec.engine.args": ["--compilation-config={'level': 3}", "--config-format", "hf", "--seed", "-1"]},
+    {"spec.engine.env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}, {"name": "EMPTY"}]},
+    {"spec.engine.podTemplate.labels": {"app.kubernetes.io/part-of": "search", "team": ""}},
+    {"metadata.name": "a" * 40},
+]
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=str)
+def test_what_can_work_is_accepted(changes: Mapping[str, Any], server: Admission) -> None:
+    body = tier(changes)
+    assert server.refusals(body) == []
+    parse(body)
+
+
+@pytest.mark.parametrize("name", ["minimal", "full"])
+def test_the_samples_are_accepted(name: str, server: Admission) -> None:
+    assert server.refusals(yaml.safe_load((SAMPLES / f"{name}.yaml").read_text())) == []
+
+
+SHRINK = (
+    "cannot shrink, because a PersistentVolumeClaim cannot: restore the old size; to use less of it, set "
+    "spec.disk.budget.maxBytes"
+)
+MOVE = (
+    "cannot change after creation: create another KVCacheTier for the new place and delete this one when its blocks "
+    "are no longer needed"
+)
+EXISTING = {"spec.volume": {"existingClaim": "kv"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "at", "says"),
+    [
+        (
+            {},
+            {"spec.volume.claim.size": "1Ti"},
+            "spec.volume.claim.size",
+            SHRINK,
+        ),
+        ({}, {"spec.volume.claim.accessModes": ["ReadWriteOnce"]}, "spec.volume.claim.accessModes", "{} " + MOVE),
+        ({}, {"spec.volume.claim.storageClassName": "nfs"}, "spec.volume.claim", "{}.storageClassName " + MOVE),
+        (
+            {"spec.volume.claim.storageClassName": "cephfs"},
+            {"spec.volume.claim.storageClassName": "nfs"},
+            "spec.volume.claim",
+            "{}.storageClassName " + MOVE,
+        ),
+        ({"spec.volume.claim.storageClassName": "cephfs"}, {}, "spec.volume.claim", "{}.storageClassName " + MOVE),
+        ({}, {"spec.volume.path": "kv"}, "spec.volume.path", "{} " + MOVE),
+        ({"spec.volume.path": "kv"}, {}, "spec.volume.path", "{} " + MOVE),
+        (EXISTING, {"spec.volume": {"existingClaim": "other"}}, "spec.volume.existingClaim", "{} " + MOVE),
+        (
+            EXISTING,
+            {},
+            "spec.volume",
+            "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE,
+        ),
+        (
+            {},
+            EXISTING,
+            "spec.volume",
+            "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE,
+        ),
+    ],
+)
+def test_the_place_of_the_blocks_cannot_change(
+    before: Mapping[str, Any], after: Mapping[str, Any], at: str, says: str, server: Admission
+) -> None:
+    assert server.refusals(tier(after), tier(before)) == [(at, says.format(at))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"spec.volume.claim.size": "3Ti"}),
+        ({"spec.volume.claim.size": "2048Gi"}, {"spec.volume.claim.size": "2Ti"}),
+        ({"spec.volume.deletionPolicy": "Delete"}, {"spec.volume.deletionPolicy": "Retain"}),
+        (
+            {"spec.volume.claim.accessModes": ["ReadWriteOnce", "ReadWriteMany"]},
+            {"spec.volume.claim.accessModes": ["ReadWriteMany", "ReadWriteOnce"]},
+        ),
+        ({}, {"spec.replicas": 3, "spec.model.name": "other", "spec.cpu.size": "1Gi", "spec.hash.seed": "7"}),
+        ({}, {"spec.disk.budget.maxBytes": "1Ti"}),
+        (EXISTING, EXISTING),
+    ],
+)
+def test_everything_else_can_change(before: Mapping[str, Any], after: Mapping[str, Any], server: Admission) -> None:
+    assert server.refusals(tier(after), tier(before)) == []
+
+
+def test_scaling_a_volume_of_one_node_is_refused_too(server: Admission) -> None:
+    before = tier({"spec.volume.claim.accessModes": ["ReadWriteOnce"]})
+    after = copy.deepcopy(before)
+    after["spec"]["replicas"] = 2
+    assert server.refusals(after, before) == [("spec.replicas", SHARED)]
+
+
+TEXTS = st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126), max_size=12)
+VALUES = (
+    TEXTS
+    | st.integers()
+    | st.booleans()
+    | st.lists(TEXTS, max_size=2)
+    | st.dictionaries(TEXTS, TEXTS, max_size=2)
+    | st.sampled_from(["1Gi", "none", "0", "4", "Delete", "a/b", "--port", "-tp"])
+)
+
+
+def fields(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    for name, below in schema.get("properties", {}).items():
+        yield f"{path}.{name}"
+        yield from fields(below, f"{path}.{name}")
+
+
+FIELDS = sorted(fields(crd.structural_schema(TierSpec), "spec"))
+
+
+@settings(max_examples=600, deadline=None)
+@given(path=st.sampled_from(FIELDS), value=VALUES)
+def test_the_operator_refuses_what_the_api_server_refuses_and_nothing_else(
+    path: str, value: Any, server: Admission
+) -> None:
+    body = tier({path: value})
+    try:
+        parse(body)
+        is_refused = False
+    except SpecInvalid:
+        is_refused = True
+    assert bool(server.refusals(body)) == is_refused, body

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CustomResourceDefinition is one that real API servers take, and it is what the models say."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kvtier_localcluster.apiserver.cel import rule_problems
+from kvtier_localcluster.apiserver.crd_schema import set_defaults
+from kvtier_localcluster.apiserver.structural import structural_problems
+from kvtier_operator import api_reference, crd, names, spec, status
+from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.spec.tier import LONGEST_NAME
+from pydantic.alias_generators import to_camel
+
+CRDS = Path(__file__).parents[2] / "crds"
+MAP_KEY_LENGTH = 317
+COST_LIMIT = 10_000_000
+"""The API server's limit for the estimated cost of one rule."""
+
+
+@pytest.fixture(scope="module")
+def definition() -> dict[str, Any]:
+    return crd.definition()
+
+
+@pytest.fixture(scope="module")
+def schema(definition: dict[str, Any]) -> dict[str, Any]:
+    return definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def walk(schema: dict[str, Any], path: str = "", repeats: int = 1) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yield every schema with its path and the number of times that an object can hold it."""
+    yield path, schema, repeats
+    for name, below in schema.get("properties", {}).items():
+        yield from walk(below, f"{path}.{name}".lstrip("."), repeats)
+    if "items" in schema:
+        yield from walk(schema["items"], f"{path}[]", repeats * schema["maxItems"])
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from walk(schema["additionalProperties"], f"{path}.*", repeats * schema["maxProperties"])
+
+
+def minimal() -> dict[str, Any]:
+    return yaml.safe_load((CRDS / "samples" / "minimal.yaml").read_text())
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.37"])
+def test_every_supported_kubernetes_knows_every_field_of_the_definition(
+    definition: dict[str, Any], version: str
+) -> None:
+    kubernetes_validate.validate(definition, version, strict=True)
+
+
+def test_the_schema_is_structural_and_its_rules_compile(definition: dict[str, Any]) -> None:
+    assert structural_problems(definition) == []
+
+
+def test_the_lint_sees_a_schema_that_is_not_structural(definition: dict[str, Any]) -> None:
+    broken = copy.deepcopy(definition)
+    properties = broken["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    properties["extra"] = {"additionalProperties": False}
+    properties["replicas"]["default"] = "many"
+    properties["volume"]["x-kubernetes-validations"].append({"rule": "self.clam <=", "message": "no"})
+    found = "\n".join(structural_problems(broken))
+    assert "spec.extra: type is required" in found
+    assert "spec.replicas: default is invalid" in found
+    assert "self.clam <=" in found
+
+
+def test_every_default_keeps_to_the_rules_before_anything_is_filled_in_below_it(schema: dict[str, Any]) -> None:
+    for path, below, _ in walk(schema):
+        if "default" in below:
+            assert rule_problems(below["default"], below["default"], below, path) == [], path
+
+
+def test_every_field_has_a_description_that_is_a_sentence(schema: dict[str, Any]) -> None:
+    for top in ("spec", "status"):
+        for path, below, _ in walk(schema["properties"][top], top):
+            if not path.endswith(("[]", ".*")) or "properties" in below:
+                assert below.get("description", "").endswith("."), path
+                assert "\n" not in below["description"], path
+
+
+def test_every_value_is_bounded_so_that_rules_have_a_bounded_cost(schema: dict[str, Any]) -> None:
+    for top in ("spec", "status"):
+        for path, below, _ in walk(schema["properties"][top], top):
+            if below["type"] == "string":
+                assert {"maxLength", "enum"} & below.keys() or below.get("format") == "date-time", path
+            if below["type"] == "array":
+                assert "maxItems" in below, path
+            if "additionalProperties" in below:
+                assert "maxProperties" in below, path
+
+
+def test_no_rule_costs_more_than_the_api_server_allows(schema: dict[str, Any]) -> None:
+    total = 0.0
+    for path, below, repeats in walk(schema):
+        for rule in below.get("x-kubernetes-validations", []):
+            cost = repeats * estimate(rule["rule"], below)
+            assert cost < COST_LIMIT, (path, rule["rule"], cost)
+            total += cost
+    assert total < 10 * COST_LIMIT
+
+
+def estimate(rule: str, schema: dict[str, Any]) -> float:
+    """Estimate a rule as cel-go does: a match costs a tenth of the text times a quarter of the expression."""
+    texts = [below for _, below, _ in walk(schema) if below.get("type") == "string"]
+    longest = max((below.get("maxLength", 64) for below in texts), default=MAP_KEY_LENGTH)
+    if schema["type"] == "object" and "additionalProperties" in schema:
+        longest = MAP_KEY_LENGTH
+    if "metadata.name" in rule:
+        longest = 3 << 20  # its length is not declared: the API server assumes the largest request
+    repeats = schema.get("maxItems", schema.get("maxProperties", 1)) if ".all(" in rule else 1
+    inner = max((below.get("maxItems", 1) for _, below, _ in walk(schema)), default=1) if ".exists(" in rule else 1
+    expressions = re.findall(r"matches\(r?'([^']*)'\)", rule)
+    matches = sum(longest * 0.1 * len(expression) * 0.25 for expression in expressions)
+    return repeats * inner * ((0 if expressions else longest * 0.1) + matches + 10)
+
+
+def test_the_committed_files_are_what_the_models_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert crd.main(["--check", str(CRDS)]) == 0, capsys.readouterr().out
+
+
+def test_the_committed_definition_reads_back_as_it_was_generated(definition: dict[str, Any]) -> None:
+    assert yaml.safe_load((CRDS / "kvcachetier.yaml").read_text()) == definition
+
+
+def test_a_stale_file_is_reported_as_a_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert crd.main(["--write", str(tmp_path)]) == 0
+    page = tmp_path / "API.md"
+    page.write_text(page.read_text().replace("Number of pods", "").replace("# KVCacheTier", "# Old"))
+    assert crd.main(["--check", str(tmp_path)]) == 1
+    assert "+# KVCacheTier" in capsys.readouterr().out
+
+
+def test_what_the_api_server_fills_in_is_what_the_operator_assumes(schema: dict[str, Any]) -> None:
+    bare, stored = minimal(), minimal()
+    set_defaults(stored, schema)
+    assert stored != bare
+    assert spec.parse(stored) == spec.parse(bare)
+
+
+def test_an_empty_object_means_its_defaults(schema: dict[str, Any]) -> None:
+    body = minimal()
+    body["spec"] |= {"engine": {"accelerator": {}, "podTemplate": {}}, "hash": {}, "disk": {"budget": {}}}
+    set_defaults(body, schema)
+    assert spec.parse(body) == spec.parse(minimal())
+    assert body["spec"]["engine"]["accelerator"] == {"resource": "nvidia.com/gpu", "perPod": 1}
+
+
+def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any], schema: dict[str, Any]) -> None:
+    version = definition["spec"]["versions"][0]
+    known = {path for path, _, _ in walk(schema)} | {"metadata.creationTimestamp"}
+    paths = [*version["subresources"]["scale"].values(), *(c["jsonPath"] for c in version["additionalPrinterColumns"])]
+    for path in paths:
+        assert re.sub(r"\[\?\(.*?\)\]", "[]", path).lstrip(".") in known, path
+
+
+def test_status_has_a_field_for_every_term_of_the_sizing(schema: dict[str, Any]) -> None:
+    described = schema["properties"]["status"]["properties"]["sizing"]["properties"]
+    assert set(described) == {to_camel(field) for field in Sizing.__dataclass_fields__}
+
+
+def test_the_reference_explains_every_condition_and_reason() -> None:
+    page = crd.generate()["API.md"]
+    for reason in status.Reason:
+        assert f"| `{reason.value}` | {reason.doc} |" in page
+    assert {kind for kind, *_ in status.SUMMARY} <= set(api_reference.CONDITIONS)
+
+
+def test_the_reference_has_a_row_for_every_field(schema: dict[str, Any]) -> None:
+    page = crd.generate()["API.md"]
+    for path, _, _ in walk(schema["properties"]["spec"], "spec"):
+        leaf = path.rsplit(".", 1)[-1].removesuffix("[]")
+        assert f"`{leaf}`" in page or leaf in {"spec", "*"}, path
+
+
+def test_children_of_the_longest_name_fit_into_a_dns_label() -> None:
+    tier = names.TierRef(namespace="default", name="a" * LONGEST_NAME, uid="1")
+    for child in (names.engine(tier), names.config(tier), names.claim(tier)):
+        assert len(child) <= 63

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantities mean what they mean to the API server (the cases are those of apimachinery's own documentation)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtier_operator import quantity
+
+VALUES = [
+    ("0", 0),
+    ("64", 64),
+    ("+5", 5),
+    ("-5", -5),
+    ("0.5", Fraction(1, 2)),
+    (".5", Fraction(1, 2)),
+    ("1.", 1),
+    ("007", 7),
+    ("100m", Fraction(1, 10)),
+    ("1500m", Fraction(3, 2)),
+    ("5u", Fraction(5, 10**6)),
+    ("5n", Fraction(5, 10**9)),
+    ("1k", 1000),
+    ("1M", 10**6),
+    ("1G", 10**9),
+    ("1T", 10**12),
+    ("1P", 10**15),
+    ("1E", 10**18),
+    ("1Ki", 1 << 10),
+    ("1Mi", 1 << 20),
+    ("64Gi", 64 << 30),
+    ("1.5Gi", 3 << 29),
+    ("2Ti", 2 << 40),
+    ("1Pi", 1 << 50),
+    ("1Ei", 1 << 60),
+    ("1e3", 1000),
+    ("1E3", 1000),
+    ("1e+3", 1000),
+    ("12e-1", Fraction(12, 10)),
+    # Finer than nano is rounded away from zero.
+    ("0.1n", Fraction(1, 10**9)),
+    ("-0.1n", Fraction(-1, 10**9)),
+    ("1e-400", Fraction(1, 10**9)),
+    # Larger than the API server keeps is capped.
+    ("8Ei", 2**63 - 1),
+    ("1e400", 2**63 - 1),
+    ("1e99999999999999999999", 2**63 - 1),
+    ("-9Ei", -(2**63 - 1)),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_a_quantity_has_the_value_that_the_api_server_gives_it(text: str, value: Fraction | int) -> None:
+    assert quantity.is_quantity(text)
+    assert quantity.parse_quantity(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "Gi",
+        ".",
+        "lots",
+        "64GB",
+        "64gi",
+        "64ki",
+        "1K",
+        "1 Gi",
+        " 1Gi",
+        "1Gi\n",
+        "1,5",
+        "1e",
+        "1e3Ki",
+        "--1",
+        "٣",
+    ],
+)
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    assert not quantity.is_quantity(text)
+    with pytest.raises(ValueError, match="is not a quantity"):
+        quantity.parse_quantity(text)
+
+
+@pytest.mark.parametrize(("text", "count"), [("100m", 1), ("1.0001Ki", 1025), ("64Gi", 64 << 30), ("1e3", 1000)])
+def test_bytes_are_rounded_up(text: str, count: int) -> None:
+    assert quantity.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(("text", "count"), [("4", 4000), ("500m", 500), ("1.5", 1500), ("1u", 1)])
+def test_processors_are_counted_in_thousandths(text: str, count: int) -> None:
+    assert quantity.parse_millis(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (1, "1"), (1000, "1000"), (1024, "1Ki"), (64 << 30, "64Gi"), (3 << 29, "1536Mi")]
+)
+def test_bytes_are_written_in_the_largest_exact_unit(count: int, text: str) -> None:
+    assert quantity.format_bytes(count) == text
+
+
+@given(st.integers(min_value=0, max_value=quantity.LARGEST))
+def test_bytes_survive_a_round_trip(count: int) -> None:
+    assert quantity.parse_bytes(quantity.format_bytes(count)) == count
+
+
+@given(st.text(alphabet="0123456789.+-eEinumkKMGTP", max_size=12))
+def test_every_text_is_a_quantity_or_refused(text: str) -> None:
+    if quantity.is_quantity(text):
+        assert abs(quantity.parse_quantity(text)) <= quantity.LARGEST
+    else:
+        with pytest.raises(ValueError, match="is not a quantity"):
+            quantity.parse_quantity(text)

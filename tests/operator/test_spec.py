@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`parse` turns what users write into numbers, and whatever else it is given into one kind of error."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvtier_operator.errors import OperatorError, SpecInvalid
+from kvtier_operator.spec import TierSpec, parse
+from pydantic import ValidationError
+
+SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
+MINIMAL = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())
+FULL = yaml.safe_load((SAMPLES / "full.yaml").read_text())
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the path of every value below one."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in items:
+        found += places(below, (*path, key))
+    return found
+
+
+def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    changed = copy.deepcopy(body)
+    at = changed
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return changed
+
+
+def refusal(body: dict[str, Any]) -> SpecInvalid | None:
+    try:
+        assert isinstance(parse(body), TierSpec)
+    except SpecInvalid as error:
+        return error
+    return None
+
+
+def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
+    assert len((SAMPLES / "minimal.yaml").read_text().splitlines()) <= 12
+    spec = parse(MINIMAL)
+    assert (spec.replicas, spec.paused, spec.model.revision, spec.model.token_secret_ref) == (1, False, "main", None)
+    assert (spec.engine.image, spec.engine.tensor_parallel) == ("vllm/vllm-openai:v0.32.0", 1)
+    assert (spec.engine.accelerator.resource, spec.engine.accelerator.per_pod) == ("nvidia.com/gpu", 1)
+    assert (spec.engine.memory, spec.engine.memory_bytes, spec.engine.cpu) == ("16Gi", 16 << 30, "4")
+    assert (spec.hash.seed, spec.hash.algorithm) == ("0", "sha256_cbor")
+    assert (spec.cpu.size_bytes, spec.cpu.eviction_policy, spec.cpu.offload_prompt_only) == (64 << 30, "lru", True)
+    assert spec.volume.claim is not None
+    assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (2 << 40, ("ReadWriteMany",))
+    assert (spec.volume.existing_claim, spec.volume.path, spec.volume.deletion_policy) == (None, "", "Retain")
+    assert spec.disk.budget.max_bytes is None
+
+
+def test_the_full_sample_has_every_field() -> None:
+    def unset(value: Any, path: str) -> list[str]:
+        if not hasattr(value, "model_fields_set"):
+            return []
+        missing = [f"{path}.{name}" for name in type(value).model_fields if name not in value.model_fields_set]
+        return missing + [
+            gap for name in value.model_fields_set for gap in unset(getattr(value, name), f"{path}.{name}")
+        ]
+
+    # Exactly one of the two claims can be given.
+    assert unset(parse(FULL), "spec") == ["spec.volume.existing_claim"]
+
+
+def test_objects_of_kubernetes_are_kept_as_they_were_written() -> None:
+    template, engine = parse(FULL).engine.pod_template, FULL["spec"]["engine"]
+    assert list(parse(FULL).engine.env) == engine["env"]
+    assert list(template.tolerations) == engine["podTemplate"]["tolerations"]
+    assert list(template.volumes) == engine["podTemplate"]["volumes"]
+    assert list(template.volume_mounts) == engine["podTemplate"]["volumeMounts"]
+    assert list(template.topology_spread_constraints) == engine["podTemplate"]["topologySpreadConstraints"]
+    assert template.affinity == engine["podTemplate"]["affinity"]
+    assert template.security_context == engine["podTemplate"]["securityContext"]
+
+
+def test_a_null_is_a_field_left_out() -> None:
+    body = copy.deepcopy(MINIMAL)
+    body["spec"] |= {"replicas": None, "engine": {"args": None, "podTemplate": None}, "hash": {"seed": None}}
+    body["spec"]["volume"] |= {"existingClaim": None, "path": None}
+    assert parse(body) == parse(MINIMAL)
+
+
+def test_a_spec_survives_a_round_trip_through_json() -> None:
+    spec = parse(FULL)
+    assert parse({"spec": spec.to_manifest()}) == spec
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse(MINIMAL).replicas = 2  # type: ignore[misc]
+
+
+def test_only_the_user_can_mend_an_invalid_spec() -> None:
+    error = SpecInvalid("spec.cpu.size", "is required")
+    assert (str(error), error.field, error.message) == ("spec.cpu.size: is required", "spec.cpu.size", "is required")
+    assert isinstance(error, OperatorError)
+    assert error.retry_after is None
+
+
+@given(st.dictionaries(st.sampled_from(["apiVersion", "kind", "metadata", "spec", "status"]), JSON))
+def test_any_json_is_a_spec_or_an_invalid_spec(body: dict[str, Any]) -> None:
+    refused = refusal(body)
+    assert refused is None or (refused.field.startswith(("spec", "metadata")) and refused.message)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_json_anywhere_in_a_good_body_is_a_spec_or_an_invalid_spec(data: st.DataObject) -> None:
+    body = put(FULL, data.draw(st.sampled_from(places(FULL))), data.draw(JSON))
+    refused = refusal(body)
+    assert refused is None or (refused.field.startswith(("spec", "metadata")) and refused.message)

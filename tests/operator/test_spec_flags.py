@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator sets, users cannot; every other flag of vLLM they can. Asked of the installed vLLM's own parser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kvtier_operator import names
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.manifests import render
+from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.spec import owned, parse, pods
+
+FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())
+
+# A process of its own: importing vLLM takes seconds, and warns.
+ASK_VLLM = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+print(json.dumps(sorted(parser._option_string_actions)))
+"""
+
+
+@pytest.fixture(scope="module")
+def vllm_flags() -> list[str]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    asked = subprocess.run([sys.executable, "-c", ASK_VLLM], capture_output=True, text=True, check=True)
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def deployment() -> dict[str, Any]:
+    """Return what the operator renders for a tier without additions of its user."""
+    body = {**FULL, "spec": {**FULL["spec"], "engine": {}}}
+    tier = names.TierRef(namespace="inference", name="llama", uid="1")
+    rendered = render(make_unchecked_plan(parse(body), tier, connector_image="connector:1"))
+    return next(manifest for manifest in rendered if manifest["kind"] == "Deployment")
+
+
+def is_accepted(word: str) -> bool:
+    try:
+        parse({"spec": {**FULL["spec"], "engine": {"args": [word]}}})
+    except SpecInvalid:
+        return False
+    return True
+
+
+def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
+    assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(owned.FLAGS)
+
+
+def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
+    for flag in owned.FLAGS:
+        for length in range(3 if flag.startswith("--") else 2, len(flag)):
+            meant = [known for known in vllm_flags if known.startswith(flag[:length])]
+            if meant == [flag]:
+                assert not is_accepted(flag[:length]), flag[:length]
+                assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
+
+
+def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[str, Any]) -> None:
+    rendered = {word.partition("=")[0] for word in deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
+    # The name that clients ask for is the user's business: the last one given wins.
+    assert rendered - {"--served-model-name"} <= set(owned.FLAGS)
+
+
+def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
+    pod = deployment["spec"]["template"]["spec"]
+    assert all(pods.OWN_VOLUMES.match(volume["name"]) for volume in pod["volumes"])
+    assert all(pods.OWN_MOUNTS.match(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"])
+
+
+def test_users_cannot_take_the_labels_that_the_operator_sets(deployment: dict[str, Any]) -> None:
+    assert all(pods.OWN_LABELS.match(key) for key in deployment["spec"]["template"]["metadata"]["labels"])
+
+
+def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(deployment: dict[str, Any]) -> None:
+    variables = {
+        entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert re.search(r"points it at (\S+);", owned.ENV["HF_HOME"])[1] == variables["HF_HOME"]  # type: ignore[index]
+    assert set(owned.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
