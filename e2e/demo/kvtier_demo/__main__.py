@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make demo``: apply a KVCacheTier, wait until it is Ready, and prove that its two engines share one cache.
+
+Exit status: 0 when every row of the table holds, 1 when one does not or something did not start, 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from kvtier_demo import report
+from kvtier_demo.client import Engine
+from kvtier_demo.model import make_model
+from kvtier_demo.progress import Progress
+from kvtier_demo.scenario import Scenario, problems
+from kvtier_demo.stack import Stack, place_model, running_stack, tail
+
+ROOT = Path(__file__).resolve().parents[3]
+API = "kvtier.dev/v1alpha1"
+TIER = "demo"
+LABELS = f"kvtier.dev/tier={TIER}"
+_READY_SECONDS = 420.0
+_GONE_SECONDS = 90.0
+
+
+def main() -> int:
+    """Run the demo and return its exit status."""
+    parser = argparse.ArgumentParser(prog="kvtier-demo", description=__doc__, add_help=True)
+    parser.add_argument(
+        "--data", type=Path, default=Path(".kvtier/demo"), help="volume, logs and results are kept here"
+    )
+    data: Path = parser.parse_args().data.resolve()
+    data.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    progress = Progress()
+    try:
+        preflight()
+        progress.say("making a tiny model with random weights")
+        make_model(data / "model" / "tiny")
+        with running_stack(ROOT, data, progress) as stack:
+            return demonstrate(stack, progress)
+    except KeyboardInterrupt:
+        progress.say("interrupted; everything that was started has ended")
+        return 130
+    except (RuntimeError, TimeoutError, OSError) as error:
+        progress.say(f"FAILED: {error}")
+        explain(data)
+        return 1
+
+
+def preflight() -> None:
+    """Refuse early what would fail late."""
+    if ctypes.util.find_library("numa") is None:
+        raise RuntimeError("vLLM's CPU build needs libnuma.so.1: install it (Debian, Ubuntu: apt-get install libnuma1)")
+    available = next(
+        int(line.split()[1]) // 2**20
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    if available < 8:  # noqa: PLR2004 - GiB, two engines
+        raise RuntimeError(f"two vLLM engines need 8 GiB of free memory, this machine has {available}")
+
+
+def demonstrate(stack: Stack, progress: Progress) -> int:
+    """Apply the sample, ask the prompts, print the proof, and clean up."""
+    kube = stack.kube
+    progress.say(kube.apply(ROOT / "e2e/demo/models.yaml"))
+    place_model(stack.data / "model" / "tiny", stack.claim_directory("models"))
+    progress.say(kube.apply(ROOT / "e2e/demo/tier.yaml"))
+    progress.wait("KVCacheTier demo to be Ready", lambda: is_ready(stack, progress), seconds=_READY_SECONDS)
+    print(kube.show("kvt,deploy,pods,pvc"), flush=True)
+
+    tier: dict[str, Any] = kube.get(API, "KVCacheTier", TIER) or {}
+    digest = tier["status"]["generation"]["current"]
+    pods = sorted(
+        (pod for pod in kube.list("v1", "Pod", labels=LABELS) if pod.get("status", {}).get("podIP")),
+        key=lambda pod: str(pod["metadata"]["name"]),
+    )
+    first, second = (
+        Engine(letter, f"http://{pod['status']['podIP']}:8000") for letter, pod in zip("AB", pods, strict=True)
+    )
+    claim = next(c for c in kube.list("v1", "PersistentVolumeClaim", labels=LABELS))
+    directory = stack.claim_directory(claim["metadata"]["name"])
+    scenario = Scenario(
+        first=first,
+        second=second,
+        blocks=lambda: tuple(directory.rglob(f"{digest}/**/*.kvb")),
+        was_proved=(stack.data / f"proved-{digest}").exists(),
+        progress=progress,
+    )
+    rows = scenario.run()
+    text = report.table(rows)
+    (stack.data / "table.txt").write_text(text + "\n")
+    report.chart(rows, stack.data / "table.png")
+    print(f"\n{text}\n", flush=True)
+    wrong = problems(rows)
+    for problem in wrong:
+        progress.say(f"NOT PROVED: {problem}")
+    if not wrong:
+        (stack.data / f"proved-{digest}").touch()
+        progress.say("proved: replica B answered from the disk what replica A had computed, with the same tokens")
+    progress.say(f"the table as a picture: {stack.data / 'table.png'}")
+    clean_up(stack, progress)
+    return 1 if wrong else 0
+
+
+def is_ready(stack: Stack, progress: Progress) -> bool:
+    """Tell what has changed since the last look, and whether the tier is Ready."""
+    tier = stack.kube.get(API, "KVCacheTier", TIER)
+    if tier is None:
+        return False
+    for pod in stack.kube.list("v1", "Pod", labels=LABELS):
+        progress.state(f"pod {pod['metadata']['name']}", _pod_state(pod))
+    conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
+    ready = conditions.get("Ready")
+    if ready is None:
+        return False
+    progress.state("KVCacheTier demo", f"Ready={ready['status']} {ready['reason']}: {ready['message']}")
+    is_current = ready.get("observedGeneration") == tier["metadata"]["generation"]
+    return bool(ready["status"] == "True" and is_current)
+
+
+def _pod_state(pod: dict[str, Any]) -> str:
+    status = pod.get("status", {})
+    statuses = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    parts = []
+    for container in statuses:
+        state: dict[str, Any] = container.get("state") or {"waiting": {}}
+        name = next(iter(state))
+        reason = (state[name] or {}).get("reason") or name
+        ready = ", ready" if container.get("ready") and name == "running" else ""
+        parts.append(f"{container['name']} {reason}{ready}")
+    return "; ".join(parts) or str(status.get("phase", ""))
+
+
+def clean_up(stack: Stack, progress: Progress) -> None:
+    """Delete the resource as a user would; the claim stays, as its deletionPolicy says."""
+    stack.kube.delete(API, "KVCacheTier", TIER)
+    progress.wait(
+        "the pods to end",
+        lambda: not stack.kube.list("v1", "Pod", labels=LABELS),
+        seconds=_GONE_SECONDS,
+    )
+    kept = [item["metadata"]["name"] for item in stack.kube.list("v1", "PersistentVolumeClaim", labels=LABELS)]
+    progress.say(f"deleted the KVCacheTier; its pods are gone, its claim stays: {', '.join(kept)}")
+
+
+def explain(data: Path) -> None:
+    """Print the ends of the logs that say why."""
+    candidates = [data / "logs" / "operator.log", *sorted((data / "cluster" / "logs").rglob("*.log"))]
+    for log in candidates:
+        if text := tail(log):
+            print(f"--- {log}\n{text}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:  # noqa: BLE001 - the last edge: say what broke, and fail
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded cluster and the operator as child processes, ended together whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_demo.kube import Kube
+from kvtier_demo.progress import Progress
+
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running cluster with the CRD installed and the operator watching."""
+
+    kube: Kube
+    data: Path
+
+    def claim_directory(self, name: str, namespace: str = "default") -> Path:
+        """Return where the embedded cluster keeps the files of a claim."""
+        return self.data / "cluster" / "pvc" / namespace / name
+
+
+@contextlib.contextmanager
+def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]:
+    """Start the cluster, install the CRD, start the operator; end both on the way out."""
+    logs = data / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    kubeconfig = data / "kubeconfig"
+    kubeconfig.unlink(missing_ok=True)
+    cluster_command = ["kvtier_localcluster", "up", "--data", str(data / "cluster"), "--kubeconfig", str(kubeconfig)]
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(_process("cluster", cluster_command, logs))
+        progress.wait("the embedded API server", lambda: _is_up(cluster, kubeconfig, logs / "cluster.log"), seconds=60)
+        kube = Kube(kubeconfig)
+        progress.say("embedded cluster: " + ("using kubectl" if kube.kubectl else "no kubectl here, using Python"))
+        progress.say(kube.apply(root / "crds" / "kvcachetier.yaml"))
+        operator_command = ["kvtier_operator", "run", "--all-namespaces"]
+        stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
+        progress.say("operator started")
+        yield Stack(kube=kube, data=data)
+
+
+def tail(file: Path, lines: int = 15) -> str:
+    """Return the last lines of a log, for a message that must explain itself."""
+    if not file.exists():
+        return ""
+    return "\n".join("    " + line for line in file.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _is_up(cluster: subprocess.Popen[bytes], kubeconfig: Path, log: Path) -> bool:
+    if cluster.poll() is not None:
+        raise RuntimeError(f"the embedded cluster ended with {cluster.returncode}:\n{tail(log)}")
+    return kubeconfig.exists()
+
+
+@contextlib.contextmanager
+def _process(name: str, module: Sequence[str], logs: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    with (logs / f"{name}.log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,  # Ctrl-C reaches us alone, and we end the children in order
+        )
+        try:
+            yield child
+        finally:
+            _stop(child)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.terminate()
+    try:
+        child.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def place_model(model: Path, claim: Path) -> None:
+    """Copy the model onto the claim unless it is there."""
+    target = claim / model.name
+    if not (target / "model.safetensors").exists():
+        claim.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(model, target, dirs_exist_ok=True)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo accepts as proof, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kvtier_demo import report
+from kvtier_demo.client import Answer
+from kvtier_demo.report import Row
+from kvtier_demo.scenario import problems
+
+COMPUTED = Answer(
+    seconds_to_first_token=3.0, prompt_tokens=3000, cached_tokens=0, disk_bytes=0.0, token_ids=(5, 6, 7)
+)
+LOADED = replace(COMPUTED, seconds_to_first_token=0.4, cached_tokens=2944, disk_bytes=24.0 * 2**20)
+
+
+def rows(**changes: object) -> list[Row]:
+    answer = replace(LOADED, **changes)  # type: ignore[arg-type]
+    return [
+        Row(what="cold", engine="A", answer=COMPUTED, reference=None),
+        Row(what="disk hit", engine="B", answer=answer, reference=COMPUTED),
+    ]
+
+
+def test_a_disk_hit_with_the_same_tokens_is_proof() -> None:
+    assert problems(rows()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"token_ids": (5, 6, 8)}, "other tokens"),
+        ({"disk_bytes": 0.0}, "nothing was read from the shared volume"),
+        ({"cached_tokens": 128}, "only 128 tokens came from a cache"),
+    ],
+)
+def test_anything_less_is_refused(changes: dict[str, object], complaint: str) -> None:
+    assert any(complaint in problem for problem in problems(rows(**changes)))
+
+
+def test_a_cold_prompt_that_was_cached_is_refused() -> None:
+    warm = [Row(what="cold", engine="A", answer=LOADED, reference=None)]
+    assert any("cached already" in problem for problem in problems(warm))
+
+
+def test_the_table_shows_every_row_and_flags_other_tokens() -> None:
+    text = report.table(rows(token_ids=(1, 2, 3)))
+    lines = text.splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("cold")
+    assert lines[3].endswith("NO")
