@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP in and out: turns a request into one call of a writer, deleter, list or watch, and its answer into JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import yaml
+from aiohttp import web
+
+from kvtier_localcluster.apiserver import discovery, openapi, protobuf, reads, scale, tables, watching
+from kvtier_localcluster.apiserver.audit import AuditEntry, Target, parse_path, verb_of
+from kvtier_localcluster.apiserver.deletion import DeleteOptions, Deleter, check_eviction
+from kvtier_localcluster.apiserver.errors import ApiError, bad_request, unknown_path
+from kvtier_localcluster.apiserver.objects import Json, ObjectKey, compact_json, object_key
+from kvtier_localcluster.apiserver.patches import APPLY, MERGE, Patch
+from kvtier_localcluster.apiserver.resources import Registry, Resource
+from kvtier_localcluster.apiserver.selectors import Selection
+from kvtier_localcluster.apiserver.storage import Storage
+from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
+
+logger = logging.getLogger(__name__)
+
+Fault = Callable[[web.Request], ApiError | None]
+"""Looks at a request and returns the error to answer with, or None to let it pass."""
+
+_AUDIT_LIMIT: Final = 100_000
+_HEALTH: Final = ("/healthz", "/livez", "/readyz")
+_WRITABLE_SUBRESOURCES: Final = (None, "status", "scale", "finalize")
+_STATUS_SUCCESS: Final[Json] = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
+
+class _YamlLoader(yaml.CSafeLoader):
+    """Reads YAML as Kubernetes does: time stamps stay texts."""
+
+
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+@dataclass(kw_only=True)
+class Api:
+    """What requests work on."""
+
+    storage: Storage
+    registry: Registry
+    writer: Writer
+    deleter: Deleter
+    bookmark_seconds: float
+    pod_logs: reads.PodLogs | None = None
+    faults: list[Fault] = field(default_factory=list)
+    audit: list[AuditEntry] = field(default_factory=list)
+    openapi_cache: dict[tuple[int, str], str] = field(default_factory=dict)
+
+
+async def handle(api: Api, request: web.Request) -> web.StreamResponse:
+    """Answer one request; what goes wrong in here is logged and becomes a 500."""
+    target = parse_path(request.path)
+    verb = verb_of(request.method, target, request.query)
+    agent = request.headers.get("User-Agent", "")
+    entry = AuditEntry(
+        method=request.method,
+        path=request.path,
+        query=request.query_string,
+        user_agent=agent,
+        verb=verb,
+        target=target,
+    )
+    api.audit.append(entry)
+    if len(api.audit) > _AUDIT_LIMIT:
+        del api.audit[: _AUDIT_LIMIT // 2]
+    warnings: list[str] = []
+    try:
+        _raise_faults(api, request)
+        call = await _parse(api, request, target, warnings)
+        answer = await (_answer_resource(call) if call else _answer_document(api, request))
+    except ApiError as error:
+        return _json(error.status(), error.code, warnings)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _json(ApiError(500, "InternalError", repr(error)).status(), 500, warnings)
+    if isinstance(answer, web.StreamResponse):
+        return answer
+    body, code = answer
+    return _json(body, code, warnings)
+
+
+def _raise_faults(api: Api, request: web.Request) -> None:
+    for fault in list(api.faults):
+        error = fault(request)
+        if error is not None:
+            raise error
+
+
+def _json(body: Any, code: int, warnings: list[str]) -> web.Response:
+    response = web.Response(text=compact_json(body), status=code, content_type="application/json")
+    for warning in warnings:
+        response.headers.add("Warning", f"299 - {json.dumps(warning)}")
+    return response
+
+
+Answer = web.StreamResponse | tuple[Any, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A request about a resource that is served."""
+
+    api: Api
+    request: web.Request
+    resource: Resource
+    target: Target
+    options: WriteOptions
+
+    @property
+    def namespace(self) -> str | None:
+        return self.target.namespace if self.resource.is_namespaced else None
+
+    @property
+    def name(self) -> str:
+        if self.target.name is None:
+            raise ApiError(405, "MethodNotAllowed", f"{self.request.method} needs the name of an object")
+        return self.target.name
+
+    @property
+    def key(self) -> ObjectKey:
+        return self.namespace, self.name
+
+    def found(self) -> Json:
+        return self.api.writer.find(self.resource, self.namespace, self.name)
+
+
+async def _parse(api: Api, request: web.Request, target: Target | None, warnings: list[str]) -> _Call | None:
+    if target is None:
+        return None
+    resource = api.registry.get(target.group_version, target.plural)
+    if resource is None:
+        return None
+    query = request.query
+    agent = request.headers.get("User-Agent") or "unknown"
+    options = WriteOptions(
+        manager=query.get("fieldManager") or agent.split("/")[0],
+        subresource="status" if target.subresource == "status" else None,
+        is_dry_run=query.get("dryRun") == "All",
+        is_forced=query.get("force") in ("true", "1"),
+        field_validation=query.get("fieldValidation") or "Warn",
+        warnings=warnings,
+    )
+    return _Call(api=api, request=request, resource=resource, target=target, options=options)
+
+
+async def _read_body(request: web.Request) -> Any:
+    raw = await request.read()
+    if raw.startswith(protobuf.MAGIC):
+        return protobuf.decode(raw)
+    if not raw.strip():
+        return {}
+    try:
+        if "yaml" in request.content_type and raw.lstrip()[:1] not in (b"{", b"["):
+            return yaml.load(raw, Loader=_YamlLoader)  # noqa: S506 (a safe loader, less time stamps)
+        return json.loads(raw)
+    except (ValueError, yaml.YAMLError) as error:
+        raise bad_request(f"the body of the request cannot be read: {error}") from error
+
+
+async def _answer_document(api: Api, request: web.Request) -> Answer:
+    """Answer everything that is not about a served resource."""
+    path = request.path.rstrip("/") or "/"
+    if path in _HEALTH:
+        return web.Response(text="ok")
+    if request.method == "POST" and path.endswith("reviews"):
+        review = await _read_body(request)
+        return {**review, "status": {"allowed": True}}, 201
+    if request.method != "GET":
+        raise unknown_path()
+    if path in ("/api", "/apis") and discovery.wants_aggregated(request.headers.get("Accept", "")):
+        text = compact_json(discovery.aggregated(api.registry, is_core=path == "/api"))
+        return web.Response(body=text.encode(), headers={"Content-Type": discovery.AGGREGATED_MEDIA_TYPE})
+    if path == "/openapi/v3":
+        return openapi.index(api.registry), 200
+    if path.startswith("/openapi/v3/"):
+        return _openapi_document(api, path.removeprefix("/openapi/v3/").partition("/")[2])
+    document = discovery.document(api.registry, path)
+    if document is None:
+        raise unknown_path()
+    return document, 200
+
+
+def _openapi_document(api: Api, group_version: str) -> web.Response:
+    key = (api.registry.revision, group_version)
+    if key not in api.openapi_cache:
+        document = openapi.document(api.registry, group_version)
+        if document is None:
+            raise unknown_path()
+        api.openapi_cache = {k: text for k, text in api.openapi_cache.items() if k[0] == api.registry.revision}
+        api.openapi_cache[key] = compact_json(document)
+    return web.Response(text=api.openapi_cache[key], content_type="application/json")
+
+
+async def _answer_resource(call: _Call) -> Answer:
+    subresource = call.target.subresource
+    if subresource == "status" and not call.resource.has_status:
+        raise unknown_path()
+    if subresource == "scale" and call.resource.scale is None:
+        raise unknown_path()
+    if call.request.method == "GET":
+        return await _get(call)
+    if call.request.method == "POST" and subresource in ("eviction", "binding") and call.resource.plural == "pods":
+        return await (_evict(call) if subresource == "eviction" else _bind(call))
+    if subresource not in _WRITABLE_SUBRESOURCES:
+        raise ApiError(404, "NotFound", f"the subresource {subresource} is not emulated")
+    return await _write(call, await _read_body(call.request))
+
+
+async def _write(call: _Call, body: Any) -> Answer:
+    match call.request.method:
+        case "DELETE":
+            return await _delete(call, body)
+        case "POST" if call.target.name is None:
+            _check_object(body)
+            created = await call.api.writer.create(call.resource, body, namespace=call.namespace, options=call.options)
+            return call.resource.view(created), 201
+        case "PUT" | "PATCH" if call.target.subresource == "scale":
+            return await _write_scale(call, body)
+        case "PUT":
+            return await _put(call, body)
+        case "PATCH":
+            return await _patch(call, body)
+    raise ApiError(405, "MethodNotAllowed", f"the server does not allow {call.request.method} here")
+
+
+def _check_object(body: Any) -> None:
+    if not isinstance(body, dict) or not isinstance(body.get("metadata") or {}, dict):
+        raise bad_request("the body of the request must be an object with metadata")
+
+
+async def _get(call: _Call) -> Answer:
+    api, resource, query, target = call.api, call.resource, call.request.query, call.target
+    if query.get("watch") in ("true", "1"):
+        selection = Selection.parse(call.namespace, target.name, query)
+        watch = watching.Watch(api.storage, resource, selection, watching.WatchOptions.parse(query))
+        frames = watch.frames(api.bookmark_seconds)
+        return await watching.stream(call.request, frames, lambda shown: _shaped(call, [shown], {}) or shown)
+    if target.name is None:
+        manifests, metadata = reads.list_page(
+            api.storage, resource, Selection.parse(call.namespace, None, query), query
+        )
+        listed = {"kind": f"{resource.kind}List", "apiVersion": resource.group_version, "metadata": metadata}
+        return _shaped(call, manifests, metadata) or {**listed, "items": manifests}, 200
+    found = call.found()
+    if target.subresource == "log" and resource.plural == "pods":
+        text = await reads.read_log(found, query, api.pod_logs)
+        return web.Response(body=text, content_type="text/plain")
+    if target.subresource == "scale":
+        return scale.view(resource, found), 200
+    if target.subresource not in (None, "status"):
+        raise ApiError(404, "NotFound", f"the subresource {target.subresource} is not emulated")
+    shown = resource.view(found)
+    return _shaped(call, [shown], {"resourceVersion": found["metadata"]["resourceVersion"]}) or shown, 200
+
+
+def _shaped(call: _Call, manifests: list[Json], metadata: Json) -> Json | None:
+    """Return objects as a Table where the client wants one."""
+    if "as=Table" not in call.request.headers.get("Accept", ""):
+        return None
+    include = call.request.query.get("includeObject") or "Metadata"
+    return tables.table(call.resource, manifests, metadata, include_object=include)
+
+
+async def _put(call: _Call, body: Any) -> Answer:
+    _check_object(body)
+    current = call.found()
+    if call.resource.is_custom and not (body.get("metadata") or {}).get("resourceVersion"):
+        problem = "metadata.resourceVersion: Invalid value: 0: must be specified for an update"
+        raise ApiError(422, "Invalid", f'{call.resource.kind} "{call.name}" is invalid: {problem}')
+    replaced = await call.api.writer.replace(call.resource, body, current=current, options=call.options)
+    return call.resource.view(replaced), 200
+
+
+async def _patch(call: _Call, body: Any) -> Answer:
+    media_type = call.request.content_type
+    if media_type == APPLY and not call.request.query.get("fieldManager"):
+        problem = "fieldManager: Required value: is required for apply patch"
+        raise bad_request(f'PatchOptions.meta.k8s.io "" is invalid: {problem}')
+    patch = Patch(media_type=media_type, body=body)
+    patched, is_created = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
+    return call.resource.view(patched), 201 if is_created else 200
+
+
+async def _write_scale(call: _Call, body: Any) -> Answer:
+    if not isinstance(body, dict):
+        raise ApiError(415, "UnsupportedMediaType", "a scale takes objects and merge patches")
+    patch = Patch(media_type=MERGE, body=scale.patch_for(call.resource, body))
+    scaled, _ = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
+    return scale.view(call.resource, scaled), 200
+
+
+async def _delete(call: _Call, body: Any) -> Answer:
+    options = DeleteOptions.parse(body, call.request.query)
+    api, warnings = call.api, call.options.warnings
+    if call.target.name is not None:
+        return await api.deleter.delete(call.resource, call.key, options=options, warnings=warnings), 200
+    selection = Selection.parse(call.namespace, None, call.request.query)
+    for manifest in api.storage.all(call.resource.key):
+        if selection.matches(manifest):
+            await api.deleter.delete(call.resource, object_key(manifest), options=options, warnings=warnings)
+    return _STATUS_SUCCESS, 200
+
+
+async def _evict(call: _Call) -> Answer:
+    body = await _read_body(call.request)
+    check_eviction(call.api.storage, call.found())
+    options = DeleteOptions.parse(body.get("deleteOptions") or {}, call.request.query)
+    await call.api.deleter.delete(call.resource, call.key, options=options, warnings=call.options.warnings)
+    return _STATUS_SUCCESS, 201
+
+
+async def _bind(call: _Call) -> Answer:
+    node = ((await _read_body(call.request)).get("target") or {}).get("name")
+    if not node:
+        raise bad_request("target.name: Required value")
+    patch = Patch(media_type=MERGE, body={"spec": {"nodeName": node}})
+    await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
+    return _STATUS_SUCCESS, 201

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Label and field selectors, parsed once per request and matched against many objects. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.objects import Json, field_at
+
+_COMMA_OUTSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
+_SET_BASED = re.compile(r"([^\s!=]+)\s+(in|notin)\s+\(([^)]*)\)")
+_EQUALITY = re.compile(r"([^!=\s]+)\s*(==|=|!=)\s*([^=!]*)")
+_KEY = re.compile(r"!?\s*[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
+_FIELD = re.compile(r"([^!=]+)(==|=|!=)(.*)")
+
+Test = Callable[[Mapping[str, Any]], bool]
+
+
+def _label_test(term: str) -> Test:
+    if found := _SET_BASED.fullmatch(term):
+        key, operator, values = found[1], found[2], {value.strip() for value in found[3].split(",")}
+        return lambda labels: (labels.get(key) in values) == (operator == "in")
+    if found := _EQUALITY.fullmatch(term):
+        key, operator, value = found[1], found[2], found[3].strip()
+        return lambda labels: (labels.get(key) == value) == (operator != "!=")
+    if not _KEY.fullmatch(term):
+        raise bad_request(f"unable to parse requirement: {term!r}")
+    if term.startswith("!"):
+        return lambda labels: term[1:].strip() not in labels
+    return lambda labels: term in labels
+
+
+def label_tests(selector: str) -> tuple[Test, ...]:
+    """Parse a label selector such as `app=x,tier in (a,b),!gone`."""
+    terms = (term.strip() for term in _COMMA_OUTSIDE_PARENTHESES.split(selector))
+    return tuple(_label_test(term) for term in terms if term)
+
+
+def field_tests(selector: str) -> tuple[Test, ...]:
+    """Parse a field selector; any dotted field may be named, and an absent field equals the empty string."""
+    tests: list[Test] = []
+    for term in filter(None, selector.split(",")):
+        found = _FIELD.fullmatch(term)
+        if found is None:
+            raise bad_request(f"invalid field selector {term!r}")
+        path, operator, value = found[1], found[2], found[3]
+        tests.append(_field_test(path, value, is_negated=operator == "!="))
+    return tuple(tests)
+
+
+def _field_test(path: str, value: str, *, is_negated: bool) -> Test:
+    def test(manifest: Mapping[str, Any]) -> bool:
+        found = field_at(manifest, path)
+        return (("" if found is None else str(found)) == value) != is_negated
+
+    return test
+
+
+def labels_match(selector: Json | None, labels: Mapping[str, str]) -> bool:
+    """Match a LabelSelector object (matchLabels and matchExpressions); an absent selector matches nothing."""
+    if selector is None:
+        return False
+    if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
+        return False
+    for expression in selector.get("matchExpressions") or []:
+        key, values = expression["key"], expression.get("values") or []
+        is_matched = {
+            "In": labels.get(key) in values,
+            "NotIn": labels.get(key) not in values,
+            "Exists": key in labels,
+            "DoesNotExist": key not in labels,
+        }[expression["operator"]]
+        if not is_matched:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which objects of a kind a list, watch or deletecollection is about."""
+
+    namespace: str | None
+    labels: tuple[Test, ...] = ()
+    fields: tuple[Test, ...] = ()
+
+    @classmethod
+    def parse(cls, namespace: str | None, name: str | None, query: Mapping[str, str]) -> Selection:
+        """Read the selectors of a request; `name` narrows it to one object."""
+        fields = field_tests(query.get("fieldSelector") or "")
+        if name is not None:
+            fields = (*fields, _field_test("metadata.name", name, is_negated=False))
+        return cls(namespace, label_tests(query.get("labelSelector") or ""), fields)
+
+    def matches(self, manifest: Json | None) -> bool:
+        """Tell whether an object is selected; None (no object) never is."""
+        if manifest is None:
+            return False
+        metadata = manifest["metadata"]
+        if self.namespace is not None and metadata.get("namespace") != self.namespace:
+            return False
+        labels = metadata.get("labels") or {}
+        return all(test(labels) for test in self.labels) and all(test(manifest) for test in self.fields)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server itself: `ApiServer` for code that lives in an event loop, `ApiServerThread` for code that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import yaml
+from aiohttp import web
+
+from kvtier_localcluster.apiserver import reads, routing
+from kvtier_localcluster.apiserver.audit import AuditEntry
+from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
+from kvtier_localcluster.apiserver.deletion import Deleter
+from kvtier_localcluster.apiserver.garbage import GarbageCollector
+from kvtier_localcluster.apiserver.objects import Json
+from kvtier_localcluster.apiserver.resources import Registry
+from kvtier_localcluster.apiserver.storage import Event, EventType, Storage
+from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
+
+_HOST: Final = "127.0.0.1"
+_BODY_LIMIT_BYTES: Final = 64 << 20
+_START_SECONDS: Final = 30
+_NAMESPACES: Final = ("default", "kube-system", "kube-public", "kube-node-lease")
+_CRDS: Final = ("apiextensions.k8s.io", "customresourcedefinitions")
+
+Result = TypeVar("Result")
+
+
+class ApiServer:
+    """An in-memory Kubernetes API server on the loopback interface.
+
+    All methods but `kubeconfig` are for the event loop that ran `start`. The attributes may be used from any thread.
+    """
+
+    def __init__(self, *, service_cidr: str = "127.96.0.0/16", bookmark_seconds: float = 30.0) -> None:
+        """Make a server with empty storage; nothing listens before `start`."""
+        self._storage = Storage()
+        self._registry = Registry()
+        self._storage.listeners.append(self._follow_crds)
+        self._deleter = Deleter(self._storage, self._registry)
+        self._collector = GarbageCollector(self._storage, self._registry, self._deleter)
+        self._writer = Writer(self._storage, self._deleter, ClusterIps(service_cidr, self._storage))
+        self._api = routing.Api(
+            storage=self._storage,
+            registry=self._registry,
+            writer=self._writer,
+            deleter=self._deleter,
+            bookmark_seconds=bookmark_seconds,
+        )
+        self._runner: web.AppRunner | None = None
+        self._collecting: asyncio.Task[None] | None = None
+        self.url = ""
+        """Where the server listens, once it does."""
+
+    @property
+    def faults(self) -> list[routing.Fault]:
+        """Functions that look at each request and may answer it with an ApiError; append and remove at will."""
+        return self._api.faults
+
+    @property
+    def audit(self) -> list[AuditEntry]:
+        """Every request so far, oldest first."""
+        return self._api.audit
+
+    @property
+    def pod_logs(self) -> reads.PodLogs | None:
+        """The function that reads the log of a container: `async (namespace, pod, container, tail) -> bytes`."""
+        return self._api.pod_logs
+
+    @pod_logs.setter
+    def pod_logs(self, source: reads.PodLogs | None) -> None:
+        self._api.pod_logs = source
+
+    def _follow_crds(self, event: Event) -> None:
+        if event.key == _CRDS:
+            self._registry.sync_crd(event.manifest, is_deleted=event.type is EventType.DELETED)
+
+    async def start(self, port: int = 0) -> str:
+        """Listen, on a free port unless one is given, and return the URL."""
+        for name in _NAMESPACES:
+            await self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        self._collecting = asyncio.create_task(self._collector.run())
+        app = web.Application(client_max_size=_BODY_LIMIT_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, _HOST, port).start()
+        self.url = f"http://{_HOST}:{self._runner.addresses[0][1]}"
+        return self.url
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        return await routing.handle(self._api, request)
+
+    async def stop(self) -> None:
+        """End all watches and stop listening; the objects stay readable through `get` and `list`."""
+        self.drop_watches()
+        if self._collecting is not None:
+            self._collecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._collecting
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def kubeconfig(self) -> str:
+        """Return the text of a kubeconfig for this server."""
+        name = "kvtier-local"
+        return yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": name, "cluster": {"server": self.url}}],
+                "users": [{"name": name, "user": {"token": "local"}}],
+                "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": "default"}}],
+                "current-context": name,
+            },
+            sort_keys=False,
+        )
+
+    async def create(self, manifest: Json) -> Json:
+        """Create an object as a client would, without HTTP; webhooks, validation and defaults apply."""
+        resource = self._registry.for_manifest(manifest)
+        created = await self._writer.create(resource, manifest, options=WriteOptions(manager="local"))
+        return copy.deepcopy(resource.view(created))
+
+    def get(self, resource: str, namespace: str | None, name: str) -> Json | None:
+        """Return an object by `plural` or `plural.group`, or None where there is none."""
+        found = self._registry.named(resource)
+        stored = self._storage.get(found.key, (namespace if found.is_namespaced else None, name))
+        return None if stored is None else copy.deepcopy(found.view(stored))
+
+    def list(self, resource: str, namespace: str | None = None) -> list[Json]:
+        """Return all objects of a kind by `plural` or `plural.group`, in one namespace or in all."""
+        found = self._registry.named(resource)
+        stored = self._storage.all(found.key)
+        kept = [each for each in stored if namespace in (None, each["metadata"].get("namespace"))]
+        return [copy.deepcopy(found.view(each)) for each in kept]
+
+    def compact(self) -> None:
+        """Expire every resourceVersion handed out so far: who resumes a watch from one gets 410."""
+        self._storage.compact()
+
+    def drop_watches(self) -> None:
+        """End every watch that is open."""
+        self._storage.drop_watches()
+
+
+class ApiServerThread:
+    """Runs an `ApiServer` in a thread of its own: a context manager for tests and tools without an event loop.
+
+    The thread owns the server and its loop; `call` is how other threads reach in.
+    """
+
+    def __init__(self, *, service_cidr: str = "127.96.0.0/16", bookmark_seconds: float = 30.0, port: int = 0) -> None:
+        """Keep the settings; the server starts with `start`, or on entering the context."""
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="apiserver", daemon=True)
+        self.server = ApiServer(service_cidr=service_cidr, bookmark_seconds=bookmark_seconds)
+        """The server; its attributes (`faults`, `audit`, `pod_logs`) may be used from any thread."""
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def start(self) -> Self:
+        """Start the thread and wait until the server listens."""
+        self._thread.start()
+        try:
+            self.call(lambda: self.server.start(self._port))
+        except BaseException:  # such as a port that is taken: leave no thread behind
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Stop the server and join the thread."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self.call(self.server.stop)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.close()
+
+    def call(self, action: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Run a coroutine function in the server's loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_START_SECONDS)
+
+    def _call_plain(self, action: Callable[[], Result]) -> Result:
+        async def run() -> Result:
+            return action()
+
+        return self.call(run)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return self.server.url
+
+    def kubeconfig(self) -> str:
+        """Return the text of a kubeconfig."""
+        return self.server.kubeconfig()
+
+    def write_kubeconfig(self, path: Path) -> Path:
+        """Write a kubeconfig and return its path."""
+        path.write_text(self.kubeconfig())
+        return path
+
+    def create(self, manifest: Json) -> Json:
+        """Create an object; see `ApiServer.create`."""
+        return self.call(lambda: self.server.create(manifest))
+
+    def get(self, resource: str, namespace: str | None, name: str) -> Json | None:
+        """Return an object, or None; see `ApiServer.get`."""
+        return self._call_plain(lambda: self.server.get(resource, namespace, name))
+
+    def list(self, resource: str, namespace: str | None = None) -> list[Json]:
+        """Return objects; see `ApiServer.list`."""
+        return self._call_plain(lambda: self.server.list(resource, namespace))
+
+    def compact(self) -> None:
+        """Expire every resourceVersion; see `ApiServer.compact`."""
+        self._call_plain(self.server.compact)
+
+    def drop_watches(self) -> None:
+        """End every watch; see `ApiServer.drop_watches`."""
+        self._call_plain(self.server.drop_watches)

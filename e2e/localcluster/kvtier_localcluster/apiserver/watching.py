@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches: the initial state or the history, then events as they are committed, bookmarks in between.
+
+Objects that move into or out of a selector appear as ADDED and DELETED, as the real server shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
+
+from kvtier_localcluster.apiserver.errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.objects import Json, compact_json
+from kvtier_localcluster.apiserver.resources import Resource
+from kvtier_localcluster.apiserver.selectors import Selection
+from kvtier_localcluster.apiserver.storage import Event, EventType, Storage, Subscription
+
+_DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+_INITIAL_EVENTS_END: Final = {"k8s.io/initial-events-end": "true"}
+
+Frame = tuple[str, Json]
+"""Type (ADDED, MODIFIED, DELETED, BOOKMARK, ERROR) and object of one watch event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What a client asks of a watch."""
+
+    version: int | None
+    """Where to resume; None starts with the present state."""
+    wants_end_of_initial_state: bool
+    wants_bookmarks: bool
+    timeout_seconds: float
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> WatchOptions:
+        """Read the query of a watch request."""
+        version = query.get("resourceVersion") or "0"
+        if not version.isdecimal():
+            raise bad_request(f"Invalid value for resourceVersion: {version!r}")
+        is_initial = query.get("sendInitialEvents") == "true"
+        return cls(
+            version=None if version == "0" or is_initial else int(version),
+            wants_end_of_initial_state=is_initial,
+            wants_bookmarks=query.get("allowWatchBookmarks") in ("true", "1"),
+            timeout_seconds=float(query.get("timeoutSeconds") or _DEFAULT_TIMEOUT_SECONDS),
+        )
+
+
+def visible_change(selection: Selection, event: Event) -> str | None:
+    """Return how an event looks through a selector, or None where it cannot be seen."""
+    is_selected = selection.matches(event.manifest)
+    if event.type is not EventType.MODIFIED:
+        return event.type.value if is_selected else None
+    was_selected = selection.matches(event.old)
+    if is_selected:
+        return "MODIFIED" if was_selected else "ADDED"
+    return "DELETED" if was_selected else None
+
+
+class Watch:
+    """One watch of one client."""
+
+    def __init__(self, storage: Storage, resource: Resource, selection: Selection, options: WatchOptions) -> None:
+        """Keep what to watch; nothing happens before `frames` is iterated."""
+        self._storage = storage
+        self._resource = resource
+        self._selection = selection
+        self._options = options
+
+    async def frames(self, bookmark_seconds: float) -> AsyncIterator[Frame]:
+        """Yield the events of the watch until its time is over or the server drops it."""
+        subscription = self._storage.subscribe(self._resource.key)
+        try:
+            try:
+                frames = self._opening()
+            except ApiError as error:
+                yield "ERROR", error.status()
+                return
+            for frame in frames:
+                yield frame
+            async for frame in self._live(subscription, bookmark_seconds):
+                yield frame
+        finally:
+            self._storage.unsubscribe(self._resource.key, subscription)
+
+    def _opening(self) -> list[Frame]:
+        """Return the present state, or the events since the version asked for."""
+        if self._options.version is not None:
+            events = self._storage.since(self._resource.key, self._options.version)
+            return [frame for event in events if (frame := self._frame(event)) is not None]
+        selected = (each for each in self._storage.all(self._resource.key) if self._selection.matches(each))
+        frames: list[Frame] = [("ADDED", self._resource.view(each)) for each in selected]
+        if self._options.wants_end_of_initial_state and self._options.wants_bookmarks:
+            frames.append(self._bookmark(_INITIAL_EVENTS_END))
+        return frames
+
+    async def _live(self, subscription: Subscription, bookmark_seconds: float) -> AsyncIterator[Frame]:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._options.timeout_seconds
+        next_bookmark = clock() + bookmark_seconds
+        while clock() < end:
+            wait_seconds = min(end, next_bookmark) - clock() if self._options.wants_bookmarks else end - clock()
+            try:
+                event = await subscription.next(max(0.0, wait_seconds))
+            except TimeoutError:
+                if self._options.wants_bookmarks and subscription.is_empty():
+                    yield self._bookmark(None)
+                next_bookmark = clock() + bookmark_seconds
+                continue
+            if event is None:
+                return
+            frame = self._frame(event)
+            if frame is not None:
+                yield frame
+
+    def _frame(self, event: Event) -> Frame | None:
+        change = visible_change(self._selection, event)
+        return None if change is None else (change, self._resource.view(event.manifest))
+
+    def _bookmark(self, annotations: Json | None) -> Frame:
+        metadata: Json = {"resourceVersion": str(self._storage.version), "creationTimestamp": None}
+        if annotations:
+            metadata["annotations"] = annotations
+        resource = self._resource
+        bookmark = {"kind": resource.kind, "apiVersion": resource.group_version, "metadata": metadata}
+        if resource.kind == "Pod" and not resource.is_custom:  # typed clients refuse a pod without containers
+            bookmark["spec"] = {"containers": None}
+        return "BOOKMARK", bookmark
+
+
+async def stream(
+    request: web.Request, frames: AsyncIterator[Frame], shape: Callable[[Json], Json]
+) -> web.StreamResponse:
+    """Send frames as lines of JSON until they end or the client goes; `shape` may turn objects into Tables."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    try:
+        async for kind, manifest in frames:
+            shown = manifest if kind in ("BOOKMARK", "ERROR") else shape(manifest)
+            await response.write((compact_json({"type": kind, "object": shown}) + "\n").encode())
+    except ConnectionError:
+        return response  # the client has gone, and there is nobody left to tell
+    return response

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole cluster: API server, controllers and node, in one event loop.
+
+    async with LocalCluster(ClusterSettings(data=path)) as cluster: ...     in an event loop
+    with ClusterThread(ClusterSettings(data=path)) as cluster: ...          anywhere else, e.g. tests with kopf's runner
+
+Both have `url` and `kubeconfig` (the path of the file) once started. When either is left, no process of a pod is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, TypeVar
+
+import aiohttp
+
+from kvtier_localcluster.apiserver.server import ApiServer
+from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.controllers.claims import ClaimController
+from kvtier_localcluster.controllers.deployments import DeploymentController
+from kvtier_localcluster.controllers.endpoints import EndpointsController
+from kvtier_localcluster.controllers.jobs import JobController
+from kvtier_localcluster.controllers.loop import Controller
+from kvtier_localcluster.controllers.replicasets import ReplicaSetController
+from kvtier_localcluster.controllers.scheduler import Scheduler
+from kvtier_localcluster.controllers.service_proxy import ServiceProxy
+from kvtier_localcluster.datadir import DataDirectory
+from kvtier_localcluster.errors import ClusterUnavailable
+from kvtier_localcluster.informers import Informers
+from kvtier_localcluster.node import registration
+from kvtier_localcluster.node.addresses import PodAddresses
+from kvtier_localcluster.node.agent import NodeAgent
+from kvtier_localcluster.node.images import ImageProfile
+from kvtier_localcluster.node.logs import read_log
+from kvtier_localcluster.node.processes import end_leftovers
+from kvtier_localcluster.node.services import NodeServices, NodeSettings
+from kvtier_localcluster.node.simulated import SimulatedNode
+from kvtier_localcluster.recorder import EventRecorder
+
+_LOG = logging.getLogger(__name__)
+_THREAD_SECONDS = 60
+_LOCK_ATTEMPTS = 10
+_LOCK_SECONDS = 0.05
+
+Result = TypeVar("Result")
+
+
+def default_images() -> list[ImageProfile]:
+    """Return what our own images hold: the packages, found where this interpreter finds them."""
+    paths = []
+    for package in ("kvtier_connector", "kvtier_operator"):
+        found = importlib.util.find_spec(package)
+        if found is not None and found.submodule_search_locations:
+            paths.append(str(Path(found.submodule_search_locations[0]).parent))
+    return [ImageProfile(prefix="ghcr.io/kvtier/", environment={"PYTHONPATH": os.pathsep.join(paths)})]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """What can be chosen about a cluster."""
+
+    data: Path
+    """Where claims, logs and the kubeconfig go; claims are found again by the next cluster on the same directory."""
+    port: int = 0
+    """Of the API server; 0 takes a free one."""
+    kubeconfig: Path | None = None
+    """Where to write the kubeconfig, if not into the data directory."""
+    simulate: bool = False
+    """Pods become Ready without any process."""
+    allocatable: Mapping[str, str] = field(default_factory=dict)
+    """Overrides of what the node offers, such as `{"nvidia.com/gpu": "8"}`."""
+    node: NodeSettings = field(default_factory=lambda: NodeSettings(images=default_images()))
+
+
+class LocalCluster:
+    """A cluster in the running event loop."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        """Store; nothing runs before `start`."""
+        self._settings = settings
+        self._data = DataDirectory(settings.data.resolve())
+        self._lock: IO[str] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._controllers: Sequence[Controller] = ()
+        self._agent: NodeAgent | None = None
+        self._addresses: PodAddresses | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.server = ApiServer()
+        """The API server, for its audit log and for injecting faults."""
+        self.client: ApiClient
+        self.informers: Informers
+
+    @property
+    def url(self) -> str:
+        """Return where the API server listens."""
+        return self.server.url
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Return the path of the kubeconfig."""
+        return (self._settings.kubeconfig or self._data.kubeconfig).absolute()
+
+    @property
+    def data(self) -> DataDirectory:
+        """Return the data directory."""
+        return self._data
+
+    async def start(self) -> None:
+        """Start everything; return when pods can be created.
+
+        Raises:
+            ClusterUnavailable: the data directory or the port is in use.
+        """
+        self._lock = await _take_lock(self._data)
+        try:
+            await asyncio.to_thread(self._clean_up)
+            await self._start_server()
+            await self._start_components()
+            self._describe()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the pods, then everything else; when this returns, none of their processes is left."""
+        for task in self._tasks:
+            task.cancel()  # first, or controllers would replace the pods that end now
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._agent is not None:
+            await self._agent.stop()
+        for controller in self._controllers:
+            if isinstance(controller, ServiceProxy):
+                await controller.stop()
+        if hasattr(self, "informers"):
+            await self.informers.stop()
+            await self.client.close()
+        if self._session is not None:
+            await self._session.close()
+        await self.server.stop()
+        if self._addresses is not None:
+            self._addresses.close()
+        self._data.description.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._data.release()
+            self._lock.close()
+
+    async def __aenter__(self) -> Self:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    def _clean_up(self) -> None:
+        if ended := end_leftovers(self._data.pods):
+            _LOG.warning("ended %d processes that an earlier run of this cluster left behind", ended)
+        self._data.discard_pods()
+        self._data.prepare()
+
+    async def _start_server(self) -> None:
+        self.server.pod_logs = self._read_log
+        try:
+            await self.server.start(self._settings.port)
+        except OSError as problem:
+            if problem.errno != errno.EADDRINUSE:
+                raise
+            port = self._settings.port
+            message = f"port {port} is taken: choose another with --port, or stop what listens there (ss -ltnp)"
+            raise ClusterUnavailable(message) from problem
+        self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
+        self.kubeconfig.write_text(self.server.kubeconfig())
+
+    async def _start_components(self) -> None:
+        client = self.client = ApiClient(self.server.url)
+        informers = self.informers = Informers(client)
+        await client.start()
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        self._addresses = PodAddresses()
+        allocatable = {**self._resources(), **self._settings.allocatable}
+        self._controllers = [
+            Scheduler(client, informers),
+            ReplicaSetController(client, informers),
+            DeploymentController(client, informers),
+            JobController(client, informers),
+            ClaimController(client, informers, self._data),
+            EndpointsController(client, informers),
+            ServiceProxy(client, informers),
+        ]
+        recorder = EventRecorder(client, "kubelet")
+        if self._settings.simulate:
+            self._controllers = [*self._controllers, SimulatedNode(client, informers, self._addresses)]
+        else:
+            services = NodeServices(
+                client=client,
+                informers=informers,
+                recorder=recorder,
+                data=self._data,
+                addresses=self._addresses,
+                session=self._session,
+                settings=self._settings.node,
+                allocatable=allocatable,
+            )
+            self._agent = NodeAgent(services)
+            await asyncio.to_thread(self._agent.announce)
+        await registration.register(client, allocatable)
+        await informers.start()
+        running = [each.run() for each in self._controllers]
+        self._tasks = [asyncio.create_task(each) for each in (*running, recorder.run())]
+
+    def _resources(self) -> dict[str, str]:
+        if self._settings.simulate:
+            return registration.simulated_resources()
+        return registration.machine_resources(self._data.root)
+
+    async def _read_log(self, namespace: str, pod: str, container: str, tail: int | None) -> bytes:
+        return await asyncio.to_thread(read_log, self._data.log((namespace, pod), container), tail)
+
+    def _describe(self) -> None:
+        description = {"pid": os.getpid(), "url": self.url, "kubeconfig": str(self.kubeconfig)}
+        partial = self._data.description.with_suffix(".partial")
+        partial.write_text(json.dumps(description))
+        partial.replace(self._data.description)
+
+
+class ClusterThread:
+    """A cluster in a thread of its own. The thread owns the cluster and its loop; `call` is how others reach in."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        """Store; `start` starts, or entering the context."""
+        self.cluster = LocalCluster(settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="localcluster", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Return where the API server listens."""
+        return self.cluster.url
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Return the path of the kubeconfig."""
+        return self.cluster.kubeconfig
+
+    def start(self) -> Self:
+        """Start the thread and wait until the cluster is there."""
+        self._thread.start()
+        try:
+            self.call(self.cluster.start)
+        except BaseException:
+            self._end_thread()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Stop the cluster and join the thread."""
+        if self._thread.is_alive():
+            self.call(self.cluster.stop)
+            self._end_thread()
+
+    def call(self, action: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Run a coroutine function in the cluster's loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_THREAD_SECONDS)
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def is_running(data: DataDirectory) -> bool:
+    """Tell whether some process runs a cluster on this data directory."""
+    if not data.lock.exists():
+        return False
+    with data.lock.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+async def _take_lock(data: DataDirectory) -> IO[str]:
+    """Lock a data directory for as long as the file stays open: two clusters would run over each other's pods."""
+    lock = await asyncio.to_thread(_open_lock, data)
+    for _ in range(_LOCK_ATTEMPTS):  # who asks whether a cluster is running holds the lock for a moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            await asyncio.sleep(_LOCK_SECONDS)
+        else:
+            return lock
+    lock.close()
+    message = f"a cluster is running on {data.root} already: stop it with `kvtier-localcluster down`, or choose --data"
+    raise ClusterUnavailable(message)
+
+
+def _open_lock(data: DataDirectory) -> IO[str]:
+    data.root.mkdir(parents=True, exist_ok=True)
+    return data.lock.open("a")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PersistentVolumeClaims: one directory each, which outlives the cluster and ends only with the claim."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.controllers.loop import Controller
+from kvtier_localcluster.datadir import DataDirectory
+from kvtier_localcluster.informers import Change, Informers
+from kvtier_localcluster.kinds import PERSISTENT_VOLUME_CLAIM, Json, Key, Kind, is_deleting, key_of, uid_of
+from kvtier_localcluster.recorder import Happening
+
+
+class ClaimController(Controller):
+    """Binds claims at once.
+
+    A claim that wants one certain volume (volumeName, selector) is never bound, as there are no such volumes.
+    """
+
+    kind: ClassVar[Kind] = PERSISTENT_VOLUME_CLAIM
+
+    def __init__(self, client: ApiClient, informers: Informers, data: DataDirectory) -> None:
+        """Listen to claims."""
+        super().__init__(client, informers)
+        self._data = data
+        self._removals: set[asyncio.Task[None]] = set()
+        self.own.listen(self._notice_deletion)
+
+    async def sync(self, key: Key) -> None:
+        """Make the directory and bind."""
+        claim = self.own.get(key)
+        if claim is None or is_deleting(claim):
+            return
+        if claim["spec"].get("volumeName") or claim["spec"].get("selector"):
+            message = "no persistent volumes available for this claim: the local cluster only makes new ones"
+            self.recorder.record(claim, Happening(reason="FailedBinding", message=message))
+            await self.write_status(claim, {**(claim.get("status") or {}), "phase": "Pending"})
+            return
+        directory = self._data.claim(key)
+        if (claim.get("status") or {}).get("phase") != "Bound":
+            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            message = f"Successfully provisioned volume {directory}"
+            self.recorder.record(claim, Happening(reason="ProvisioningSucceeded", message=message))
+        await self.write_status(claim, _bound_status(claim))
+
+    def _notice_deletion(self, change: Change) -> None:
+        # LOST is no deletion that anybody asked for: the directory is the user's data, so in doubt it stays.
+        if change.type == "DELETED":
+            directory = self._data.claim(key_of(change.object))
+            grave = self._data.discarded_claim(uid_of(change.object))
+            task = asyncio.get_running_loop().create_task(asyncio.to_thread(_remove, directory, grave))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
+
+
+def _bound_status(claim: Json) -> Json:
+    requests = (claim["spec"].get("resources") or {}).get("requests") or {}
+    return {
+        "phase": "Bound",
+        "accessModes": claim["spec"].get("accessModes") or ["ReadWriteOnce"],
+        "capacity": {"storage": requests.get("storage", "1Gi")},
+    }
+
+
+def _remove(directory: Path, grave: Path) -> None:
+    """Move the directory out of the way first: a new claim of the same name starts empty at once."""
+    if directory.exists():
+        grave.parent.mkdir(parents=True, exist_ok=True)
+        directory.rename(grave)
+        shutil.rmtree(grave, ignore_errors=True)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a controller: a queue of keys, each reconciled from the present state; every trigger is the same.
+
+A key is in the queue at most once and handled by one task, so one object is never reconciled twice at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
+from kvtier_localcluster.informers import Informer, Informers
+from kvtier_localcluster.kinds import Json, Key, Kind, key_of, merge_difference
+from kvtier_localcluster.recorder import EventRecorder
+
+_LOG = logging.getLogger(__name__)
+_SOON_SECONDS = 0.05
+_LATER_SECONDS = 2.0
+
+
+class Controller(ABC):
+    """Reconciles the objects of one kind."""
+
+    kind: ClassVar[Kind]
+    component: ClassVar[str] = ""
+    """The name in Events, where it is not the kind's controller."""
+
+    def __init__(self, client: ApiClient, informers: Informers) -> None:
+        """Listen; `run` works."""
+        self.client = client
+        self.informers = informers
+        self.recorder = EventRecorder(client, self.component or f"{self.kind.name.lower()}-controller")
+        self._queue: asyncio.Queue[Key] = asyncio.Queue()
+        self._queued: set[Key] = set()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self.own.listen(lambda change: self.enqueue(key_of(change.object)))
+
+    @property
+    def own(self) -> Informer:
+        """Return the copy of the kind that this controller reconciles."""
+        return self.informers[self.kind]
+
+    @abstractmethod
+    async def sync(self, key: Key) -> None:
+        """Bring one object, and what it controls, to where its spec wants it; a missing object is no error."""
+
+    def enqueue(self, key: Key) -> None:
+        """Reconcile soon."""
+        if key not in self._queued:
+            self._queued.add(key)
+            self._queue.put_nowait(key)
+
+    def enqueue_after(self, key: Key, seconds: float) -> None:
+        """Reconcile when some time has passed, whatever else happens until then; the latest wish counts."""
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+        self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._expire, key)
+
+    async def run(self) -> None:
+        """Reconcile until cancelled."""
+        posting = asyncio.create_task(self.recorder.run())
+        try:
+            while True:
+                key = await self._queue.get()
+                self._queued.discard(key)
+                await self._reconcile(key)
+        finally:
+            posting.cancel()
+            for timer in self._timers.values():
+                timer.cancel()
+
+    async def write_status(self, current: Json, status: Json) -> None:
+        """Write a status, if it differs from the one we know."""
+        difference = merge_difference(current.get("status"), status)
+        if difference:
+            patched = await self.client.patch(self.kind, current, {"status": difference}, subresource="status")
+            self.own.remember(patched)
+
+    def _expire(self, key: Key) -> None:
+        self._timers.pop(key, None)
+        self.enqueue(key)
+
+    async def _reconcile(self, key: Key) -> None:
+        try:
+            await self.sync(key)
+        except (NotFound, Conflict) as problem:
+            _LOG.debug("%s %s will be tried again: %s", self.kind.name, key, problem)
+            self.enqueue_after(key, _SOON_SECONDS)
+        except ApiFailure as problem:
+            _LOG.warning("%s %s will be tried again: %s", self.kind.name, key, problem)
+            self.enqueue_after(key, _LATER_SECONDS)
+        except Exception:  # noqa: BLE001 - the edge: one bad object must not end the controller
+            _LOG.exception("%s %s cannot be reconciled", self.kind.name, key)
+            self.enqueue_after(key, _LATER_SECONDS)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node agent: one runner for each pod that is given to this node, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvtier_localcluster.informers import Change
+from kvtier_localcluster.kinds import (
+    CONFIG_MAP,
+    PERSISTENT_VOLUME_CLAIM,
+    POD,
+    SECRET,
+    Json,
+    is_deleting,
+    key_of,
+    phase_of,
+    uid_of,
+)
+from kvtier_localcluster.node.pod import PodRunner, grace_seconds_of
+from kvtier_localcluster.node.processes import namespace_prefix
+from kvtier_localcluster.node.services import NODE_NAME, NodeServices
+
+_LOG = logging.getLogger(__name__)
+
+
+class NodeAgent:
+    """Runs the pods of the node as local processes."""
+
+    def __init__(self, services: NodeServices) -> None:
+        """Listen to pods, and to what they read from."""
+        self._services = services
+        self._runners: dict[str, PodRunner] = {}
+        self._ends: dict[str, asyncio.Task[None]] = {}
+        self._hurries: set[asyncio.Task[None]] = set()
+        self._grace_seconds: dict[str, float] = {}
+        self._is_stopping = False
+        informers = services.informers
+        informers[POD].listen(self._notice_pod)
+        for kind in (CONFIG_MAP, SECRET, PERSISTENT_VOLUME_CLAIM):
+            informers[kind].listen(self._notice_source)
+
+    def announce(self) -> None:
+        """Say in the log what this machine does not allow."""
+        if not self._services.settings.isolates_memory:
+            _LOG.info("every pod uses the machine's /dev/shm, as asked for")
+        elif namespace_prefix() is None:
+            _LOG.warning("every pod uses the machine's /dev/shm: `unshare` cannot give a process its own mounts here")
+        else:
+            _LOG.info("each pod has a /dev/shm of its own, mounted by `%s`", " ".join(namespace_prefix() or ()))
+
+    async def stop(self) -> None:
+        """End every pod; when this returns, none of their processes is left."""
+        self._is_stopping = True
+        limit_seconds = self._services.settings.stop_grace_seconds
+        for uid in list(self._runners):
+            self._end(uid, limit_seconds)
+        await asyncio.gather(*self._ends.values(), *self._hurries, return_exceptions=True)
+
+    def _notice_pod(self, change: Change) -> None:
+        pod = change.object
+        uid = uid_of(pod)
+        if uid in self._runners:
+            if change.is_gone or is_deleting(pod):
+                self._end(uid, grace_seconds_of(pod))
+        elif not change.is_gone and self._is_ours(pod) and not self._is_stopping:
+            self._begin(pod)
+
+    def _is_ours(self, pod: Json) -> bool:
+        is_new = phase_of(pod) not in ("Succeeded", "Failed")
+        return pod["spec"].get("nodeName") == NODE_NAME and is_new and uid_of(pod) not in self._ends
+
+    def _begin(self, pod: Json) -> None:
+        runner = PodRunner(pod, self._services)
+        self._runners[uid_of(pod)] = runner
+        runner.start()
+        if is_deleting(pod):
+            self._end(uid_of(pod), grace_seconds_of(pod))
+
+    def _end(self, uid: str, grace_seconds: float) -> None:
+        known = self._grace_seconds.get(uid)
+        if known is not None and grace_seconds >= known:
+            return
+        self._grace_seconds[uid] = grace_seconds
+        loop = asyncio.get_running_loop()
+        if known is None:
+            self._ends[uid] = loop.create_task(self._see_out(uid, grace_seconds))
+        else:
+            hurry = loop.create_task(self._runners[uid].end(grace_seconds))
+            self._hurries.add(hurry)
+            hurry.add_done_callback(self._hurries.discard)
+
+    async def _see_out(self, uid: str, grace_seconds: float) -> None:
+        runner = self._runners[uid]
+        try:
+            await runner.end(grace_seconds)
+            await runner.leave()
+        except Exception:
+            _LOG.exception("pod %s did not end in order", uid)
+            raise
+        finally:
+            del self._runners[uid], self._ends[uid], self._grace_seconds[uid]
+
+    def _notice_source(self, change: Change) -> None:
+        namespace, name = key_of(change.object)
+        _LOG.debug("%s %s/%s changed", change.object["kind"], namespace, name)
+        for runner in self._runners.values():
+            if runner.namespace == namespace:
+                runner.refresh()

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One container: started, probed, restarted with growing delays, and ended in order.
+
+Everything happens in the event loop. `run` owns the process; `stop` and the probes only ask it to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from kvtier_localcluster.errors import ConfigMissing, StartFailed, VolumeMissing
+from kvtier_localcluster.kinds import Json, key_of, seconds_since, timestamp
+from kvtier_localcluster.node.launching import make_launch
+from kvtier_localcluster.node.probes import Tally, Target, Verdict, look
+from kvtier_localcluster.node.processes import ContainerProcess, Launch
+from kvtier_localcluster.node.services import PodServices
+from kvtier_localcluster.node.status import ContainerState, Termination
+from kvtier_localcluster.recorder import Happening
+
+_LOG = logging.getLogger(__name__)
+_CONFIG_RETRY_SECONDS = 5.0
+_START_ERROR_CODE = 128
+_GRACE_AFTER_HOOK_SECONDS = 2.0
+
+
+class ContainerRunner:
+    """Runs one container of a pod until it has ended for good."""
+
+    def __init__(self, container: Json, services: PodServices, *, is_init: bool = False) -> None:
+        """Store; `run` works."""
+        self.container = container
+        is_sidecar = is_init and container.get("restartPolicy") == "Always"
+        self.state = ContainerState(
+            name=container["name"], image=container.get("image", ""), is_init=is_init, is_sidecar=is_sidecar
+        )
+        self.started = asyncio.Event()
+        """Set once the container has started as far as others wait for it: its startup probe succeeded."""
+        self._services = services
+        self._stopping = asyncio.Event()
+        self._process: ContainerProcess | None = None
+        self._hook_has_run = False
+        self._failures = 0
+        self._field = f"spec.{'initContainers' if is_init else 'containers'}{{{container['name']}}}"
+
+    async def run(self) -> None:
+        """Run, and restart as the policy says, until the end."""
+        while not self._stopping.is_set():
+            launch = self._prepare()
+            if launch is None:
+                await self._pause(_CONFIG_RETRY_SECONDS, for_config=True)
+                continue
+            ended = await self._run_once(launch)
+            self.state.ended = ended
+            self._services.report()
+            if self._stopping.is_set() or not self._is_restarted_after(ended):
+                return
+            await self._wait_for_restart(ended)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """End the container: hook, SIGTERM, after the grace period SIGKILL to all of it; called again, it hurries."""
+        self._stopping.set()
+        process = self._process
+        if process is not None:
+            self._tell("Killing", f"Stopping container {self.state.name}")
+            await self._end(process, grace_seconds)
+
+    def refresh(self) -> None:
+        """Write the files of the container's volumes anew where their source changed."""
+        if self._process is not None:
+            try:
+                make_launch(self.container, self._services)
+            except (ConfigMissing, VolumeMissing) as problem:
+                _LOG.debug("%s keeps the files it has: %s", self.state.name, problem)
+
+    def _prepare(self) -> Launch | None:
+        state = self.state
+        try:
+            launch = make_launch(self.container, self._services)
+        except ConfigMissing as problem:
+            state.waiting_reason, state.waiting_message = "CreateContainerConfigError", str(problem)
+            self._tell("Failed", f"Error: {problem}", is_warning=True)
+        except VolumeMissing as problem:
+            state.waiting_reason, state.waiting_message = "ContainerCreating", ""
+            self._tell("FailedMount", str(problem), is_warning=True)
+        except OSError as problem:
+            state.waiting_reason, state.waiting_message = "CreateContainerError", str(problem)
+            self._tell("Failed", f"Error: {problem}", is_warning=True)
+        else:
+            return launch
+        self._services.report()
+        return None
+
+    async def _run_once(self, launch: Launch) -> Termination:
+        state = self.state
+        began = timestamp()
+        try:
+            process = await self._start(launch)
+        except (StartFailed, OSError) as problem:
+            state.waiting_reason, state.waiting_message = "RunContainerError", str(problem)
+            self._tell("Failed", f"Error: {problem}", is_warning=True)
+            return Termination(
+                exit_code=_START_ERROR_CODE,
+                reason="StartError",
+                started_at=began,
+                finished_at=timestamp(),
+                message=str(problem),
+            )
+        self._process = process
+        state.running_since, state.process_id, state.ended = began, process.pid, None
+        state.is_started = "startupProbe" not in self.container
+        state.is_ready = state.is_started and "readinessProbe" not in self.container
+        if state.is_started:
+            self.started.set()
+        self._tell("Started", f"Started container {state.name}")
+        self._services.report()
+        if self._stopping.is_set():
+            process.kill()
+        watching = asyncio.create_task(self._watch_over(process))
+        code = await process.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        self._process, self._hook_has_run = None, False
+        state.running_since, state.is_started, state.is_ready = None, False, False
+        reason = "Completed" if code == 0 else "Error"
+        return Termination(exit_code=code, reason=reason, started_at=began, finished_at=timestamp())
+
+    async def _start(self, launch: Launch) -> ContainerProcess:
+        node, key = self._services.node, key_of(self._services.sources.pod)
+        log = node.data.log(key, self.state.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(node.data.previous_log(key, self.state.name))
+        with log.open("wb") as output:
+            return await ContainerProcess.start(launch, output)
+
+    def _is_restarted_after(self, ended: Termination) -> bool:
+        policy = self._services.sources.pod["spec"].get("restartPolicy", "Always")
+        if self.state.is_sidecar:
+            return True
+        if policy == "Always" and not self.state.is_init:
+            return True
+        return policy != "Never" and ended.exit_code != 0
+
+    async def _wait_for_restart(self, ended: Termination) -> None:
+        restarts = self._services.node.settings.restarts
+        ran_seconds = seconds_since(ended.started_at) - seconds_since(ended.finished_at)
+        self._failures = 1 if ran_seconds >= restarts.reset_seconds else self._failures + 1
+        delay_seconds = restarts.delay_seconds(self._failures)
+        namespace, name = key_of(self._services.sources.pod)
+        uid = self._services.sources.pod["metadata"]["uid"]
+        state = self.state
+        state.last_ended, state.ended = ended, None
+        state.waiting_reason = "CrashLoopBackOff"
+        where = f"container={state.name} pod={name}_{namespace}({uid})"
+        state.waiting_message = f"back-off {delay_seconds:g}s restarting failed {where}"
+        if ended.reason == "StartError" and self._failures == 1:
+            state.waiting_reason, state.waiting_message = "RunContainerError", ended.message
+        message = f"Back-off restarting failed container {state.name} in pod {name}_{namespace}({uid})"
+        self._tell("BackOff", message, is_warning=True)
+        self._services.report()
+        await self._pause(delay_seconds)
+        if not self._stopping.is_set():
+            state.restarts += 1
+
+    async def _pause(self, seconds: float, *, for_config: bool = False) -> None:
+        """Wait, but no longer than until the container is stopped (or its configuration changes)."""
+        waits = {asyncio.create_task(self._stopping.wait())}
+        if for_config:
+            waits.add(asyncio.create_task(self._services.config_changed.wait()))
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    # ---- probes and hooks
+
+    async def _watch_over(self, process: ContainerProcess) -> None:
+        target = Target(
+            container=self.container,
+            pod_ip=self._services.sources.pod_ip,
+            session=self._services.node.session,
+            execute=self._execute,
+        )
+        hook = (self.container.get("lifecycle") or {}).get("postStart")
+        if hook is not None and (problem := await look({"timeoutSeconds": 600, **hook}, target)):
+            await self._fail(process, "FailedPostStartHook", f"PostStartHook failed: {problem}")
+            return
+        startup = self.container.get("startupProbe")
+        if startup is not None and not await self._pass_startup(process, startup, target):
+            return
+        async with asyncio.TaskGroup() as group:
+            if (liveness := self.container.get("livenessProbe")) is not None:
+                group.create_task(self._watch_liveness(process, liveness, target))
+            if (readiness := self.container.get("readinessProbe")) is not None:
+                group.create_task(self._watch_readiness(readiness, target))
+
+    async def _pass_startup(self, process: ContainerProcess, probe: Json, target: Target) -> bool:
+        async for verdict in self._verdicts("Startup", probe, target):
+            if verdict is Verdict.FAILURE:
+                message = f"Container {self.state.name} failed startup probe, will be restarted"
+                await self._fail(process, "Killing", message, probe)
+                return False
+            if verdict is Verdict.SUCCESS:
+                break
+        self.state.is_started = True
+        self.state.is_ready = "readinessProbe" not in self.container
+        self.started.set()
+        self._services.report()
+        return True
+
+    async def _watch_liveness(self, process: ContainerProcess, probe: Json, target: Target) -> None:
+        async for verdict in self._verdicts("Liveness", probe, target):
+            if verdict is Verdict.FAILURE:
+                message = f"Container {self.state.name} failed liveness probe, will be restarted"
+                await self._fail(process, "Killing", message, probe)
+                return
+
+    async def _watch_readiness(self, probe: Json, target: Target) -> None:
+        async for verdict in self._verdicts("Readiness", probe, target):
+            is_ready = self.state.is_ready if verdict is Verdict.UNDECIDED else verdict is Verdict.SUCCESS
+            if is_ready != self.state.is_ready:
+                self.state.is_ready = is_ready
+                self._services.report()
+
+    async def _verdicts(self, name: str, probe: Json, target: Target) -> AsyncIterator[Verdict]:
+        tally = Tally.of(probe)
+        await asyncio.sleep(float(probe.get("initialDelaySeconds", 0)))
+        while True:
+            problem = await look(probe, target)
+            if problem is not None:
+                self._tell("Unhealthy", f"{name} probe failed: {problem}", is_warning=True)
+            yield tally.add(is_success=problem is None)
+            await asyncio.sleep(float(probe.get("periodSeconds", 10)))
+
+    async def _fail(self, process: ContainerProcess, reason: str, message: str, probe: Json | None = None) -> None:
+        self._tell(reason, message, is_warning=reason != "Killing")
+        pod_seconds = self._services.sources.pod["spec"].get("terminationGracePeriodSeconds", 30)
+        # The end of the process cancels the probe that asked for it, and must not cut the grace period short.
+        await asyncio.shield(
+            asyncio.create_task(self._end(process, (probe or {}).get("terminationGracePeriodSeconds", pod_seconds)))
+        )
+
+    async def _end(self, process: ContainerProcess, grace_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_seconds
+        hook = (self.container.get("lifecycle") or {}).get("preStop")
+        if hook is not None and grace_seconds > 0 and not self._hook_has_run:
+            self._hook_has_run = True
+            target = Target(
+                container=self.container,
+                pod_ip=self._services.sources.pod_ip,
+                session=self._services.node.session,
+                execute=self._execute,
+            )
+            if problem := await look({"timeoutSeconds": grace_seconds, **hook}, target):
+                self._tell("FailedPreStopHook", f"PreStopHook failed: {problem}", is_warning=True)
+            deadline = max(deadline, loop.time() + _GRACE_AFTER_HOOK_SECONDS)
+        process.terminate()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - loop.time())):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def _execute(self, command: list[str]) -> tuple[int, str]:
+        try:
+            launch = make_launch(self.container, self._services, command)
+            process = await ContainerProcess.start(launch, asyncio.subprocess.PIPE)
+        except (ConfigMissing, VolumeMissing, StartFailed, OSError) as problem:
+            return _START_ERROR_CODE, str(problem)
+        try:
+            output = await process.output()
+            return await process.wait(), output.decode(errors="replace")
+        finally:
+            process.kill()
+            await process.wait()
+
+    def _tell(self, reason: str, message: str, *, is_warning: bool = False) -> None:
+        happening = Happening(reason=reason, message=message, is_warning=is_warning, field_path=self._field)
+        self._services.tell(happening)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that a container declares. Pure; where values come from is passed in."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier_localcluster.apiserver.quantity import parse_quantity
+from kvtier_localcluster.errors import ConfigMissing
+from kvtier_localcluster.kinds import Json
+from kvtier_localcluster.node.rewriting import expand
+
+Lookup = Callable[[str], Json | None]
+"""Returns the object of that name in the pod's namespace, or None."""
+
+_SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where the values of one pod's variables and files come from."""
+
+    pod: Json
+    pod_ip: str
+    config_map: Lookup
+    secret: Lookup
+    allocatable: Json
+
+
+def declared(container: Json, sources: Sources) -> dict[str, str]:
+    """Return the variables of a container, each seeing those before it.
+
+    Raises:
+        ConfigMissing: a ConfigMap, Secret or key that is not optional does not exist.
+    """
+    variables: dict[str, str] = {}
+    for entry in container.get("envFrom") or []:
+        prefix = entry.get("prefix", "")
+        variables.update({f"{prefix}{name}": value for name, value in _all_of(entry, sources).items()})
+    for entry in container.get("env") or []:
+        if "valueFrom" in entry:
+            value = _referred(entry["valueFrom"], container, sources)
+            if value is not None:
+                variables[entry["name"]] = value
+        else:
+            variables[entry["name"]] = expand(entry.get("value", ""), variables)
+    return variables
+
+
+def field_value(path: str, sources: Sources) -> str:
+    """Return a field of the pod, as the downward API names it; raises ConfigMissing for a field it does not have."""
+    pod = sources.pod
+    if (found := _SUBSCRIPT.fullmatch(path)) is not None:
+        return str((pod["metadata"].get(found[1]) or {}).get(found[2], ""))
+    metadata = pod["metadata"]
+    fields = {
+        "metadata.name": metadata["name"],
+        "metadata.namespace": metadata["namespace"],
+        "metadata.uid": metadata["uid"],
+        "metadata.labels": _lines(metadata.get("labels") or {}),
+        "metadata.annotations": _lines(metadata.get("annotations") or {}),
+        "spec.nodeName": pod["spec"].get("nodeName", ""),
+        "spec.serviceAccountName": pod["spec"].get("serviceAccountName", "default"),
+        "status.podIP": sources.pod_ip,
+        "status.podIPs": sources.pod_ip,
+        "status.hostIP": "127.0.0.1",
+        "status.hostIPs": "127.0.0.1",
+    }
+    if path not in fields:
+        raise ConfigMissing(f"field path {path} is not supported")
+    return str(fields[path])
+
+
+def resource_value(reference: Json, container: Json, sources: Sources) -> str:
+    """Return a request or limit in units of the divisor, rounded up; what has no limit may have the whole node."""
+    kind, _, name = reference["resource"].partition(".")
+    amounts = (container.get("resources") or {}).get(kind) or {}
+    text = amounts.get(name) or (sources.allocatable.get(name, "0") if kind == "limits" else "0")
+    divisor = parse_quantity(reference.get("divisor") or "1") or 1
+    return str(math.ceil(parse_quantity(text) / divisor))
+
+
+def texts_of(manifest: Json) -> dict[str, bytes]:
+    """Return the entries of a ConfigMap or Secret."""
+    data = manifest.get("data") or {}
+    if manifest["kind"] == "Secret":
+        return {name: base64.b64decode(value) for name, value in data.items()}
+    binary = {name: base64.b64decode(value) for name, value in (manifest.get("binaryData") or {}).items()}
+    return {**{name: value.encode() for name, value in data.items()}, **binary}
+
+
+def _all_of(entry: Json, sources: Sources) -> dict[str, str]:
+    for field, lookup, kind in (
+        ("configMapRef", sources.config_map, "configmap"),
+        ("secretRef", sources.secret, "secret"),
+    ):
+        reference = entry.get(field)
+        if reference is None:
+            continue
+        manifest = lookup(reference["name"])
+        if manifest is not None:
+            return {name: value.decode(errors="replace") for name, value in texts_of(manifest).items()}
+        if not reference.get("optional"):
+            raise ConfigMissing(f'{kind} "{reference["name"]}" not found')
+    return {}
+
+
+def _referred(source: Json, container: Json, sources: Sources) -> str | None:
+    if "fieldRef" in source:
+        return field_value(source["fieldRef"]["fieldPath"], sources)
+    if "resourceFieldRef" in source:
+        return resource_value(source["resourceFieldRef"], container, sources)
+    if "configMapKeyRef" in source:
+        return _entry(source["configMapKeyRef"], sources.config_map, "configmap", sources)
+    if "secretKeyRef" in source:
+        return _entry(source["secretKeyRef"], sources.secret, "secret", sources)
+    raise ConfigMissing(f"valueFrom {', '.join(source)} is not supported")
+
+
+def _entry(reference: Json, lookup: Lookup, kind: str, sources: Sources) -> str | None:
+    manifest = lookup(reference["name"])
+    entries = {} if manifest is None else texts_of(manifest)
+    if reference["key"] in entries:
+        return entries[reference["key"]].decode(errors="replace")
+    if reference.get("optional"):
+        return None
+    if manifest is None:
+        raise ConfigMissing(f'{kind} "{reference["name"]}" not found')
+    where = f"{sources.pod['metadata']['namespace']}/{reference['name']}"
+    raise ConfigMissing(f"couldn't find key {reference['key']} in {manifest['kind']} {where}")
+
+
+def _lines(entries: Json) -> str:
+    return "\n".join(f'{name}="{value}"' for name, value in sorted(entries.items()))

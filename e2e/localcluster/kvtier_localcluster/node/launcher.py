@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent of one container's processes: starts the main one, and ends every other when that one ends.
+
+A program of its own, run as `python -I -S launcher.py` with a JSON order on its standard input; stdlib only. It
+makes itself the subreaper of whatever the container starts, so that no daemon escapes; and the kernel tells it when
+the node dies, however it dies. It exits as the main process did (128 + signal where a signal ended that).
+
+    SIGTERM   pass on to the main process
+    SIGUSR1   end everything now; also what the kernel sends when the node is gone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+END_NOW = signal.SIGUSR1
+_CANNOT_START = 127
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MS_BIND = 4096
+_HANDLED = (signal.SIGCHLD, signal.SIGTERM, END_NOW)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> int:
+    """Run the container that standard input describes; return its exit status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    order = json.load(sys.stdin)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, END_NOW, 0, 0, 0)
+    if os.getppid() != order["parent"]:
+        return _CANNOT_START  # the node died before the kernel knew that we want to hear of it
+    for source, target in order["binds"]:
+        if _libc.mount(source.encode(), target.encode(), None, _MS_BIND, None) != 0:
+            _complain(f"cannot mount {source} at {target}: {os.strerror(ctypes.get_errno())}")
+            return _CANNOT_START
+    main_pid = os.fork()
+    if main_pid == 0:
+        _become_container(order)
+    status = _wait(main_pid)
+    end_descendants()
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def descendants(root: int) -> set[int]:
+    """Return the living processes below one."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                # the name in parentheses may hold anything, so what follows the last one is read
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.add(child)
+            queue.append(child)
+    return found
+
+
+def end_descendants() -> None:
+    """Kill until nothing is left: what loses its parent becomes our child, so none is missed."""
+    while True:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def _wait(main_pid: int) -> int:
+    while True:
+        received = signal.sigwait(_HANDLED)
+        if received == signal.SIGTERM:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(main_pid, signal.SIGTERM)
+        elif received == END_NOW:
+            os.kill(main_pid, signal.SIGKILL)
+            return os.waitpid(main_pid, 0)[1]
+        else:
+            while (reaped := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if reaped[0] == main_pid:
+                    return reaped[1]
+
+
+def _become_container(order: dict[str, Any]) -> None:
+    try:
+        os.setsid()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(order["directory"])
+        os.execve(order["program"], order["command"], order["environment"])  # noqa: S606 - a program, no shell
+    except OSError as problem:
+        _complain(f"cannot start {order['program']}: {problem}")
+        os._exit(_CANNOT_START)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"kvtier-localcluster: {message}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a container of a pod to the process that stands for it: command, environment, directories."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from kvtier_localcluster.datadir import SHARED_MEMORY
+from kvtier_localcluster.kinds import Json
+from kvtier_localcluster.node.environment import declared
+from kvtier_localcluster.node.images import profile_for
+from kvtier_localcluster.node.processes import Launch, namespace_prefix
+from kvtier_localcluster.node.rewriting import expand, with_address
+from kvtier_localcluster.node.services import PodServices
+from kvtier_localcluster.node.volumes import Mounts
+
+_FROM_THE_MACHINE = ("LD_LIBRARY_PATH",)
+
+
+def make_launch(container: Json, services: PodServices, command: list[str] | None = None) -> Launch:
+    """Prepare the directories of a container and return how to start it, or another command inside it.
+
+    Raises:
+        ConfigMissing: a variable refers to something that does not exist.
+        VolumeMissing: a volume cannot be set up.
+    """
+    profile = profile_for(container.get("image", ""), services.node.settings.images)
+    variables = declared(container, services.sources)
+    mounts = services.volumes.prepare(container, variables)
+
+    def real(text: str) -> str:
+        return with_address(mounts.paths.rewrite(text), services.sources.pod_ip)
+
+    environment = _base_environment(services, mounts)
+    environment.update(profile.environment)
+    environment.update({name: real(value) for name, value in variables.items()})
+    environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
+    if command is None:
+        command = [*(container.get("command") or profile.entrypoint), *(container.get("args") or [])]
+    is_isolated = services.node.settings.isolates_memory and namespace_prefix() is not None
+    return Launch(
+        command=[real(expand(word, {**profile.environment, **variables})) for word in command],
+        environment=environment,
+        directory=_working_directory(container, services, mounts),
+        binds={SHARED_MEMORY: mounts.shared_memory} if is_isolated else {},
+    )
+
+
+def _base_environment(services: PodServices, mounts: Mounts) -> dict[str, str]:
+    """Return what every container has; nothing else of the caller's environment gets through."""
+    machine = {name: os.environ[name] for name in _FROM_THE_MACHINE if name in os.environ}
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "LANG": "C.UTF-8",
+        "HOSTNAME": services.sources.pod["metadata"]["name"],
+        "TMPDIR": str(mounts.temporary),
+        **machine,
+    }
+
+
+def _working_directory(container: Json, services: PodServices, mounts: Mounts) -> Path:
+    asked = container.get("workingDir")
+    if asked:
+        directory = Path(mounts.paths.rewrite(asked))
+        if str(directory) != asked:
+            directory.mkdir(parents=True, exist_ok=True)
+        if directory.is_dir():
+            return directory
+    return services.volumes.working_directory(container)

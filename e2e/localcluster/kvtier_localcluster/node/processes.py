@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local processes that stand for containers: start them below a launcher, end them, find what an earlier run left.
+
+A container's environment holds nothing of ours: what tells its processes from others is that their TMPDIR or their
+working directory lies below the pods' directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from kvtier_localcluster.datadir import SHARED_MEMORY
+from kvtier_localcluster.errors import StartFailed
+from kvtier_localcluster.node import launcher
+
+_NAMESPACES = (("--mount", "--propagation", "private"), ("-Urm",))
+_PROBE_SECONDS = 10
+_LEFTOVER_SECONDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to execute, and what it sees."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    directory: Path
+    binds: Mapping[Path, Path] = field(default_factory=dict)
+    """Directories to mount over others, target to source; needs a namespace."""
+
+    def program(self) -> str:
+        """Return the file to execute; `python3` is the interpreter that we run in.
+
+        Raises:
+            StartFailed: there is no such program.
+        """
+        if not self.command:
+            raise StartFailed("no command specified: images are not pulled, so a container must say what it executes")
+        name = self.command[0]
+        if name in ("python", "python3"):
+            return sys.executable
+        found = shutil.which(name, path=self.environment.get("PATH", ""))
+        if found is None:
+            where = "no such file or directory" if "/" in name else "executable file not found in $PATH"
+            raise StartFailed(f'exec: "{name}": {where}')
+        return found
+
+
+@functools.cache
+def namespace_prefix() -> tuple[str, ...] | None:
+    """Return the command that gives a process mounts of its own, or None where the machine does not let us."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return None
+    for options in _NAMESPACES:
+        trial = [unshare, *options, "mount", "--bind", str(SHARED_MEMORY), str(SHARED_MEMORY)]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if subprocess.run(trial, check=False, capture_output=True, timeout=_PROBE_SECONDS).returncode == 0:
+                return (unshare, *options)
+    return None
+
+
+class ContainerProcess:
+    """One running container, or a command run inside one."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Use `start`."""
+        self._process = process
+
+    @classmethod
+    async def start(cls, launch: Launch, output: int | IO[bytes]) -> ContainerProcess:
+        """Start the launcher, which starts the command; raises StartFailed where there is nothing to execute."""
+        order = {
+            "parent": os.getpid(),
+            "program": launch.program(),
+            "command": list(launch.command),
+            "environment": dict(launch.environment),
+            "directory": str(launch.directory),
+            "binds": [(str(source), str(target)) for target, source in launch.binds.items()],
+        }
+        prefix = (namespace_prefix() or ()) if launch.binds else ()
+        process = await asyncio.create_subprocess_exec(
+            *(*prefix, sys.executable, "-I", "-S", launcher.__file__),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+            cwd=launch.directory,
+            start_new_session=True,  # Ctrl-C in the terminal is for the cluster, which ends its pods in order
+        )
+        if process.stdin is not None:
+            process.stdin.write(json.dumps(order).encode())
+            with contextlib.suppress(ConnectionError):  # it died at once: its exit status says so
+                await process.stdin.drain()
+            process.stdin.close()
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Return the launcher's process id."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Return the exit code once every process of the container has ended."""
+        code = await self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    async def output(self) -> bytes:
+        """Return what the command prints until it ends; only for a process started with a pipe."""
+        return await self._process.stdout.read() if self._process.stdout else b""
+
+    def terminate(self) -> None:
+        """Ask the main process to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every process of the container now."""
+        self._signal(launcher.END_NOW)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def end_leftovers(pods: Path) -> int:
+    """Kill the processes of pods whose node was killed together with its launchers; return how many there were."""
+    ended = set()
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    while (found := _processes_below(pods)) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended.update(found)
+        time.sleep(0.02)
+    return len(ended)
+
+
+def _processes_below(pods: Path) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # not ours, or it has just ended
+            places = [(entry / "cwd").readlink()]
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            places += [Path(os.fsdecode(each[7:])).resolve() for each in variables if each.startswith(b"TMPDIR=")]
+            if any(place.is_relative_to(pods) for place in places):
+                found.add(int(entry.name))
+    return found

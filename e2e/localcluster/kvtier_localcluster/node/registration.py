@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Node object: what the machine offers to pods. Written once, when the node starts; there is no heartbeat."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.conditions import Condition
+from kvtier_localcluster.errors import Conflict
+from kvtier_localcluster.kinds import NODE, Json, timestamp
+from kvtier_localcluster.node.services import NODE_NAME
+
+_PODS = "250"
+_SIMULATED = {"cpu": "1000", "memory": "16Ti", "ephemeral-storage": "16Ti", "pods": "4000"}
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def machine_resources(data: Path) -> dict[str, str]:
+    """Return what this machine has."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    disk = os.statvfs(data)
+    return {
+        "cpu": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory_bytes >> 10}Ki",
+        "ephemeral-storage": f"{disk.f_blocks * disk.f_frsize >> 10}Ki",
+        "pods": _PODS,
+    }
+
+
+def simulated_resources() -> dict[str, str]:
+    """Return more than any test asks for, but no devices."""
+    return dict(_SIMULATED)
+
+
+def node_manifest(allocatable: Mapping[str, str], now: str) -> Json:
+    """Return the Node."""
+    machine = _MACHINES.get(platform.machine(), platform.machine())
+    ready = Condition("Ready", holds=True, reason="KubeletReady", message="the local node is posting ready status")
+    calm = (
+        Condition(name, holds=False, reason=f"KubeletHasSufficient{name.removesuffix('Pressure')}")
+        for name in ("MemoryPressure", "DiskPressure", "PIDPressure")
+    )
+    return {
+        "metadata": {
+            "name": NODE_NAME,
+            "labels": {
+                "kubernetes.io/hostname": NODE_NAME,
+                "kubernetes.io/os": "linux",
+                "kubernetes.io/arch": machine,
+                "node.kubernetes.io/instance-type": "localcluster",
+            },
+        },
+        "spec": {},
+        "status": {
+            "capacity": dict(allocatable),
+            "allocatable": dict(allocatable),
+            "addresses": [
+                {"type": "InternalIP", "address": "127.0.0.1"},
+                {"type": "Hostname", "address": NODE_NAME},
+            ],
+            "conditions": [{**each.written(now), "lastHeartbeatTime": now} for each in (*calm, ready)],
+            "nodeInfo": {
+                "architecture": machine,
+                "operatingSystem": "linux",
+                "osImage": platform.platform(),
+                "kernelVersion": platform.release(),
+                "kubeletVersion": "v1.34.0",
+                "kubeProxyVersion": "v1.34.0",
+                "containerRuntimeVersion": "process://1.0",
+                "bootID": "",
+                "machineID": "",
+                "systemUUID": "",
+            },
+        },
+    }
+
+
+async def register(client: ApiClient, allocatable: Mapping[str, str]) -> None:
+    """Create the Node, or bring the one that is there up to date."""
+    manifest = node_manifest(allocatable, timestamp())
+    try:
+        created = await client.create(NODE, manifest)
+    except Conflict:
+        created = await client.get(NODE, ("", NODE_NAME))
+    await client.patch(NODE, created, {"status": manifest["status"]}, subresource="status")

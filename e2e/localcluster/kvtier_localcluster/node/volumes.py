@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The volumes of one pod as directories of the machine.
+
+What comes from a ConfigMap, a Secret or the downward API is written once for each container, because the paths
+inside are those that this container sees. Files are replaced by renaming, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_localcluster.datadir import SHARED_MEMORY, DataDirectory
+from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
+from kvtier_localcluster.kinds import Json, Key
+from kvtier_localcluster.node.environment import Sources, field_value, resource_value, texts_of
+from kvtier_localcluster.node.rewriting import PathMap, expand
+
+_FROM_OBJECTS = ("configMap", "secret", "downwardAPI", "projected")
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """What one container sees."""
+
+    paths: PathMap
+    temporary: Path
+    """Where TMPDIR points: the container's /tmp, or a directory of the pod."""
+    shared_memory: Path
+    """What /dev/shm is where the pod can have its own."""
+
+
+class PodVolumes:
+    """The directories of one pod."""
+
+    def __init__(self, sources: Sources, data: DataDirectory, *, claim: Callable[[str], Json | None]) -> None:
+        """Store; nothing is made before `prepare`.
+
+        Args:
+            sources: the pod, and where its files come from.
+            data: where directories go.
+            claim: returns a PersistentVolumeClaim of the pod's namespace.
+        """
+        pod = sources.pod
+        self._sources = sources
+        self._data = data
+        self._claim = claim
+        self._uid = pod["metadata"]["uid"]
+        self._namespace = pod["metadata"]["namespace"]
+        self._root = data.pod(self._uid)
+        self._memory = data.shared_memory(self._uid)
+        self._volumes: Mapping[str, Json] = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
+
+    def working_directory(self, container: Json) -> Path:
+        """Return an empty directory for a container that names none."""
+        return self._made(self._root / "containers" / container["name"] / "root")
+
+    def prepare(self, container: Json, environment: Mapping[str, str]) -> Mounts:
+        """Make and fill the directories of one container; do it again to refresh them.
+
+        Raises:
+            VolumeMissing: something that a volume needs does not exist (yet).
+        """
+        directories: dict[str, Path] = {}
+        for mount in container.get("volumeMounts") or []:
+            directories[mount["mountPath"].rstrip("/")] = self._mounted(container, mount, environment)
+        memory = directories.get(str(SHARED_MEMORY)) or self._memory / "shm"
+        directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it is mounted, never rewritten
+        self._made_shared(memory)
+        paths = PathMap({path: str(directory) for path, directory in directories.items()})
+        temporary = directories.get("/tmp") or self._made_shared(self._root / "tmp")  # noqa: S108 - the container's
+        for mount in container.get("volumeMounts") or []:
+            self._fill(container, self._volume(mount["name"]), paths)
+        return Mounts(paths=paths, temporary=temporary, shared_memory=memory)
+
+    def remove(self) -> None:
+        """Remove everything but claims and host paths."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+    def _volume(self, name: str) -> Json:
+        if name not in self._volumes:
+            raise VolumeMissing(f'volume "{name}" is not in the pod')
+        return self._volumes[name]
+
+    def _mounted(self, container: Json, mount: Json, environment: Mapping[str, str]) -> Path:
+        volume = self._volume(mount["name"])
+        directory = self._directory(container, volume)
+        part = expand(mount["subPathExpr"], environment) if "subPathExpr" in mount else mount.get("subPath", "")
+        if not part:
+            return directory
+        if Path(part).is_absolute() or ".." in Path(part).parts:
+            raise VolumeMissing(f'subPath "{part}" must stay inside volume "{volume["name"]}"')
+        if any(kind in volume for kind in _FROM_OBJECTS):
+            return directory / part  # one file, written with the others
+        return self._made(directory / part)
+
+    def _directory(self, container: Json, volume: Json) -> Path:
+        name = volume["name"]
+        if "persistentVolumeClaim" in volume:
+            return self._claimed(volume["persistentVolumeClaim"]["claimName"])
+        if "hostPath" in volume:
+            return self._host_path(volume["hostPath"])
+        if any(kind in volume for kind in _FROM_OBJECTS):
+            return self._made(self._root / "containers" / container["name"] / "volumes" / name)
+        if "emptyDir" in volume:
+            if (volume["emptyDir"] or {}).get("medium") == "Memory" and SHARED_MEMORY.is_dir():
+                return self._made_shared(self._memory / name)
+            return self._made_shared(self._root / "volumes" / name)
+        raise VolumeMissing(f'volume "{name}" is of a type that the local cluster does not emulate')
+
+    def _claimed(self, name: str) -> Path:
+        claim = self._claim(name)
+        if claim is None:
+            raise VolumeMissing(f'persistentvolumeclaim "{name}" not found')
+        if (claim.get("status") or {}).get("phase") != "Bound":
+            raise VolumeMissing(f'persistentvolumeclaim "{name}" is not bound')
+        key: Key = (self._namespace, name)
+        return self._made(self._data.claim(key))
+
+    def _host_path(self, source: Json) -> Path:
+        path = Path(source["path"])
+        if source.get("type") == "DirectoryOrCreate":
+            path.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            raise VolumeMissing(f"hostPath {path} does not exist")
+        return path
+
+    def _fill(self, container: Json, volume: Json, paths: PathMap) -> None:
+        if not any(kind in volume for kind in _FROM_OBJECTS):
+            return
+        try:
+            files = self._files(container, volume)
+        except ConfigMissing as problem:
+            raise VolumeMissing(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {problem}') from problem
+        _write_files(self._directory(container, volume), files, paths)
+
+    def _files(self, container: Json, source: Json) -> dict[str, bytes]:
+        if "projected" in source:
+            merged: dict[str, bytes] = {}
+            for each in source["projected"].get("sources") or []:
+                merged.update(self._files(container, each))
+            return merged
+        if "configMap" in source:
+            reference = source["configMap"]
+            return _chosen(self._sources.config_map(reference["name"]), reference, "configmap", reference["name"])
+        if "secret" in source:
+            reference = source["secret"]
+            name = reference.get("secretName") or reference["name"]
+            return _chosen(self._sources.secret(name), reference, "secret", name)
+        if "downwardAPI" in source:
+            return {item["path"]: self._downward(container, item) for item in source["downwardAPI"].get("items") or []}
+        return {}  # service account tokens: the local API server asks nobody who they are
+
+    def _downward(self, container: Json, item: Json) -> bytes:
+        if "fieldRef" in item:
+            return field_value(item["fieldRef"]["fieldPath"], self._sources).encode()
+        return resource_value(item["resourceFieldRef"], container, self._sources).encode()
+
+    def _made(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _made_shared(self, directory: Path) -> Path:
+        """Make a directory that any user of the container may write to."""
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            directory.chmod(0o1777)
+        return directory
+
+
+def _chosen(manifest: Json | None, reference: Json, kind: str, name: str) -> dict[str, bytes]:
+    if manifest is None:
+        if reference.get("optional"):
+            return {}
+        raise ConfigMissing(f'{kind} "{name}" not found')
+    entries = texts_of(manifest)
+    if "items" not in reference:
+        return entries
+    missing = [item["key"] for item in reference["items"] if item["key"] not in entries]
+    if missing and not reference.get("optional"):
+        raise ConfigMissing(f"references non-existent config key: {missing[0]}")
+    return {item["path"]: entries[item["key"]] for item in reference["items"] if item["key"] in entries}
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes], paths: PathMap) -> None:
+    for name, content in files.items():
+        target = directory / name
+        wanted = _rewritten(content, paths)
+        if not target.is_file() or target.read_bytes() != wanted:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
+            partial.write_bytes(wanted)
+            partial.replace(target)
+    kept = {directory / name for name in files}
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            if Path(folder, name) not in kept:
+                Path(folder, name).unlink()
+
+
+def _rewritten(content: bytes, paths: PathMap) -> bytes:
+    try:
+        return paths.rewrite(content.decode()).encode()
+    except UnicodeDecodeError:
+        return content  # not text: there are no paths to find in it

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests that run pods: one namespace of a cluster with short words for what tests do, and containers to run."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvtier_localcluster import kinds
+from kvtier_localcluster.cluster import ClusterThread
+from kvtier_localcluster.errors import NotFound
+from kvtier_localcluster.kinds import Json, Kind
+
+Result = TypeVar("Result")
+
+NAMESPACE = Kind("v1", "Namespace", "namespaces", is_namespaced=False)
+
+# Answers GET /env with its environment, /file/<path> with a file, /healthz by the presence of ./sick in its directory.
+SERVER = """
+import http.server, json, os, sys, urllib.request
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        code, text = 200, ""
+        if self.path == "/env": text = json.dumps(dict(os.environ))
+        elif self.path == "/argv": text = json.dumps(sys.argv[1:])
+        elif self.path == "/name": text = os.environ["HOSTNAME"]
+        elif self.path == "/sick": open("sick", "w").close()
+        elif self.path == "/well": os.remove("sick")
+        elif self.path == "/healthz": code = 503 if os.path.exists("sick") else 200
+        elif self.path == "/exit": os._exit(3)
+        else:
+            path = self.path.removeprefix("/file")
+            try: text = open(path).read()
+            except OSError as problem: code, text = 404, str(problem)
+        self.send_response(code); self.end_headers(); self.wfile.write(text.encode())
+    def log_message(self, *args): print(self.path, flush=True)
+http.server.ThreadingHTTPServer(("0.0.0.0", 8000), Handler).serve_forever()
+"""
+
+
+def server(name: str = "main", **fields: Any) -> Json:
+    """Return a container that serves HTTP on port 8000, ready when it does."""
+    return {
+        "name": name,
+        "image": "example.org/server:1",
+        "command": ["python3", "-c", SERVER],
+        "ports": [{"name": "http", "containerPort": 8000}],
+        "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1},
+        **fields,
+    }
+
+
+def script(text: str, name: str = "main", **fields: Any) -> Json:
+    """Return a container that runs some Python."""
+    return {"name": name, "image": "example.org/script:1", "command": ["python3", "-c", text], **fields}
+
+
+def claim(name: str, **fields: Any) -> Json:
+    """Return a claim."""
+    requests = {"resources": {"requests": {"storage": "1Gi"}}}
+    return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
+
+
+def until(question: Callable[[], Result], seconds: float = 15) -> Result:
+    """Return the first answer that is true, asking until a deadline."""
+    deadline = time.monotonic() + seconds
+    while not (answer := question()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still {answer!r} after {seconds:g} s")
+        time.sleep(0.03)
+    return answer
+
+
+def fetch(url: str) -> str | None:
+    """Return what an address answers, or None."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - tests ask http addresses of pods only
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as problem:
+        problem.close()
+        return None
+    except OSError:
+        return None
+
+
+class Bench:
+    """One namespace of a cluster, and short words for what tests do in it."""
+
+    def __init__(self, cluster: ClusterThread, namespace: str) -> None:
+        """Use one namespace, which exists already."""
+        self.cluster = cluster
+        self.namespace = namespace
+
+    def create(self, kind: Kind, manifest: Json) -> Json:
+        """Create an object in the namespace."""
+        metadata = {"namespace": self.namespace, **manifest["metadata"]}
+        return self.cluster.call(lambda: self.cluster.cluster.client.create(kind, {**manifest, "metadata": metadata}))
+
+    def get(self, kind: Kind, name: str) -> Json | None:
+        """Return an object, or None."""
+        try:
+            return self.cluster.call(lambda: self.cluster.cluster.client.get(kind, (self.namespace, name)))
+        except NotFound:
+            return None
+
+    def list(self, kind: Kind) -> builtins.list[Json]:
+        """Return all objects of a kind in the namespace."""
+        items, _ = self.cluster.call(lambda: self.cluster.cluster.client.list(kind))
+        return [item for item in items if item["metadata"].get("namespace") == self.namespace]
+
+    def patch(self, kind: Kind, name: str, change: Json) -> Json:
+        """Apply a merge patch."""
+        target = self.get(kind, name)
+        assert target is not None
+        return self.cluster.call(lambda: self.cluster.cluster.client.patch(kind, target, change))
+
+    def delete(self, kind: Kind, name: str, grace_seconds: int | None = None) -> None:
+        """Delete an object."""
+        target = self.get(kind, name)
+        assert target is not None
+        client = self.cluster.cluster.client
+        self.cluster.call(lambda: client.delete(kind, target, grace_seconds=grace_seconds))
+
+    def pod(self, name: str, *containers: Json, **spec: Any) -> Json:
+        """Create a pod; `labels` go to its metadata, everything else into its spec."""
+        labels = spec.pop("labels", {})
+        defaults = {"terminationGracePeriodSeconds": 2, "containers": list(containers)}
+        return self.create(kinds.POD, {"metadata": {"name": name, "labels": labels}, "spec": {**defaults, **spec}})
+
+    def deployment(self, name: str, *containers: Json, replicas: int = 2, **spec: Any) -> Json:
+        """Create a Deployment whose pods carry the label `app`."""
+        template = {
+            "metadata": {"labels": {"app": name}},
+            "spec": {"terminationGracePeriodSeconds": 2, "containers": list(containers)},
+        }
+        selector = {"matchLabels": {"app": name}}
+        body = {"replicas": replicas, "selector": selector, "template": template, **spec}
+        return self.create(kinds.DEPLOYMENT, {"metadata": {"name": name}, "spec": body})
+
+    def status(self, name: str) -> Json:
+        """Return the status of a pod; empty where there is none."""
+        pod = self.get(kinds.POD, name)
+        return {} if pod is None else dict(pod["status"])
+
+    def container(self, pod: str, name: str = "main", field: str = "containerStatuses") -> Json:
+        """Return the status of a container; empty where there is none."""
+        return next((each for each in self.status(pod).get(field, []) if each["name"] == name), {})
+
+    def waiting(self, pod: str, name: str = "main", field: str = "containerStatuses") -> Json:
+        """Return what a container waits for; empty where it does not."""
+        return dict(self.container(pod, name, field).get("state", {}).get("waiting") or {})
+
+    def is_ready(self, name: str) -> bool:
+        """Tell whether a pod is Ready."""
+        pod = self.get(kinds.POD, name)
+        return pod is not None and kinds.is_ready(pod)
+
+    def url(self, name: str, path: str = "") -> str:
+        """Return the address of a `server` container."""
+        return f"http://{self.status(name)['podIP']}:8000{path}"
+
+    def ask(self, name: str, path: str) -> str:
+        """Return what a `server` container answers."""
+        answer = fetch(self.url(name, path))
+        assert answer is not None
+        return answer
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Return the environment of a `server` container."""
+        return dict(json.loads(self.ask(name, "/env")))
+
+    def events(self, about: str) -> builtins.list[tuple[str, str]]:
+        """Return reason and message of the Events about an object."""
+        found = [event for event in self.list(kinds.EVENT) if event["involvedObject"]["name"] == about]
+        return [(event["reason"], event["message"]) for event in found]
+
+    def reasons(self, about: str) -> set[str]:
+        """Return the reasons of the Events about an object."""
+        return {reason for reason, _ in self.events(about)}
+
+    def log(self, pod: str, container: str = "main") -> str:
+        """Return the log of a container."""
+        url = f"{self.cluster.url}/api/v1/namespaces/{self.namespace}/pods/{pod}/log?container={container}"
+        return fetch(url) or ""

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running API server for each test, plain HTTP to it, and a small CustomResourceDefinition."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client, config
+
+from kvtier_localcluster.apiserver import ApiServerThread
+
+DEADLINE_SECONDS = 10.0
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServerThread]:
+    """A running, empty server."""
+    with ApiServerThread(bookmark_seconds=0.2) as running:
+        yield running
+
+
+@pytest.fixture
+def http(api: ApiServerThread) -> Callable[..., tuple[int, Any]]:
+    """`http(method, path, body, media_type=..., accept=..., **query)` returns the code and the decoded answer."""
+
+    def send(
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        media_type: str = "application/json",
+        accept: str = "application/json",
+        **query: str,
+    ) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"Content-Type": media_type, "Accept": accept, "User-Agent": "tester/1"}
+        url = f"{api.url}{path}?{urllib.parse.urlencode(query)}"
+        request = urllib.request.Request(url, data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as response:
+                code, text = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                code, text = error.code, error.read()
+        try:
+            return code, json.loads(text)
+        except ValueError:
+            return code, text.decode()
+
+    return send
+
+
+@pytest.fixture
+def watch(api: ApiServerThread) -> Iterator[Callable[..., Iterator[dict[str, Any]]]]:
+    """`watch(path, **query)` iterates over the events of a watch."""
+    opened = []
+
+    def start(path: str, **query: str) -> Iterator[dict[str, Any]]:
+        url = f"{api.url}{path}?{urllib.parse.urlencode({'watch': 'true', **query})}"
+        response = urllib.request.urlopen(url, timeout=DEADLINE_SECONDS)
+        opened.append(response)
+        return (json.loads(line) for line in response)
+
+    yield start
+    for response in opened:
+        response.close()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], Any]], Any]:
+    """`until(condition)` waits until the condition is true and returns its value."""
+
+    def wait(condition: Callable[[], Any]) -> Any:
+        end = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < end:
+            found = condition()
+            if found:
+                return found
+            time.sleep(0.01)
+        pytest.fail("the condition did not come true in time")
+
+    return wait
+
+
+@pytest.fixture
+def kubectl(api: ApiServerThread, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`kubectl(*arguments, stdin=None)` runs kubectl against the server; the test is skipped where there is none."""
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("kubectl is not installed")
+    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig")
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "HOME": str(tmp_path)}
+
+    def run(*arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [program, *arguments],
+            env=environment,
+            input=None if stdin is None else json.dumps(stdin),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def python_client(api: ApiServerThread) -> Iterator[client.ApiClient]:
+    """The official Python client."""
+    made = config.new_client_from_config_dict(yaml.safe_load(api.kubeconfig()))
+    with made:
+        yield made
+
+
+ENGINE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "An Engine runs a model.",
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            "type": "object",
+            "description": "What the user wants.",
+            "required": ["model"],
+            "x-kubernetes-validations": [
+                {"rule": "self.model == oldSelf.model", "message": "model is immutable"},
+                {
+                    "rule": "quantity(self.memory).compareTo(quantity('1Gi')) >= 0",
+                    "message": "memory must be at least 1Gi",
+                },
+            ],
+            "properties": {
+                "model": {"type": "string", "description": "Name of the model.", "minLength": 1},
+                "replicas": {"type": "integer", "default": 1, "minimum": 0},
+                "memory": {"type": "string", "default": "2Gi"},
+                "mode": {"type": "string", "enum": ["Fast", "Slow"], "default": "Fast"},
+                "ports": {
+                    "type": "array",
+                    "x-kubernetes-list-type": "map",
+                    "x-kubernetes-list-map-keys": ["name"],
+                    "items": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}, "port": {"type": "integer", "default": 80}},
+                    },
+                },
+                "tags": {"type": "array", "x-kubernetes-list-type": "set", "items": {"type": "string"}},
+                "args": {"type": "array", "items": {"type": "string"}},
+                "free": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            },
+        },
+        "status": {
+            "type": "object",
+            "x-kubernetes-preserve-unknown-fields": True,
+            "properties": {"replicas": {"type": "integer"}, "selector": {"type": "string"}},
+        },
+    },
+}
+
+
+@pytest.fixture
+def engine_crd() -> dict[str, Any]:
+    """A CustomResourceDefinition with everything in it that ours uses."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "engines.demo.dev"},
+        "spec": {
+            "group": "demo.dev",
+            "scope": "Namespaced",
+            "names": {
+                "plural": "engines",
+                "singular": "engine",
+                "kind": "Engine",
+                "listKind": "EngineList",
+                "shortNames": ["eng"],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": "v1",
+                    "served": True,
+                    "storage": True,
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "additionalPrinterColumns": [
+                        {"name": "Model", "type": "string", "jsonPath": ".spec.model"},
+                        {
+                            "name": "Ready",
+                            "type": "string",
+                            "jsonPath": '.status.conditions[?(@.type=="Ready")].status',
+                        },
+                        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+                    ],
+                    "schema": {"openAPIV3Schema": json.loads(json.dumps(ENGINE_SCHEMA))},
+                }
+            ],
+        },
+    }
+
+
+@pytest.fixture
+def engine() -> Callable[..., dict[str, Any]]:
+    """`engine(name, **spec)` returns a manifest of the kind that `engine_crd` defines."""
+
+    def make(name: str = "a", /, **spec: Any) -> dict[str, Any]:
+        return {
+            "apiVersion": "demo.dev/v1",
+            "kind": "Engine",
+            "metadata": {"name": name},
+            "spec": {"model": "m", **spec},
+        }
+
+    return make
+
+
+@pytest.fixture
+def engines(api: ApiServerThread, engine_crd: dict[str, Any]) -> str:
+    """The path of the engines in the default namespace, served."""
+    api.create(engine_crd)
+    return "/apis/demo.dev/v1/namespaces/default/engines"
+
+
+@pytest.fixture
+def deployment() -> Callable[..., dict[str, Any]]:
+    """`deployment(name, **container)` returns a Deployment with one container."""
+
+    def make(name: str = "web", /, **container: Any) -> dict[str, Any]:
+        return {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name},
+            "spec": {
+                "selector": {"matchLabels": {"app": name}},
+                "template": {
+                    "metadata": {"labels": {"app": name}},
+                    "spec": {"containers": [{"name": "main", "image": "web:1", **container}]},
+                },
+            },
+        }
+
+    return make
+
+
+@pytest.fixture
+def pod() -> Callable[..., dict[str, Any]]:
+    """`pod(name, **spec)` returns a Pod with one container."""
+
+    def make(name: str = "p", /, **spec: Any) -> dict[str, Any]:
+        containers = [{"name": "main", "image": "web:1"}]
+        metadata = {"name": name, "namespace": "default"}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": containers, **spec}}
+
+    return make

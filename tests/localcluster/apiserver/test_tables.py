@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kubectl get` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier_localcluster.apiserver import columns, jsonpath, objects
+
+Http = Callable[..., tuple[int, Any]]
+Make = Callable[..., dict[str, Any]]
+MERGE = "application/merge-patch+json"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
+
+
+def _cells(table: dict[str, Any]) -> list[dict[str, Any]]:
+    names = [column["name"] for column in table["columnDefinitions"]]
+    return [dict(zip(names, row["cells"], strict=True)) for row in table["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (".spec.a", 1),
+        ("spec.a", 1),
+        ("{.spec.a}", 1),
+        (".spec.list[1].n", "y"),
+        (".spec.list[-1].n", "y"),
+        (".spec.list[*].n", "x"),
+        ('.spec.list[?(@.n=="y")].v', 2),
+        (".spec.list[?(@.n=='z')].v", None),
+        (r".spec.dotted\.name", "d"),
+        (".spec['dotted.name']", "d"),
+        (".spec.gone.deeper", None),
+        ("..recursive", None),
+    ],
+)
+def test_a_column_finds_its_value(path: str, found: Any) -> None:
+    document = {"spec": {"a": 1, "list": [{"n": "x", "v": 1}, {"n": "y", "v": 2}], "dotted.name": "d"}}
+    assert jsonpath.first_match(document, path) == found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(5, "5s"), (119, "119s"), (150, "2m"), (3 * 3600 + 5, "3h"), (3 * 86400 + 5, "3d")]
+)
+def test_ages_are_short(seconds: int, shown: str) -> None:
+    assert columns.elapsed(objects.timestamp(-seconds)) in (
+        shown,
+        shown.replace("5s", "6s"),
+        shown.replace("119", "2m"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        ({"phase": "Pending"}, "Pending"),
+        ({"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}, "Running"),
+        (
+            {"phase": "Running", "containerStatuses": [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]},
+            "CrashLoopBackOff",
+        ),
+        ({"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 3}}}]}, "ExitCode:3"),
+        ({"phase": "Pending", "initContainerStatuses": [{"state": {"running": {}}}]}, "Init:0/1"),
+        ({"phase": "Failed", "reason": "Evicted"}, "Evicted"),
+    ],
+)
+def test_a_pod_shows_why_it_does_not_run(http: Http, pod: Make, status: dict[str, Any], shown: str) -> None:
+    path = "/api/v1/namespaces/default/pods"
+    http("POST", path, pod())
+    for field in ("containerStatuses", "initContainerStatuses"):
+        for each in status.get(field, []):
+            each |= {"name": "main", "ready": False, "restartCount": 0, "image": "x", "imageID": ""}
+    code, answer = http("PATCH", f"{path}/p/status", {"status": status}, media_type=MERGE)
+    assert code == 200, answer
+    [cells] = _cells(http("GET", path, accept=TABLE)[1])
+    assert (cells["Ready"], cells["Status"], cells["Restarts"]) == ("0/1", shown, "0")
+
+
+def test_a_pod_that_is_being_deleted_says_so(http: Http, pod: Make) -> None:
+    path = "/api/v1/namespaces/default/pods"
+    http("POST", path, pod(nodeName="n"))
+    http("DELETE", f"{path}/p")
+    [cells] = _cells(http("GET", path, accept=TABLE)[1])
+    assert cells["Status"] == "Terminating"
+
+
+def test_a_custom_resource_shows_the_columns_of_its_definition(http: Http, engines: str, engine: Make) -> None:
+    http("POST", engines, engine())
+    status = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    http("PATCH", f"{engines}/a/status", status, media_type=MERGE)
+    [cells] = _cells(http("GET", engines, accept=TABLE)[1])
+    assert list(cells) == ["Name", "Model", "Ready", "Age"]
+    assert (cells["Name"], cells["Model"], cells["Ready"]) == ("a", "m", "True")
+
+
+def test_one_object_is_a_table_of_one_row(http: Http, engines: str, engine: Make) -> None:
+    http("POST", engines, engine())
+    _, table = http("GET", f"{engines}/a", accept=TABLE, includeObject="Object")
+    assert table["rows"][0]["object"]["spec"]["model"] == "m"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches and lists: order, resumption, expiry, bookmarks, selectors, pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread, storage
+
+Http = Callable[..., tuple[int, Any]]
+Watch = Callable[..., Iterator[dict[str, Any]]]
+MERGE = "application/merge-patch+json"
+PATH = "/api/v1/namespaces/default/configmaps"
+
+
+def _config_map(name: str, **labels: str) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "default", "labels": labels}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+
+
+def _seen(event: dict[str, Any]) -> tuple[str, str]:
+    return event["type"], event["object"]["metadata"].get("name", "")
+
+
+def test_a_watch_shows_the_present_and_then_what_happens(api: ApiServerThread, http: Http, watch: Watch) -> None:
+    api.create(_config_map("a"))
+    events = watch(PATH)
+    assert _seen(next(events)) == ("ADDED", "a")
+    http("PATCH", f"{PATH}/a", {"data": {"x": "y"}}, media_type=MERGE)
+    assert _seen(next(events)) == ("MODIFIED", "a")
+    http("DELETE", f"{PATH}/a")
+    assert _seen(next(events)) == ("DELETED", "a")
+
+
+def test_a_watch_resumes_after_the_version_it_names(api: ApiServerThread, http: Http, watch: Watch) -> None:
+    api.create(_config_map("a"))
+    version = http("GET", PATH)[1]["metadata"]["resourceVersion"]
+    api.create(_config_map("b"))
+    http("DELETE", f"{PATH}/a")
+    events = watch(PATH, resourceVersion=version)
+    first, second = next(events), next(events)
+    assert [_seen(first), _seen(second)] == [("ADDED", "b"), ("DELETED", "a")]
+    versions = [int(event["object"]["metadata"]["resourceVersion"]) for event in (first, second)]
+    assert int(version) < versions[0] < versions[1]
+
+
+def test_a_compacted_version_is_gone_and_a_new_list_works(api: ApiServerThread, http: Http, watch: Watch) -> None:
+    version = http("GET", PATH)[1]["metadata"]["resourceVersion"]
+    api.compact()
+    [error] = watch(PATH, resourceVersion=version)
+    assert (error["type"], error["object"]["code"], error["object"]["reason"]) == ("ERROR", 410, "Expired")
+    fresh = http("GET", PATH)[1]["metadata"]["resourceVersion"]
+    events = watch(PATH, resourceVersion=fresh)
+    api.create(_config_map("a"))
+    assert _seen(next(events)) == ("ADDED", "a")
+
+
+def test_a_version_of_another_server_is_gone(watch: Watch) -> None:
+    [error] = watch(PATH, resourceVersion="999999")
+    assert error["object"]["code"] == 410
+
+
+def test_dropped_watches_end(api: ApiServerThread, watch: Watch) -> None:
+    api.create(_config_map("a"))
+    events = watch(PATH)
+    next(events)
+    api.drop_watches()
+    assert list(events) == []
+
+
+def test_a_watch_ends_after_its_time(watch: Watch) -> None:
+    assert list(watch(PATH, timeoutSeconds="0.1")) == []
+
+
+def test_bookmarks_tell_how_far_a_watch_has_come(api: ApiServerThread, watch: Watch) -> None:
+    events = watch(PATH, allowWatchBookmarks="true")
+    api.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "namespace": "default"}})
+    made = api.get("secrets", "default", "s")
+    assert made is not None
+    version = int(made["metadata"]["resourceVersion"])
+    bookmark = next(event for event in events if int(event["object"]["metadata"]["resourceVersion"]) >= version)
+    assert bookmark["type"] == "BOOKMARK"
+
+
+def test_a_streamed_list_ends_with_a_marked_bookmark(api: ApiServerThread, watch: Watch) -> None:
+    api.create(_config_map("a"))
+    query = {"sendInitialEvents": "true", "allowWatchBookmarks": "true", "resourceVersionMatch": "NotOlderThan"}
+    events = watch(PATH, **query)
+    assert _seen(next(events)) == ("ADDED", "a")
+    end = next(events)
+    assert end["type"] == "BOOKMARK"
+    assert end["object"]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}
+
+
+def test_an_object_enters_and_leaves_a_selected_watch(api: ApiServerThread, http: Http, watch: Watch) -> None:
+    api.create(_config_map("a", x="0"))
+    version = http("GET", PATH)[1]["metadata"]["resourceVersion"]
+    events = watch(PATH, resourceVersion=version, labelSelector="x=1")
+    for value in ("1", "2", "1"):
+        http("PATCH", f"{PATH}/a", {"metadata": {"labels": {"x": value}}}, media_type=MERGE)
+    http("DELETE", f"{PATH}/a")
+    kinds = [next(events)["type"] for _ in range(4)]
+    assert kinds == ["ADDED", "DELETED", "ADDED", "DELETED"]
+
+
+def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
+    api: ApiServerThread, http: Http, watch: Watch
+) -> None:
+    elsewhere = _config_map("a")
+    elsewhere["metadata"]["namespace"] = "kube-public"
+    for manifest in (_config_map("b"), elsewhere, _config_map("a")):
+        api.create(manifest)
+    http("DELETE", f"{PATH}/a")
+    one = watch(f"{PATH}/b")
+    assert _seen(next(one)) == ("ADDED", "b")
+    http("DELETE", f"{PATH}/b")
+    assert _seen(next(one)) == ("DELETED", "b")
+    everywhere = watch("/api/v1/configmaps", timeoutSeconds="0.1")
+    assert [event["object"]["metadata"]["namespace"] for event in everywhere] == ["kube-public"]
+
+
+def test_pages_cover_a_list_without_gaps(api: ApiServerThread, http: Http) -> None:
+    for name in "edcba":
+        api.create(_config_map(name))
+    found: list[str] = []
+    query: dict[str, str] = {"limit": "2"}
+    while True:
+        _, page = http("GET", PATH, **query)
+        found += [item["metadata"]["name"] for item in page["items"]]
+        if "continue" not in page["metadata"]:
+            break
+        query["continue"] = page["metadata"]["continue"]
+    assert found == ["a", "b", "c", "d", "e"]
+
+
+def test_a_page_token_expires_and_a_damaged_one_is_refused(api: ApiServerThread, http: Http) -> None:
+    for name in "abc":
+        api.create(_config_map(name))
+    token = http("GET", PATH, limit="1")[1]["metadata"]["continue"]
+    api.compact()
+    assert http("GET", PATH, limit="1", **{"continue": token})[0] == 410
+    assert http("GET", PATH, **{"continue": "damaged"})[0] == 400
+
+
+def _stored(number: int) -> dict[str, Any]:
+    return {"metadata": {"name": f"o{number}", "uid": str(number)}}
+
+
+def test_the_history_is_bounded_and_what_it_lost_is_gone() -> None:
+    kept = storage.Storage()
+    first = kept.version
+    for number in range(3 * storage.HISTORY_LIMIT):
+        kept.commit(storage.EventType.ADDED, ("", "things"), _stored(number))
+    with pytest.raises(ApiError) as refused:
+        kept.since(("", "things"), first)
+    assert refused.value.code == 410
+    latest = kept.since(("", "things"), kept.version - 3)
+    assert [event.version for event in latest] == [kept.version - 2, kept.version - 1, kept.version]
+
+
+def test_a_watcher_waits_for_events_of_its_kind_only() -> None:
+    async def scenario() -> list[str]:
+        kept = storage.Storage()
+        subscription = kept.subscribe(("", "things"))
+        kept.commit(storage.EventType.ADDED, ("", "others"), _stored(1))
+        kept.commit(storage.EventType.ADDED, ("", "things"), _stored(2))
+        event = await subscription.next(1)
+        assert event is not None
+        assert subscription.is_empty()
+        return [event.manifest["metadata"]["name"]]
+
+    assert asyncio.run(scenario()) == ["o2"]

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Create, replace and patch: identity, locking, status, dry runs, defaults and refusals of built-in kinds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier_localcluster.apiserver import ApiServerThread
+
+Http = Callable[..., tuple[int, Any]]
+Make = Callable[..., dict[str, Any]]
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+DEFAULT = "/api/v1/namespaces/default"
+DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
+
+
+def _config_map(name: str = "c", **data: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
+
+
+def _claim(size: str = "1Gi", **spec: Any) -> dict[str, Any]:
+    wanted = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}, **spec}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "v"}, "spec": wanted}
+
+
+def test_the_server_sets_identity_and_version(http: Http) -> None:
+    code, made = http("POST", f"{DEFAULT}/configmaps", _config_map(a="b"))
+    assert code == 201
+    assert {"uid", "resourceVersion", "creationTimestamp"} <= made["metadata"].keys()
+    assert made["metadata"]["namespace"] == "default"
+
+
+def test_a_generated_name_extends_its_prefix(http: Http) -> None:
+    manifest = _config_map()
+    manifest["metadata"] = {"generateName": "made-"}
+    names = {http("POST", f"{DEFAULT}/configmaps", manifest)[1]["metadata"]["name"] for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith("made-") for name in names)
+
+
+def test_a_taken_name_is_refused(http: Http) -> None:
+    http("POST", f"{DEFAULT}/configmaps", _config_map())
+    code, status = http("POST", f"{DEFAULT}/configmaps", _config_map())
+    assert (code, status["reason"]) == (409, "AlreadyExists")
+
+
+def test_a_missing_namespace_is_refused(http: Http) -> None:
+    code, status = http("POST", "/api/v1/namespaces/nowhere/configmaps", _config_map())
+    assert code == 404
+    assert 'namespaces "nowhere" not found' in status["message"]
+
+
+@pytest.mark.parametrize("name", ["Upper", "under_score", "-dash", "a..b", "x" * 254])
+def test_a_name_that_is_no_subdomain_is_refused(http: Http, name: str) -> None:
+    assert http("POST", f"{DEFAULT}/configmaps", _config_map(name))[0] == 422
+
+
+def test_a_put_on_an_older_version_conflicts(http: Http) -> None:
+    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
+    http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
+    code, status = http("PUT", f"{DEFAULT}/configmaps/c", first)
+    assert (code, status["reason"]) == (409, "Conflict")
+
+
+def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
+    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
+    http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
+    change = {"metadata": {"resourceVersion": first["metadata"]["resourceVersion"]}, "data": {"a": "3"}}
+    assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=MERGE)[0] == 409
+
+
+def test_a_json_patch_tests_the_version(http: Http) -> None:
+    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
+    version = first["metadata"]["resourceVersion"]
+    change = [
+        {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+        {"op": "replace", "path": "/data/a", "value": "2"},
+    ]
+    assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 200
+    assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 422
+
+
+def test_a_write_that_changes_nothing_keeps_the_version(http: Http) -> None:
+    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
+    _, same = http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "1"}}, media_type=MERGE)
+    assert same == first
+    _, put = http("PUT", f"{DEFAULT}/configmaps/c", first)
+    assert put == first
+
+
+def test_a_dry_run_stores_nothing(http: Http) -> None:
+    code, shown = http("POST", f"{DEFAULT}/configmaps", _config_map(), dryRun="All")
+    assert code == 201
+    assert shown["metadata"]["uid"]
+    assert http("GET", f"{DEFAULT}/configmaps/c")[0] == 404
+
+
+def test_a_create_ignores_the_status_and_a_spec_write_keeps_it(http: Http, engines: str, engine: Make) -> None:
+    manifest = {**engine(), "status": {"replicas": 9}}
+    _, made = http("POST", engines, manifest)
+    assert "status" not in made
+    http("PATCH", f"{engines}/a/status", {"status": {"replicas": 2}}, media_type=MERGE)
+    _, shown = http("PATCH", f"{engines}/a", {"spec": {"replicas": 5}, "status": {"replicas": 7}}, media_type=MERGE)
+    assert (shown["spec"]["replicas"], shown["status"]) == (5, {"replicas": 2})
+
+
+def test_a_status_write_changes_the_status_only(http: Http, engines: str, engine: Make) -> None:
+    http("POST", engines, engine())
+    _, shown = http("PATCH", f"{engines}/a/status", {"spec": {"replicas": 5}, "status": {"x": 1}}, media_type=MERGE)
+    assert (shown["spec"]["replicas"], shown["status"]) == (1, {"x": 1})
+
+
+def test_the_generation_counts_changes_of_the_spec(http: Http, engines: str, engine: Make) -> None:
+    _, made = http("POST", engines, engine())
+    _, labelled = http("PATCH", f"{engines}/a", {"metadata": {"labels": {"x": "y"}}}, media_type=MERGE)
+    _, reported = http("PATCH", f"{engines}/a/status", {"status": {"x": 1}}, media_type=MERGE)
+    _, changed = http("PATCH", f"{engines}/a", {"spec": {"replicas": 2}}, media_type=MERGE)
+    assert [each["metadata"]["generation"] for each in (made, labelled, reported, changed)] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("plural", ["pods", "persistentvolumeclaims", "nodes", "deployments", "replicasets"])
+def test_controllers_can_write_the_status_of_what_they_run(
+    http: Http, pod: Make, deployment: Make, plural: str
+) -> None:
+    replica_set = {**deployment(), "kind": "ReplicaSet"}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "pods": (f"{DEFAULT}/pods", pod(), {"phase": "Running", "podIP": "127.0.0.9"}),
+        "persistentvolumeclaims": (f"{DEFAULT}/persistentvolumeclaims", _claim(), {"phase": "Bound"}),
+        "nodes": ("/api/v1/nodes", node, {"phase": "Running"}),
+        "deployments": (DEPLOYMENTS, deployment(), {"replicas": 1}),
+        "replicasets": (DEPLOYMENTS.replace("deployments", "replicasets"), replica_set, {"replicas": 1}),
+    }
+    path, manifest, status = cases[plural]
+    code, made = http("POST", path, manifest)
+    assert code == 201
+    one = f"{path}/{made['metadata']['name']}/status"
+    code, shown = http("PATCH", one, {"status": status}, media_type=STRATEGIC)
+    assert code == 200
+    assert status.items() <= shown["status"].items()
+
+
+def test_a_status_patch_merges_conditions_by_type(http: Http, pod: Make) -> None:
+    http("POST", f"{DEFAULT}/pods", pod())
+    for kind in ("Initialized", "Ready", "Ready"):
+        change = {"status": {"conditions": [{"type": kind, "status": "True"}]}}
+        _, shown = http("PATCH", f"{DEFAULT}/pods/p/status", change, media_type=STRATEGIC)
+    assert [condition["type"] for condition in shown["status"]["conditions"]] == ["Initialized", "Ready"]
+
+
+def test_built_in_defaults_are_filled_in(http: Http, deployment: Make) -> None:
+    _, made = http(
+        "POST", DEPLOYMENTS, deployment(livenessProbe={"httpGet": {"port": 1}}, ports=[{"containerPort": 1}])
+    )
+    assert made["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": "25%", "maxUnavailable": "25%"}
+    [container] = made["spec"]["template"]["spec"]["containers"]
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    assert container["livenessProbe"]["periodSeconds"] == 10
+    assert container["ports"] == [{"containerPort": 1, "protocol": "TCP"}]
+
+
+def test_nulls_and_unknown_fields_of_built_in_kinds_are_dropped(http: Http, deployment: Make) -> None:
+    manifest = deployment(bogus=1, workingDir=None)
+    manifest["spec"]["template"]["metadata"]["creationTimestamp"] = None
+    code, made = http("POST", DEPLOYMENTS, manifest)
+    assert code == 201
+    [container] = made["spec"]["template"]["spec"]["containers"]
+    assert not {"bogus", "workingDir"} & container.keys()
+    assert http("POST", DEPLOYMENTS, deployment("other", bogus=1), fieldValidation="Strict")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("container", "field"),
+    [
+        ({"image": None}, "image"),
+        ({"imagePullPolicy": "Sometimes"}, "imagePullPolicy"),
+        ({"volumeMounts": [{"name": "gone", "mountPath": "/x"}]}, "volumeMounts[0].name"),
+        ({"resources": {"limits": {"memory": "lots"}}}, "resources.limits.memory"),
+        ({"resources": {"limits": {"cpu": 1}, "requests": {"cpu": 2}}}, "resources.requests"),
+        ({"ports": [{"containerPort": 70000}]}, "ports[0].containerPort"),
+        ({"name": "Main"}, "name"),
+        ({"env": [{"value": "x"}]}, "env[0].name"),
+        ({"args": "one string"}, "args"),
+    ],
+)
+def test_a_container_that_cannot_run_is_refused(
+    http: Http, deployment: Make, container: dict[str, Any], field: str
+) -> None:
+    code, status = http("POST", DEPLOYMENTS, deployment(**container))
+    assert code == 422
+    assert [cause["field"] for cause in status["details"]["causes"]] == [f"spec.template.spec.containers[0].{field}"]
+
+
+def test_a_selector_must_match_its_template_and_never_changes(http: Http, deployment: Make) -> None:
+    manifest = deployment()
+    manifest["spec"]["selector"]["matchLabels"] = {"app": "other"}
+    assert http("POST", DEPLOYMENTS, manifest)[0] == 422
+    http("POST", DEPLOYMENTS, deployment())
+    change = {"spec": {"selector": {"matchLabels": {"app": "x"}}, "template": {"metadata": {"labels": {"app": "x"}}}}}
+    code, status = http("PATCH", f"{DEPLOYMENTS}/web", change, media_type=MERGE)
+    assert code == 422
+    assert "spec.selector" in status["message"]
+    assert "field is immutable" in status["message"]
+
+
+def test_a_claim_can_only_grow(http: Http) -> None:
+    path = f"{DEFAULT}/persistentvolumeclaims"
+    _, made = http("POST", path, _claim("2Gi"))
+    assert made["status"] == {"phase": "Pending"}
+
+    def patch(spec: dict[str, Any]) -> int:
+        return http("PATCH", f"{path}/v", {"spec": spec}, media_type=MERGE)[0]
+
+    assert patch({"resources": {"requests": {"storage": "3Gi"}}}) == 200
+    assert patch({"resources": {"requests": {"storage": "1Gi"}}}) == 422
+    assert patch({"accessModes": ["ReadWriteOnce"]}) == 422
+    assert patch({"volumeName": "pv-1"}) == 200, "the binder sets it once"
+    assert patch({"volumeName": "pv-2"}) == 422
+
+
+def test_a_claim_grows_only_where_its_class_allows_it(api: ApiServerThread, http: Http) -> None:
+    for name, allows in (("fixed", False), ("elastic", True)):
+        kind = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "provisioner": "x"}
+        api.create({**kind, "metadata": {"name": name}, "allowVolumeExpansion": allows})
+    path = f"{DEFAULT}/persistentvolumeclaims"
+    codes = []
+    for name in ("fixed", "elastic"):
+        claim = _claim(storageClassName=name)
+        claim["metadata"]["name"] = name
+        http("POST", path, claim)
+        change = {"spec": {"resources": {"requests": {"storage": "5Gi"}}}}
+        codes.append(http("PATCH", f"{path}/{name}", change, media_type=MERGE)[0])
+    assert codes == [403, 200]
+
+
+def test_an_immutable_config_map_keeps_its_data(http: Http) -> None:
+    http("POST", f"{DEFAULT}/configmaps", {**_config_map(a="1"), "immutable": True})
+    assert http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)[0] == 422
+    assert http("PATCH", f"{DEFAULT}/configmaps/c", {"metadata": {"labels": {"x": "y"}}}, media_type=MERGE)[0] == 200
+
+
+def test_string_data_of_a_secret_becomes_data(http: Http) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"a": "text"}}
+    _, made = http("POST", f"{DEFAULT}/secrets", secret)
+    assert (made["data"], made["type"]) == ({"a": "dGV4dA=="}, "Opaque")
+    assert "stringData" not in made
+
+
+def test_the_spec_of_a_pod_is_fixed_but_for_its_node_and_images(http: Http, pod: Make) -> None:
+    _, made = http("POST", f"{DEFAULT}/pods", pod())
+    assert made["status"] == {"phase": "Pending", "qosClass": "BestEffort"}
+    one = f"{DEFAULT}/pods/p"
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "p"}, "target": {"name": "node"}}
+    assert http("POST", f"{one}/binding", binding)[0] == 201
+    assert http("PATCH", one, {"spec": {"nodeName": "elsewhere"}}, media_type=MERGE)[0] == 422
+    assert http("PATCH", one, {"spec": {"restartPolicy": "Never"}}, media_type=MERGE)[0] == 422
+    change = {"spec": {"containers": [{"name": "main", "image": "web:2"}]}}
+    assert http("PATCH", one, change, media_type=STRATEGIC)[0] == 200
+
+
+def _service(name: str, **spec: Any) -> dict[str, Any]:
+    ports = {"ports": [{"port": 80}]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {**ports, **spec}}
+
+
+def test_every_service_gets_its_own_address_of_the_range(http: Http) -> None:
+    made = [http("POST", f"{DEFAULT}/services", _service(f"s{n}"))[1]["spec"] for n in range(5)]
+    addresses = {spec["clusterIP"] for spec in made}
+    assert len(addresses) == 5
+    assert all(address.startswith("127.96.") for address in addresses)
+    assert made[0]["clusterIPs"] == [made[0]["clusterIP"]]
+    assert made[0]["ports"] == [{"port": 80, "protocol": "TCP", "targetPort": 80}]
+
+
+def test_a_range_that_is_full_says_so() -> None:
+    with ApiServerThread(service_cidr="127.97.0.0/30") as small:
+        addresses = [small.create(_service(f"s{n}"))["spec"]["clusterIP"] for n in range(2)]
+        assert addresses == ["127.97.0.1", "127.97.0.2"]
+        with pytest.raises(Exception, match="is full"):
+            small.create(_service("s3"))
+
+
+def test_a_service_keeps_its_address_when_replaced_and_may_have_none(http: Http) -> None:
+    _, made = http("POST", f"{DEFAULT}/services", _service("a"))
+    replacement = _service("a", selector={"x": "y"})
+    _, replaced = http("PUT", f"{DEFAULT}/services/a", replacement)
+    assert replaced["spec"]["clusterIP"] == made["spec"]["clusterIP"]
+    assert http("PUT", f"{DEFAULT}/services/a", _service("a", clusterIP="127.96.9.9"))[0] == 422
+    assert http("POST", f"{DEFAULT}/services", _service("b", clusterIP=made["spec"]["clusterIP"]))[0] == 422
+    _, headless = http("POST", f"{DEFAULT}/services", _service("c", clusterIP="None"))
+    assert headless["spec"]["clusterIP"] == "None"
+
+
+def test_what_a_caller_gets_is_a_copy(api: ApiServerThread) -> None:
+    api.create(_config_map(a="1"))
+    shown = api.get("configmaps", "default", "c")
+    assert shown is not None
+    before = copy.deepcopy(shown)
+    shown["data"]["a"] = "changed"
+    assert api.get("configmaps", "default", "c") == before

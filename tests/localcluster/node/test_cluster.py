@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster as a whole: its life, what outlives it, and its command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtier_localcluster import kinds
+from kvtier_localcluster.__main__ import main
+from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
+from kvtier_localcluster.datadir import DataDirectory
+from kvtier_localcluster.errors import ClusterUnavailable
+from kvtier_localcluster.node.simulated import SIMULATE
+from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
+
+WRITER = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(600)"])
+with open("/data/pids", "a") as file: file.write(f"{os.getpid()} {child.pid}\\n")
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start_writer(bench: Bench) -> list[int]:
+    """Run a pod that notes the pids of its processes in its claim; return them."""
+    bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("data"))
+    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
+    bench.pod("writer", script(WRITER, volumeMounts=[{"name": "data", "mountPath": "/data"}]), volumes=volumes)
+    notes = bench.cluster.cluster.data.claim(("default", "data")) / "pids"
+    lines = notes.read_text().count("\n") if notes.exists() else 0
+    until(lambda: notes.exists() and notes.read_text().count("\n") == lines + 1)
+    return [int(pid) for pid in notes.read_text().split()]
+
+
+def test_a_claim_keeps_its_files_across_a_restart_and_no_process_survives_the_stop(tmp_path: Path) -> None:
+    settings = ClusterSettings(data=tmp_path / "data")
+    with ClusterThread(settings) as first:
+        pids = start_writer(Bench(first, "default"))
+        assert all(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
+    with ClusterThread(settings) as second:
+        assert start_writer(Bench(second, "default"))[:2] == pids
+    assert not list(DataDirectory(tmp_path / "data").pods.glob("*"))
+
+
+def test_no_process_survives_when_the_cluster_is_killed(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    command = [sys.executable, "-m", "kvtier_localcluster", "up", "--data", str(data)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        url = next(line.split()[5].rstrip(".") for line in process.stdout if "ready" in line)
+        assert main(["status", "--data", str(data)]) == 0
+        request = urllib.request.Request(f"{url}/api/v1/namespaces/default/pods", data=POD_WITH_DAEMON.encode())
+        urllib.request.urlopen(request).close()
+        log = data / "logs" / "default" / "daemon" / "main.log"
+        until(lambda: log.exists() and log.read_text().endswith("\n"))
+        pids = [int(pid) for pid in log.read_text().split()]
+        assert all(alive(pid) for pid in pids)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        until(lambda: not any(alive(pid) for pid in pids))
+    places = DataDirectory(data)
+    memory = [places.shared_memory(pod.name) for pod in places.pods.iterdir()]
+    assert all(directory.exists() for directory in memory)
+    with ClusterThread(ClusterSettings(data=data)):
+        assert not any(directory.exists() for directory in memory)
+        assert not list(places.pods.iterdir())
+
+
+POD_WITH_DAEMON = """
+{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "daemon"}, "spec": {"containers": [{
+  "name": "main", "image": "x", "command": ["python3", "-c",
+  "import os, subprocess as s; p = s.Popen(['setsid', 'sleep', '600']); print(os.getpid(), p.pid, flush=True); p.wait()"
+]}]}}
+"""
+
+
+def test_leftovers_of_a_run_that_was_killed_with_its_launchers_end_at_the_next_start(tmp_path: Path) -> None:
+    scratch = DataDirectory(tmp_path / "data").pod("uid") / "tmp"
+    scratch.mkdir(parents=True)
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with (
+        subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as stray,
+        ClusterThread(ClusterSettings(data=tmp_path / "data")),
+    ):
+        assert stray.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_second_cluster_on_the_same_data_is_refused(tmp_path: Path) -> None:
+    settings = ClusterSettings(data=tmp_path)
+    with ClusterThread(settings), pytest.raises(ClusterUnavailable, match=r"running on .* already"):
+        ClusterThread(settings).start()
+
+
+def test_a_taken_port_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterUnavailable, match=f"port {port} is taken: choose another with --port"):
+            ClusterThread(ClusterSettings(data=tmp_path, port=port)).start()
+
+
+def test_simulated_pods_are_ready_without_a_process_and_can_be_told_otherwise(tmp_path: Path) -> None:
+    settings = ClusterSettings(data=tmp_path, simulate=True, allocatable={"nvidia.com/gpu": "8"})
+    with ClusterThread(settings) as cluster:
+        bench = Bench(cluster, "default")
+        gpu = server(resources={"limits": {"nvidia.com/gpu": "4"}})
+        bench.deployment("many", gpu, replicas=3)
+
+        def ready() -> int:
+            found = bench.get(kinds.DEPLOYMENT, "many")
+            assert found is not None
+            return int((found.get("status") or {}).get("readyReplicas", 0))
+
+        until(lambda: ready() == 2)
+        name = next(pod["metadata"]["name"] for pod in bench.list(kinds.POD) if kinds.is_ready(pod))
+        bench.patch(kinds.POD, name, {"metadata": {"annotations": {SIMULATE: "NotReady"}}})
+        until(lambda: ready() == 1)
+        bench.delete(kinds.DEPLOYMENT, "many")
+        until(lambda: not bench.list(kinds.POD))
+
+
+def test_the_command_starts_describes_and_stops_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", str(tmp_path / "data")]
+    assert main(["status", *data]) == 3
+    assert main(["down", *data]) == 1
+    assert "start one with `kvtier-localcluster up`" in capfd.readouterr().err
+    assert main(["up", "--detach", *data]) == 0
+    assert "export KUBECONFIG=" in capfd.readouterr().out
+    assert main(["up", "--detach", *data]) == 1
+    assert main(["env", *data]) == 0
+    kubeconfig = capfd.readouterr().out.partition("export KUBECONFIG=")[2].strip()
+    server_url = yaml.safe_load(Path(kubeconfig).read_text())["clusters"][0]["cluster"]["server"]
+    assert '"local"' in str(fetch(f"{server_url}/api/v1/nodes"))
+    assert main(["down", *data]) == 0
+    assert main(["status", *data]) == 3

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers of pods, run as local processes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier_localcluster import kinds
+from kvtier_localcluster.node.processes import namespace_prefix
+from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/home/me/kubeconfig")
+    bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "settings"}, "data": {"color": "red", "SIZE": "3"}})
+    secret = {"token": base64.b64encode(b"hush").decode()}
+    bench.create(kinds.SECRET, {"metadata": {"name": "keys"}, "data": secret})
+    env = [
+        {"name": "PLAIN", "value": "a$(SET_SIZE)$$(b)"},
+        {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "ROLE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['role']"}}},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "COLOR", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "color"}}},
+        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}},
+        {"name": "NONE", "valueFrom": {"secretKeyRef": {"name": "absent", "key": "x", "optional": True}}},
+        {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}},
+        {"name": "LISTEN", "value": "0.0.0.0:9"},
+    ]
+    container = server(
+        env=env,
+        envFrom=[{"configMapRef": {"name": "settings"}, "prefix": "SET_"}],
+        resources={"limits": {"memory": "64Mi"}},
+        args=["--color=$(COLOR)", "--unknown=$(NOBODY)"],
+    )
+    bench.pod("env", container, labels={"role": "judge"})
+    until(lambda: bench.is_ready("env"))
+    found = bench.environment("env")
+    pod_ip = bench.status("env")["podIP"]
+    expected = {
+        "PLAIN": "a3$(b)",
+        "POD": "env",
+        "ROLE": "judge",
+        "POD_IP": pod_ip,
+        "COLOR": "red",
+        "TOKEN": "hush",
+        "MEMORY": "64",
+        "LISTEN": f"{pod_ip}:9",
+        "SET_color": "red",
+        "HOSTNAME": "env",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {"KUBECONFIG", "PYTHONPATH", "NONE", "HOME", "KUBERNETES_SERVICE_HOST"} & found.keys()
+    assert json.loads(bench.ask("env", "/argv")) == ["--color=red", "--unknown=$(NOBODY)"]
+
+
+def test_an_image_of_the_table_brings_its_environment_and_others_do_not(bench: Bench) -> None:
+    bench.pod("ours", server(image="ghcr.io/kvtier/connector:1"))
+    until(lambda: bench.is_ready("ours"))
+    assert bench.environment("ours")["PYTHONPATH"] == "/opt/of-the-image"
+
+
+def test_config_files_name_the_real_paths_and_follow_their_config_map(bench: Bench) -> None:
+    bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("blocks"))
+    text = json.dumps({"root": "/var/lib/cache/llama", "other": "/var/lib/cache2"})
+    bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "files"}, "data": {"config.json": text}})
+    mounts = [{"name": "data", "mountPath": "/var/lib/cache"}, {"name": "config", "mountPath": "/etc/app"}]
+    volumes = [
+        {"name": "data", "persistentVolumeClaim": {"claimName": "blocks"}},
+        {"name": "config", "configMap": {"name": "files"}},
+    ]
+    bench.pod("reader", server(volumeMounts=mounts, args=["--config=/etc/app/config.json"]), volumes=volumes)
+    until(lambda: bench.is_ready("reader"))
+    path = json.loads(bench.ask("reader", "/argv"))[0].removeprefix("--config=")
+    root = bench.cluster.cluster.data.claim((bench.namespace, "blocks"))
+    assert json.loads(bench.ask("reader", f"/file{path}")) == {"root": f"{root}/llama", "other": "/var/lib/cache2"}
+
+    bench.patch(kinds.CONFIG_MAP, "files", {"data": {"config.json": "new /var/lib/cache/x", "more": "1"}})
+    until(lambda: bench.ask("reader", f"/file{path}") == f"new {root}/x")
+    assert sorted(each.name for each in Path(path).parent.iterdir()) == ["config.json", "more"]
+
+
+def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Bench) -> None:
+    bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("shared"))
+    volumes = [
+        {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}},
+        {"name": "scratch", "emptyDir": {}},
+    ]
+    mounts = [
+        {"name": "shared", "mountPath": "/data", "subPath": "part"},
+        {"name": "scratch", "mountPath": "/tmp"},
+    ]
+    write = "import os, time; open('/data/note', 'x').write(os.environ['TMPDIR']); time.sleep(600)"
+    bench.pod("writer", script(write, volumeMounts=mounts), volumes=volumes)
+    bench.pod("reader", server(volumeMounts=mounts, env=[{"name": "NOTE", "value": "/data/note"}]), volumes=volumes)
+    until(lambda: bench.is_ready("reader"))
+    path = bench.environment("reader")["NOTE"]
+    written = until(lambda: fetch(bench.url("reader", f"/file{path}")))
+    directory = bench.cluster.cluster.data.claim((bench.namespace, "shared"))
+    assert Path(path) == directory / "part" / "note"
+    assert written != bench.environment("reader")["TMPDIR"]
+    assert Path(str(written)).is_dir()
+
+
+def test_a_socket_fits_into_the_temporary_directory(bench: Bench) -> None:
+    bind = (
+        "import socket, tempfile, uuid\nsocket.socket(socket.AF_UNIX).bind(f'{tempfile.gettempdir()}/{uuid.uuid4()}')\n"
+    )
+    volumes = [{"name": "scratch", "emptyDir": {}}]
+    container = script(bind, volumeMounts=[{"name": "scratch", "mountPath": "/tmp"}])
+    bench.pod("socket", container, volumes=volumes, restartPolicy="Never")
+    until(lambda: bench.status("socket").get("phase") == "Succeeded")
+
+
+def test_pods_with_the_same_port_answer_at_their_own_address(bench: Bench) -> None:
+    for name in ("one", "two"):
+        bench.pod(name, server())
+    for name in ("one", "two"):
+        until(lambda name=name: bench.is_ready(name))
+        assert bench.ask(name, "/name") == name
+    assert bench.status("one")["podIP"] != bench.status("two")["podIP"]
+
+
+@pytest.mark.skipif(namespace_prefix() is None, reason="this machine gives processes no mounts of their own")
+def test_each_pod_has_shared_memory_of_its_own_that_outlives_a_restarted_container(bench: Bench) -> None:
+    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    leave = script("open('/dev/shm/segment', 'x').write('of the pod')", "leave", volumeMounts=mounts)
+    bench.pod("one", server(volumeMounts=mounts), volumes=volumes, initContainers=[leave])
+    bench.pod("two", server(volumeMounts=mounts), volumes=volumes)
+    until(lambda: bench.is_ready("one") and bench.is_ready("two"))
+    assert bench.ask("one", "/file/dev/shm/segment") == "of the pod"
+    assert fetch(bench.url("two", "/file/dev/shm/segment")) is None
+    assert not Path("/dev/shm/segment").exists()
+    fetch(bench.url("one", "/exit"))
+    until(lambda: bench.container("one")["restartCount"] == 1 and bench.is_ready("one"))
+    assert bench.ask("one", "/file/dev/shm/segment") == "of the pod"
+
+
+def test_readiness_follows_its_probe(bench: Bench) -> None:
+    bench.pod("moody", server())
+    until(lambda: bench.is_ready("moody"))
+    bench.ask("moody", "/sick")
+    until(lambda: not bench.is_ready("moody"))
+    assert bench.container("moody")["restartCount"] == 0
+    assert ("Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503") in bench.events("moody")
+    bench.ask("moody", "/well")
+    until(lambda: bench.is_ready("moody"))
+
+
+def test_a_startup_probe_holds_back_the_others_until_it_succeeds(bench: Bench) -> None:
+    startup = {"exec": {"command": ["python3", "-c", "open('/flags/up')"]}, "periodSeconds": 1, "failureThreshold": 60}
+    liveness = {"exec": {"command": ["python3", "-c", "raise SystemExit(1)"]}, "failureThreshold": 1}
+    container = server(
+        volumeMounts=[{"name": "flags", "mountPath": "/flags"}], startupProbe=startup, livenessProbe=liveness
+    )
+    bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("flags"))
+    volumes = [{"name": "flags", "persistentVolumeClaim": {"claimName": "flags"}}]
+    bench.pod("slow", container, volumes=volumes)
+    until(lambda: any("Startup probe failed" in message for _, message in bench.events("slow")))
+    assert not bench.container("slow")["started"]
+    assert not bench.is_ready("slow")
+    assert bench.container("slow")["restartCount"] == 0
+    (bench.cluster.cluster.data.claim((bench.namespace, "flags")) / "up").touch()
+    until(lambda: bench.container("slow")["restartCount"] > 0)
+    assert any("failed liveness probe, will be restarted" in message for _, message in bench.events("slow"))
+
+
+def test_a_crashing_container_is_restarted_with_back_off(bench: Bench) -> None:
+    bench.pod("crash", script("print('last words', flush=True); raise SystemExit(7)"))
+    until(lambda: bench.container("crash").get("restartCount", 0) >= 2)
+    waiting = until(lambda: bench.waiting("crash"))
+    assert waiting["reason"] == "CrashLoopBackOff"
+    assert "restarting failed container=main pod=crash" in waiting["message"]
+    last = bench.container("crash")["lastState"]["terminated"]
+    assert (last["exitCode"], last["reason"]) == (7, "Error")
+    assert bench.status("crash")["phase"] == "Running"
+    until(lambda: "last words" in bench.log("crash"))
+    until(lambda: "BackOff" in bench.reasons("crash"))
+
+
+def test_restart_policies_decide_what_becomes_of_a_finished_container(bench: Bench) -> None:
+    bench.pod("done", script("pass"), restartPolicy="OnFailure")
+    bench.pod("lost", script("raise SystemExit(2)"), restartPolicy="Never")
+    until(lambda: bench.status("done").get("phase") == "Succeeded")
+    until(lambda: bench.status("lost").get("phase") == "Failed")
+    assert bench.container("lost")["state"]["terminated"]["exitCode"] == 2
+    assert bench.container("done")["restartCount"] == 0
+
+
+def test_init_containers_run_in_order_before_the_others(bench: Bench) -> None:
+    mounts = [{"name": "work", "mountPath": "/work"}]
+    first = script("open('/work/list', 'x').write('first ')", "first", volumeMounts=mounts)
+    second = script("open('/work/list', 'a').write('second')", "second", volumeMounts=mounts)
+    main = server(volumeMounts=mounts, env=[{"name": "LIST", "value": "/work/list"}])
+    bench.pod("ordered", main, initContainers=[first, second], volumes=[{"name": "work", "emptyDir": {}}])
+    until(lambda: bench.is_ready("ordered"))
+    assert bench.ask("ordered", f"/file{bench.environment('ordered')['LIST']}") == "first second"
+    states = [each["state"]["terminated"]["reason"] for each in bench.status("ordered")["initContainerStatuses"]]
+    assert states == ["Completed", "Completed"]
+
+
+def test_a_failing_init_container_keeps_the_others_from_starting(bench: Bench) -> None:
+    bench.pod("stuck", server(), initContainers=[script("raise SystemExit(4)", "setup")])
+    field = "initContainerStatuses"
+    until(lambda: bench.waiting("stuck", "setup", field).get("reason") == "CrashLoopBackOff")
+    assert bench.container("stuck", "setup", field)["lastState"]["terminated"]["exitCode"] == 4
+    assert bench.waiting("stuck")["reason"] == "PodInitializing"
+    assert bench.status("stuck")["phase"] == "Pending"
+
+
+def test_a_sidecar_runs_beside_the_containers(bench: Bench) -> None:
+    sidecar = server("beside", restartPolicy="Always", startupProbe={"tcpSocket": {"port": "http"}, "periodSeconds": 1})
+    bench.pod("pair", script("import time; time.sleep(600)"), initContainers=[sidecar])
+    until(lambda: bench.is_ready("pair"))
+    assert bench.ask("pair", "/name") == "pair"
+    assert "running" in bench.container("pair", "beside", "initContainerStatuses")["state"]
+
+
+def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) -> None:
+    reference = {"configMapKeyRef": {"name": "late", "key": "color"}}
+    bench.pod("by-env", server(env=[{"name": "COLOR", "valueFrom": reference}]))
+    volumes = [{"name": "files", "configMap": {"name": "late"}}]
+    bench.pod("by-file", server(volumeMounts=[{"name": "files", "mountPath": "/etc/late"}]), volumes=volumes)
+    waiting = until(lambda: (found := bench.waiting("by-env")).get("message") and found)
+    assert waiting == {"reason": "CreateContainerConfigError", "message": 'configmap "late" not found'}
+    until(lambda: "FailedMount" in bench.reasons("by-file"))
+    assert bench.waiting("by-file")["reason"] == "ContainerCreating"
+    bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "late"}, "data": {"color": "blue"}})
+    until(lambda: bench.is_ready("by-env") and bench.is_ready("by-file"))
+    assert bench.environment("by-env")["COLOR"] == "blue"
+
+
+def test_a_command_that_does_not_exist_is_reported(bench: Bench) -> None:
+    bench.pod("nothing", {"name": "main", "image": "example.org/x", "command": ["no-such-program"]})
+    until(lambda: bench.container("nothing").get("lastState"))
+    last = bench.container("nothing")["lastState"]["terminated"]
+    assert (last["exitCode"], last["reason"]) == (128, "StartError")
+    assert last["message"] == 'exec: "no-such-program": executable file not found in $PATH'
+    until(lambda: "Failed" in bench.reasons("nothing"))
+
+
+def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(bench: Bench) -> None:
+    stubborn = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open('/notes/asked', 'w').close())\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import os, signal, time; os.setsid();"
+        " signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'])\n"
+        "open('/notes/pids.new', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename('/notes/pids.new', '/notes/pids')\n"
+        "while True: time.sleep(600)\n"
+    )
+    bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("notes"))
+    hook = {"preStop": {"exec": {"command": ["python3", "-c", "open('/notes/hook', 'w').close()"]}}}
+    container = script(stubborn, volumeMounts=[{"name": "notes", "mountPath": "/notes"}], lifecycle=hook)
+    volumes = [{"name": "notes", "persistentVolumeClaim": {"claimName": "notes"}}]
+    bench.pod("stubborn", container, volumes=volumes, terminationGracePeriodSeconds=1)
+    notes = bench.cluster.cluster.data.claim((bench.namespace, "notes"))
+    until((notes / "pids").exists)
+    pids = [int(pid) for pid in (notes / "pids").read_text().split()]
+    assert all(alive(pid) for pid in pids)
+    bench.delete(kinds.POD, "stubborn")
+    until(lambda: bench.get(kinds.POD, "stubborn") is None)
+    assert (notes / "hook").exists()
+    assert (notes / "asked").exists()
+    assert not any(alive(pid) for pid in pids)
+    assert "Killing" in bench.reasons("stubborn")
+
+
+def test_children_that_outlive_the_main_process_end_with_the_container(bench: Bench) -> None:
+    daemon = (
+        "import subprocess, sys\n"
+        "code = 'import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)\n"
+        "print(child.stdout.readline(), flush=True)\n"
+    )
+    bench.pod("parent", script(daemon), restartPolicy="Never")
+    until(lambda: bench.status("parent").get("phase") == "Succeeded")
+    assert not alive(int(bench.log("parent")))
+
+
+def test_deleting_without_grace_ends_the_processes_at_once(bench: Bench) -> None:
+    ignore = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)\n"
+        "while True: time.sleep(9)"
+    )
+    bench.pod("forced", script(ignore), terminationGracePeriodSeconds=600)
+    pid = int(until(lambda: bench.log("forced").strip()))
+    bench.delete(kinds.POD, "forced")
+    bench.delete(kinds.POD, "forced", grace_seconds=0)
+    until(lambda: not alive(pid))
