@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions of the connector. Expected outcomes (miss, fault, shed) are values and are not here.
 
-    ConnectorError
-    ├── ConfigInvalid      the operator's document, or a tier option, cannot be used; a person must act
-    ├── IdentityMismatch   the directory belongs to another model or layout; a person must act
-    └── StoreUnavailable   the volume cannot be used now; trying again later may succeed
+ConnectorError
+├── ConfigInvalid      the operator's document, or a tier option, cannot be used; a person must act
+├── IdentityMismatch   the directory belongs to another model or layout; a person must act
+└── StoreUnavailable   the volume cannot be used now; trying again later may succeed
 """
 
 from __future__ import annotations

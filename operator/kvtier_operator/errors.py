@@ -52,13 +52,13 @@ class ClusterError(OperatorError):
 class ClusterUnavailable(ClusterError):
     """The API server cannot be reached, is overloaded or failed; trying again helps."""
 
-    retry_after = 5.0
+    retry_after = 1.0
 
 
 class ClusterConflict(ClusterError):
     """Somebody else changed the object between our look and our write; the next look sees that."""
 
-    retry_after = 1.0
+    retry_after = 0.2
 
 
 class ClusterForbidden(ClusterError):

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtier_localcluster.apiserver.errors import ApiError
 from kvtier_localcluster.apiserver.resources import Registry, Resource
 from kvtier_localcluster.apiserver.validation import Validator

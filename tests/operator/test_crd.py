@@ -12,13 +12,14 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic.alias_generators import to_camel
+
 from kvtier_localcluster.apiserver.cel import rule_problems
 from kvtier_localcluster.apiserver.crd_schema import set_defaults
 from kvtier_localcluster.apiserver.structural import structural_problems
 from kvtier_operator import api_reference, crd, names, spec, status
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.spec.tier import LONGEST_NAME
-from pydantic.alias_generators import to_camel
 
 CRDS = Path(__file__).parents[2] / "crds"
 MAP_KEY_LENGTH = 317

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from kvtier_operator.errors import OperatorError, SpecInvalid
 from kvtier_operator.spec import TierSpec, parse
-from pydantic import ValidationError
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
 MINIMAL = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())

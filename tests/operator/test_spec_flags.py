@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.manifests import render

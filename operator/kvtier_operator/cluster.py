@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to the API server: read, server-side apply, delete, write status, post events.
+
+`Cluster` is what the rest of the operator sees; `KubernetesCluster` is the real one and the only user of the
+`kubernetes` package, whose transport is used without its typed models: those reject answers that carry fields newer
+than the package. Safe to use from several threads. Every failure is raised as one of our own exceptions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import urllib3
+from kubernetes import client, config
+
+from kvtier_operator import names
+from kvtier_operator.errors import (
+    ClusterConflict,
+    ClusterError,
+    ClusterForbidden,
+    ClusterRejected,
+    ClusterUnavailable,
+    KindMissing,
+)
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+
+_PLURALS: Final[Mapping[tuple[str, str], str]] = {
+    ("v1", "ConfigMap"): "configmaps",
+    ("v1", "Event"): "events",
+    ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
+    ("v1", "Pod"): "pods",
+    ("v1", "Service"): "services",
+    ("v1", "ServiceAccount"): "serviceaccounts",
+    ("apps/v1", "Deployment"): "deployments",
+    ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
+    (names.API_VERSION, names.KIND): names.PLURAL,
+}
+
+_TIMEOUT_SECONDS: Final = (10.0, 60.0)
+"""To connect and to read: a hung API server must not hold a worker for ever."""
+
+
+class Cluster(Protocol):
+    """What a reconcile may do to a cluster; every method may raise `ClusterError`."""
+
+    def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        """Return the object, or None where there is none."""
+        ...
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
+        """Return the objects that carry the labels of the selector."""
+        ...
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        """Create or update an object by server-side apply and return it as it then stands.
+
+        Args:
+            manifest: every field we own, and no other.
+            over: uid of the object of ours that is to be updated, whose conflicting fields we take; None creates, and
+                takes no field from anybody.
+        """
+        ...
+
+    def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
+        """Delete that incarnation of the object; no error where it is gone already."""
+        ...
+
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
+        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+        ...
+
+    def post_event(self, event: Manifest) -> None:
+        """Create an Event."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """How to reach the API server, for whoever brings another client."""
+
+    server: str
+    ca_path: str | None
+    is_insecure: bool
+    username: str | None
+    password: str | None
+    authorization: str | None
+    """Value of the Authorization header."""
+    certificate_path: str | None
+    private_key_path: str | None
+
+
+class KubernetesCluster:
+    """The cluster that a kubeconfig or the pod's service account points at."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        """Use the client's connection pool and credentials; `connect` makes one."""
+        self._api = api
+
+    def credentials(self) -> Credentials:
+        """Return what this client connects with now."""
+        settings = self._api.configuration
+        return Credentials(
+            server=settings.host,
+            ca_path=settings.ssl_ca_cert,
+            is_insecure=not settings.verify_ssl,
+            username=settings.username or None,
+            password=settings.password or None,
+            authorization=settings.get_api_key_with_prefix("BearerToken")
+            or settings.get_api_key_with_prefix("authorization"),
+            certificate_path=settings.cert_file,
+            private_key_path=settings.key_file,
+        )
+
+    def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        """Return the object, or None where there is none."""
+        try:
+            return self._request("GET", _path(key.api_version, key.kind, namespace, key.name), what=f"read {key}")
+        except _NotFoundError:
+            return None
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
+        """Return the objects that carry the labels of the selector."""
+        answer = self._request(
+            "GET",
+            _path(api_version, kind, namespace) + _query({"labelSelector": selector} if selector else {}),
+            what=f"list {kind} objects of {namespace or 'all namespaces'}",
+        )
+        # Items of a list carry neither, and every reader wants both.
+        return [{**item, "apiVersion": api_version, "kind": kind} for item in answer["items"]]
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        """Create or update an object by server-side apply and return it as it then stands."""
+        key, metadata = names.key_of(manifest), manifest["metadata"]
+        # The uid is a precondition: what replaced our object meanwhile is not ours to write.
+        body = manifest if over is None else {**manifest, "metadata": {**metadata, "uid": over}}
+        return self._request(
+            "PATCH",
+            _path(key.api_version, key.kind, metadata["namespace"], key.name)
+            + _query({"fieldManager": names.FIELD_MANAGER, "force": "false" if over is None else "true"}),
+            body=body,
+            content_type="application/apply-patch+yaml",
+            what=f"apply {key}",
+        )
+
+    def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
+        """Delete that incarnation of the object; no error where it is gone already."""
+        options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            self._request(
+                "DELETE", _path(key.api_version, key.kind, namespace, key.name), body=options, what=f"delete {key}"
+            )
+        except _NotFoundError:
+            return
+
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
+        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+        try:
+            self._request(
+                "PATCH",
+                _path(names.API_VERSION, names.KIND, tier.namespace, tier.name)
+                + "/status"
+                + _query({"fieldManager": names.FIELD_MANAGER}),
+                body={"metadata": {"uid": tier.uid}, "status": dict(changes)},
+                content_type="application/merge-patch+json",
+                what=f"write the status of {tier}",
+            )
+        except _NotFoundError:
+            # Deleted since we looked: nobody is left to read it.
+            return
+
+    def post_event(self, event: Manifest) -> None:
+        """Create an Event."""
+        self._request("POST", _path("v1", "Event", event["metadata"]["namespace"]), body=event, what="post an Event")
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        what: str,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Manifest:
+        request = self._api.param_serialize(
+            method,
+            path,
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            body=None if body is None else dict(body),
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = self._api.call_api(*request, _request_timeout=_TIMEOUT_SECONDS)
+            data = response.read()
+        except (urllib3.exceptions.HTTPError, client.ApiException, OSError) as error:
+            raise ClusterUnavailable(f"cannot {what}: {error}") from error
+        if response.status >= 400:  # noqa: PLR2004  where HTTP's errors begin
+            raise _error(response.status, data, what)
+        document: Manifest = json.loads(data)
+        return document
+
+
+class _NotFoundError(KindMissing):
+    """404, which only some callers take for an answer."""
+
+
+def connect() -> KubernetesCluster:
+    """Connect with the pod's service account, or else with the kubeconfig.
+
+    Raises:
+        ClusterUnavailable: there is neither.
+    """
+    settings = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=settings)
+    except config.ConfigException:
+        try:
+            # The package looks at the variable when it is imported, which may be too early.
+            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=settings)
+        except (config.ConfigException, OSError) as error:
+            raise ClusterUnavailable(
+                f"no cluster to talk to: {error}; set KUBECONFIG to a file that kubectl can use"
+            ) from error
+    return KubernetesCluster(client.ApiClient(settings))
+
+
+def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:
+    """List the tiers once, so that a missing CRD or a missing permission is said at once and in words.
+
+    Raises:
+        ClusterError: they cannot be listed.
+    """
+    for namespace in namespaces or ("",):
+        try:
+            cluster.list(names.API_VERSION, names.KIND, namespace=namespace, selector="")
+        except KindMissing as error:
+            raise KindMissing(
+                f"the cluster does not know {names.KIND} resources: kubectl apply -f crds/kvcachetier.yaml ({error})"
+            ) from error
+
+
+def _path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
+    root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    return f"{root}{scope}/{_PLURALS[api_version, kind]}{f'/{name}' if name else ''}"
+
+
+def _query(parameters: Mapping[str, str]) -> str:
+    return f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
+
+
+def _error(status: int, data: bytes, what: str) -> ClusterError:
+    """Return our exception for an answer of the API server."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = {}
+    message = document.get("message") if isinstance(document, dict) else None
+    text = f"cannot {what}: {status} {message or data[:200].decode(errors='replace')}"
+    by_status: Mapping[int, type[ClusterError]] = {
+        400: ClusterRejected,
+        401: ClusterForbidden,
+        403: ClusterForbidden,
+        404: _NotFoundError,
+        409: ClusterConflict,
+        422: ClusterRejected,
+    }
+    return by_status.get(status, ClusterUnavailable)(text)

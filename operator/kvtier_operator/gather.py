@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read everything that one reconcile needs into a snapshot. Writes nothing, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvtier_operator import names, quantity
+from kvtier_operator.cluster import Cluster
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.snapshot import Claim, Container, Engines, Live, Pod, Snapshot
+
+
+def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Snapshot:
+    """Return what the cluster holds for a tier now.
+
+    Raises:
+        ClusterError: something could not be read; a partial view would be mistaken for the truth.
+    """
+    wanted = names.children(tier)
+    ours: dict[ObjectKey, Manifest] = {}
+    for api_version, kind in sorted({(key.api_version, key.kind) for key in wanted}):
+        for found in cluster.list(
+            api_version, kind, namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}"
+        ):
+            if names.is_ours(found, tier):
+                ours[names.key_of(found)] = found
+    # What is not ours by label may still stand under a name that we need.
+    foreign = frozenset(key for key in wanted if key not in ours and cluster.get(key, tier.namespace) is not None)
+    claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
+    claim = ours.get(claim_key)
+    if claim is None and existing_claim is not None:
+        claim = cluster.get(claim_key, tier.namespace)
+    deployment = next((found for key, found in ours.items() if key.kind == "Deployment"), None)
+    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=names.selector_text(tier))
+    return Snapshot(
+        tier=tier,
+        claim=None if claim is None else _claim(claim),
+        engines=Engines() if deployment is None else _engines(deployment),
+        pods=tuple(sorted((_pod(found) for found in pods), key=lambda pod: pod.name)),
+        live={key: _live(found) for key, found in ours.items()},
+        foreign=foreign,
+    )
+
+
+def _live(found: Manifest) -> Live:
+    return Live(uid=found["metadata"]["uid"], resource_version=found["metadata"]["resourceVersion"])
+
+
+def _claim(found: Manifest) -> Claim:
+    spec = found.get("spec", {})
+    requests = spec.get("resources", {}).get("requests", {})
+    return Claim(
+        name=found["metadata"]["name"],
+        access_modes=tuple(spec.get("accessModes", ())),
+        storage_class_name=spec.get("storageClassName"),
+        requested_bytes=quantity.parse_bytes(str(requests.get("storage", "0"))),
+        phase=found.get("status", {}).get("phase", "Pending"),
+        is_terminating="deletionTimestamp" in found["metadata"],
+    )
+
+
+def _engines(found: Manifest) -> Engines:
+    status = found.get("status", {})
+    conditions = _by_type(status.get("conditions", ()))
+    progressing = conditions.get("Progressing", {})
+    failure = conditions.get("ReplicaFailure", {})
+    return Engines(
+        generation=found["metadata"].get("generation", 0),
+        observed_generation=status.get("observedGeneration", 0),
+        replicas=status.get("replicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        is_stalled=progressing.get("reason") == "ProgressDeadlineExceeded",
+        problem=failure.get("message", "") if failure.get("status") == "True" else "",
+    )
+
+
+def _pod(found: Manifest) -> Pod:
+    status, metadata = found.get("status", {}), found["metadata"]
+    conditions = _by_type(status.get("conditions", ()))
+    scheduled = conditions.get("PodScheduled", {})
+    engine: Mapping[str, Any] = next(
+        (each for each in found["spec"]["containers"] if each["name"] == names.ENGINE_CONTAINER), {}
+    )
+    env = {entry["name"]: entry.get("value") for entry in engine.get("env", ())}
+    flag = "--prefix-caching-hash-algo="
+    return Pod(
+        name=metadata["name"],
+        phase=status.get("phase", "Pending"),
+        is_ready=conditions.get("Ready", {}).get("status") == "True",
+        is_terminating="deletionTimestamp" in metadata,
+        is_scheduled={"True": True, "False": False}.get(scheduled.get("status", "")),
+        scheduling_message=scheduled.get("message", ""),
+        config_digest=(metadata.get("annotations") or {}).get(names.ANNOTATION_CONFIG_DIGEST, ""),
+        hash_seed=env.get("PYTHONHASHSEED"),
+        hash_algorithm=next(
+            (word.removeprefix(flag) for word in engine.get("args", ()) if word.startswith(flag)), None
+        ),
+        containers=tuple(
+            _container(each)
+            for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+        ),
+    )
+
+
+def _container(found: Mapping[str, Any]) -> Container:
+    state = found.get("state") or {}
+    waiting = state.get("waiting") or {}
+    ended = state.get("terminated") or (found.get("lastState") or {}).get("terminated") or {}
+    return Container(
+        name=found["name"],
+        image=found.get("image", ""),
+        restarts=found.get("restartCount", 0),
+        waiting_reason=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+        exit_code=ended.get("exitCode"),
+        exit_reason=ended.get("reason", ""),
+    )
+
+
+def _by_type(conditions: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {condition["type"]: condition for condition in conditions}

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The triggers: whatever happens to a tier or to one of its objects puts the tier into the work queue.
+
+The only user of kopf, and of kopf only its watching: no handler of ours changes an object through it, so it keeps no
+state in annotations, puts no finalizer on anything, and a tier can always be deleted, with the operator up, down or
+gone for good. What to do is decided by a pass over the tier as it then is, never from the event.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import kopf
+
+from kvtier_operator import names
+from kvtier_operator.cluster import Cluster, Credentials
+from kvtier_operator.errors import OperatorError
+from kvtier_operator.metrics import OperatorMetrics
+from kvtier_operator.names import TierName
+from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.settings import Settings
+from kvtier_operator.workqueue import Done, WorkQueue
+
+logger = logging.getLogger(__name__)
+
+EVERY_TIER: Final = TierName(namespace="", name="")
+"""Key of the pass that lists all tiers, in case a watch has missed one."""
+
+STUCK_SECONDS: Final = 600.0
+"""After how long without any progress the operator calls itself dead; longer than any pass can take."""
+
+_WATCHED: Final = (
+    ("", "v1", "configmaps"),
+    ("", "v1", "persistentvolumeclaims"),
+    ("", "v1", "pods"),
+    ("", "v1", "serviceaccounts"),
+    ("", "v1", "services"),
+    ("apps", "v1", "deployments"),
+    ("policy", "v1", "poddisruptionbudgets"),
+)
+"""What a tier is made of: a change of any of it, by anybody, is looked at."""
+
+
+class Operator:
+    """Connects kopf's events with passes over tiers.
+
+    Threads: kopf's event loop calls the handlers, which only add keys; the queue's threads do the work.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        cluster: Cluster,
+        metrics: OperatorMetrics,
+        login: Callable[[], Credentials],
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """Store what a pass needs; `run` starts everything."""
+        self._settings = settings
+        self._cluster = cluster
+        self._metrics = metrics
+        self._login = login
+        self._clock = clock
+        self._queue: WorkQueue[TierName] = WorkQueue(
+            self._pass,
+            workers=settings.workers,
+            resync_seconds=settings.resync_seconds,
+            settle_seconds=settings.settle_seconds,
+        )
+
+    def run(self, *, stop_flag: threading.Event | None = None) -> None:
+        """Serve until a signal or the flag says stop; passes that run then may end."""
+        kopf.run(
+            registry=self._registry(),
+            settings=_kopf_settings(),
+            namespaces=self._settings.namespaces,
+            clusterwide=not self._settings.namespaces,
+            liveness_endpoint=self._settings.liveness_endpoint or None,
+            # One operator runs at a time: the Deployment of the operator is recreated, never surged.
+            standalone=True,
+            stop_flag=stop_flag,
+        )
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+        kopf.on.login(registry=registry)(self._on_login)
+        kopf.on.startup(registry=registry)(self._on_startup)
+        kopf.on.cleanup(registry=registry)(self._on_cleanup)
+        kopf.on.probe(registry=registry, id="queue", errors=kopf.ErrorsMode.PERMANENT)(self._on_probe)
+        kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)(self._on_tier)
+        for group, version, plural in _WATCHED:
+            kopf.on.event(group, version, plural, registry=registry)(self._on_child)
+        return registry
+
+    def _on_login(self, **_: Any) -> kopf.ConnectionInfo:
+        found = self._login()
+        scheme, _separator, token = (found.authorization or "").rpartition(" ")
+        return kopf.ConnectionInfo(
+            server=found.server,
+            ca_path=found.ca_path,
+            insecure=found.is_insecure,
+            username=found.username,
+            password=found.password,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=found.certificate_path,
+            private_key_path=found.private_key_path,
+        )
+
+    async def _on_startup(self, **_: Any) -> None:
+        self._queue.start()
+        self._queue.add(EVERY_TIER)
+
+    def _on_cleanup(self, **_: Any) -> None:
+        if not self._queue.close(timeout=self._settings.stop_seconds):
+            logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
+
+    async def _on_probe(self, **_: Any) -> dict[str, float]:
+        overdue = self._queue.seconds_overdue()
+        if overdue > STUCK_SECONDS:
+            raise kopf.PermanentError(f"no pass has ended for {overdue:.0f} s although tiers wait")
+        return {"overdue_seconds": round(overdue, 1)}
+
+    async def _on_tier(self, namespace: str | None, name: str, **_: Any) -> None:
+        self._queue.add(TierName(namespace=namespace or "", name=name))
+
+    async def _on_child(self, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        tier = labels.get(names.LABEL_TIER)
+        if tier is not None:
+            self._queue.add(TierName(namespace=namespace or "", name=tier))
+
+    def _pass(self, key: TierName, attempt: int) -> Done:
+        """Do one pass; the one place where an outcome becomes what the queue does next."""
+        try:
+            return self._list_tiers() if key == EVERY_TIER else self._reconcile(key, attempt)
+        except OperatorError as error:
+            logger.warning("%s", error)
+            return Done(retry_after=error.retry_after or STUCK_SECONDS)
+
+    def _list_tiers(self) -> Done:
+        for scope in self._settings.namespaces or ("",):
+            for found in self._cluster.list(names.API_VERSION, names.KIND, namespace=scope, selector=""):
+                metadata = found["metadata"]
+                self._queue.add_if_unknown(TierName(namespace=metadata["namespace"], name=metadata["name"]))
+        return Done()
+
+    def _reconcile(self, key: TierName, attempt: int) -> Done:
+        start = time.monotonic()
+        outcome = reconcile(
+            self._cluster,
+            key,
+            connector_image=self._settings.connector_image,
+            clock=self._clock,
+            attempt=attempt,
+        )
+        self._count(outcome, time.monotonic() - start)
+        if outcome.written:
+            logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))
+        if outcome.failure is not None:
+            logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
+            return Done(retry_after=outcome.failure.retry_after)
+        return Done(is_gone=not outcome.exists)
+
+    def _count(self, outcome: Outcome, seconds: float) -> None:
+        ended = "failed" if outcome.failure is not None else "ok" if outcome.exists else "gone"
+        kinds = tuple(key.kind for key in outcome.written)
+        self._metrics.count_pass(outcome=ended, seconds=seconds, written_kinds=kinds)
+
+
+def _kopf_settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    # Nothing is kept in the objects, so these prefixes only matter should a handler ever need them: none of kopf's own.
+    settings.persistence.finalizer = f"{names.GROUP}/finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
+    settings.posting.enabled = False
+    # Namespaces are given and the CRD comes with the operator: no right to watch either is needed.
+    settings.scanning.disabled = True
+    settings.networking.connect_timeout = 10
+    settings.networking.request_timeout = 60
+    # Load balancers drop quiet connections without a word.
+    settings.watching.server_timeout = 300
+    settings.watching.connect_timeout = 10
+    for group, version, plural in _WATCHED:
+        settings.watching.label_selectors[group, version, plural] = names.LABEL_TIER
+    return settings

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector reads: the ConfigMap, and the JSON on the engine's command line that points at it. Pure."""
+
+from __future__ import annotations
+
+import json
+
+from kvtier_connector import contract
+from kvtier_operator import names
+from kvtier_operator.names import Manifest
+from kvtier_operator.plan import TierPlan
+
+
+def config(plan: TierPlan) -> Manifest:
+    """Return the ConfigMap with the connector's settings."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": names.metadata(plan.tier, names.config(plan.tier), component=names.COMPONENT_ENGINE),
+        "data": {contract.CONFIG_FILE: plan.config_text},
+    }
+
+
+def kv_transfer_config(plan: TierPlan) -> str:
+    """Return the value of --kv-transfer-config: vLLM's offloading connector with our spec and our tier."""
+    cpu = plan.spec.cpu
+    document = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVTierSpec",
+            "spec_module_path": "kvtier_connector.tier.spec",
+            "cpu_bytes_to_use": cpu.size_bytes,
+            "eviction_policy": cpu.eviction_policy,
+            "offload_prompt_only": cpu.offload_prompt_only,
+            "secondary_tiers": [
+                {
+                    "type": "SharedVolumeTier",
+                    "module_path": "kvtier_connector.tier.manager",
+                    "config_file": f"{names.CONFIG_MOUNT}/{contract.CONFIG_FILE}",
+                }
+            ],
+        },
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Deployment of engine pods: stock vLLM, our connector beside it, and sizes that agree. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.manifests.config import kv_transfer_config
+from kvtier_operator.names import Manifest
+from kvtier_operator.plan import TierPlan
+
+NO_ACCELERATOR: Final = "none"
+
+USER_ID: Final = 10001
+"""Any non-root number will do; the volume's files belong to the group of the same number."""
+
+ENDPOINT_DRAIN_SECONDS: Final = 10
+"""How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
+
+REQUEST_DRAIN_SECONDS: Final = 60
+"""How long requests that run then may go on."""
+
+TEARDOWN_SECONDS: Final = 20
+"""What vLLM takes to end its workers, and the connector to finish the writes it has begun."""
+
+_PROBE_PERIOD_SECONDS: Final = 5
+
+# python3 is there because the engine is started with it; a native sleep action needs Kubernetes 1.30, and a stock image
+# owes us no sleep command.
+_DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
+
+
+def deployment(plan: TierPlan) -> Manifest:
+    """Return the Deployment of the tier's engines."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+        "spec": {
+            "replicas": plan.spec.replicas,
+            "selector": {"matchLabels": names.selector(plan.tier)},
+            # Accelerators, and host memory for a whole CPU tier, are scarce: a new pod gets the place of an old one.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            # A rollout is stuck only when a pod had its whole startup budget and time to be scheduled and pulled.
+            "progressDeadlineSeconds": plan.sizing.startup_seconds + 600,
+            "revisionHistoryLimit": 3,
+            "template": {"metadata": _template_metadata(plan), "spec": _pod(plan)},
+        },
+    }
+
+
+def _template_metadata(plan: TierPlan) -> Manifest:
+    template = plan.spec.engine.pod_template
+    return {
+        "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
+        "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest},
+    }
+
+
+def _pod(plan: TierPlan) -> Manifest:
+    template = plan.spec.engine.pod_template
+    optional = {
+        "nodeSelector": dict(template.node_selector),
+        "tolerations": list(template.tolerations),
+        "affinity": dict(template.affinity or {}),
+        "topologySpreadConstraints": list(template.topology_spread_constraints),
+        "priorityClassName": template.priority_class_name,
+        "runtimeClassName": template.runtime_class_name,
+        "imagePullSecrets": list(template.image_pull_secrets),
+    }
+    return {
+        "serviceAccountName": names.engine(plan.tier),
+        "automountServiceAccountToken": False,
+        # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            # Changing the owner of millions of block files at each start would take longer than the start.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+            **(template.security_context or {}),
+        },
+        **{field: value for field, value in optional.items() if value},
+        "initContainers": [_install_container(plan)],
+        "containers": [_engine_container(plan)],
+        "volumes": _volumes(plan),
+    }
+
+
+def _install_container(plan: TierPlan) -> Manifest:
+    return {
+        "name": names.INSTALL_CONTAINER,
+        "image": plan.connector_image,
+        "command": ["python3", "-m", "kvtier_connector.install"],
+        # What a crashed engine left in shared memory outlives its container, because the emptyDir is the pod's.
+        "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT],
+        "resources": {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"memory": "256Mi"},
+        },
+        "securityContext": _hardened(),
+        "volumeMounts": [
+            {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
+            {"name": "shm", "mountPath": names.SHM_MOUNT},
+            {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+        ],
+    }
+
+
+def _engine_container(plan: TierPlan) -> Manifest:
+    engine = plan.spec.engine
+    return {
+        "name": names.ENGINE_CONTAINER,
+        "image": engine.image,
+        "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+        "args": _args(plan),
+        "env": _env(plan),
+        "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}],
+        "resources": _resources(plan),
+        "startupProbe": {
+            **_health(),
+            "timeoutSeconds": 5,
+            "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
+        },
+        "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},
+        # /health answers 503 once the engine core has died. A busy front end may be slow to answer: that is no reason
+        # to throw away what it computed.
+        "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
+        "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
+        "securityContext": _hardened(),
+        "volumeMounts": [
+            {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
+            {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
+            {"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True},
+            {"name": "shm", "mountPath": names.SHM_MOUNT},
+            {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+            *engine.pod_template.volume_mounts,
+        ],
+    }
+
+
+def _health() -> Manifest:
+    return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
+
+
+def _hardened() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+
+
+def _args(plan: TierPlan) -> list[str]:
+    model, engine = plan.spec.model, plan.spec.engine
+    return [
+        f"--model={model.name}",
+        # A directory has no revisions; vLLM would ask the hub for one.
+        *([] if model.name.startswith("/") else [f"--revision={model.revision}"]),
+        "--host=0.0.0.0",
+        f"--port={names.HTTP_PORT}",
+        f"--served-model-name={model.name}",
+        f"--tensor-parallel-size={engine.tensor_parallel}",
+        "--enable-prefix-caching",
+        f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
+        f"--shutdown-timeout={REQUEST_DRAIN_SECONDS}",
+        f"--kv-transfer-config={kv_transfer_config(plan)}",
+        *engine.args,
+    ]
+
+
+def _env(plan: TierPlan) -> list[Manifest]:
+    token = plan.spec.model.token_secret_ref
+    ours: list[Manifest] = [
+        # First, so that nothing that follows can be thought to change it: equal in every pod, or no block is found.
+        {"name": "PYTHONHASHSEED", "value": plan.spec.hash.seed},
+        {"name": "PYTHONPATH", "value": names.CONNECTOR_MOUNT},
+        # The root file system is read-only; everything that vLLM and its libraries write goes to the scratch volume.
+        {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
+        # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
+        {"name": "USER", "value": "kvtier"},
+        {"name": "HF_HOME", "value": f"{names.SCRATCH_MOUNT}/hf"},
+        {"name": "XDG_CACHE_HOME", "value": f"{names.SCRATCH_MOUNT}/cache"},
+        {"name": "VLLM_CACHE_ROOT", "value": f"{names.SCRATCH_MOUNT}/vllm"},
+        {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
+        {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/torchinductor"},
+    ]
+    if token is not None:
+        ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
+    # Names are unique, as server-side apply demands. What must not be overridden was refused with the spec.
+    merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
+    return list(merged.values())
+
+
+def _resources(plan: TierPlan) -> Manifest:
+    engine = plan.spec.engine
+    memory = quantity.format_bytes(plan.sizing.memory_bytes)
+    devices = (
+        {}
+        if engine.accelerator.resource == NO_ACCELERATOR
+        else {engine.accelerator.resource: str(engine.accelerator.per_pod)}
+    )
+    return {
+        "requests": {"cpu": engine.cpu, "memory": memory, **devices},
+        # Request equals limit: pinned pages cannot be reclaimed, so a node must never promise them twice.
+        "limits": {"memory": memory, **devices},
+    }
+
+
+def _volumes(plan: TierPlan) -> list[Manifest]:
+    shm = quantity.format_bytes(plan.sizing.shm_bytes)
+    return [
+        {"name": "blocks", "persistentVolumeClaim": {"claimName": plan.claim_name}},
+        {"name": "config", "configMap": {"name": names.config(plan.tier)}},
+        {"name": "connector", "emptyDir": {"sizeLimit": "64Mi"}},
+        # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        {"name": "scratch", "emptyDir": {}},
+        *plan.spec.engine.pod_template.volumes,
+    ]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name the operator gives: objects, labels, selectors, annotations, paths in the pod.
+
+Pure. A name is spelt once, here, because a label typed twice is a selector that one day matches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as JSON."""
+
+GROUP: Final = "kvtier.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+KIND: Final = "KVCacheTier"
+PLURAL: Final = "kvcachetiers"
+
+FIELD_MANAGER: Final = "kvtier-operator"
+"""Owner of the fields we apply, and value of ``app.kubernetes.io/managed-by``."""
+
+LABEL_TIER: Final = f"{GROUP}/tier"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
+
+COMPONENT_ENGINE: Final = "engine"
+COMPONENT_VOLUME: Final = "volume"
+
+ENGINE_CONTAINER: Final = "engine"
+INSTALL_CONTAINER: Final = "install-connector"
+HTTP_PORT: Final = 8000
+
+VOLUME_MOUNT: Final = "/var/lib/kvtier"
+CONFIG_MOUNT: Final = "/etc/kvtier"
+CONNECTOR_MOUNT: Final = "/opt/kvtier"
+SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from
+SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: nobody else can write there
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class TierRef:
+    """Which KVCacheTier: its namespace, its name, and the uid that tells it from a namesake created later."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        """Return ``namespace/name``, as kubectl and people write it."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class TierName:
+    """Which KVCacheTier to look at, whatever its incarnation."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return ``namespace/name``, as kubectl and people write it."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ObjectKey:
+    """One object by what the API server knows it by; its namespace is its tier's."""
+
+    api_version: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return ``Kind/name`` for messages."""
+        return f"{self.kind}/{self.name}"
+
+
+CLAIM_KIND: Final = "PersistentVolumeClaim"
+
+
+def tier_ref(body: Mapping[str, Any]) -> TierRef:
+    """Return the reference of a KVCacheTier body; a body that never saw a cluster gets an empty uid."""
+    metadata = body["metadata"]
+    return TierRef(namespace=metadata.get("namespace", "default"), name=metadata["name"], uid=metadata.get("uid", ""))
+
+
+def engine(tier: TierRef) -> str:
+    """Name of the Deployment, its Service, ServiceAccount and PodDisruptionBudget."""
+    return f"{tier.name}-engine"
+
+
+def config(tier: TierRef) -> str:
+    """Name of the ConfigMap with the connector's settings."""
+    return f"{tier.name}-connector"
+
+
+def claim(tier: TierRef) -> str:
+    """Name of the claim the operator makes when the tier does not bring one."""
+    return f"{tier.name}-blocks"
+
+
+def children(tier: TierRef) -> tuple[ObjectKey, ...]:
+    """Return every object that the operator may make for a tier, whether this tier needs it or not."""
+    return (
+        ObjectKey(api_version="v1", kind=CLAIM_KIND, name=claim(tier)),
+        ObjectKey(api_version="v1", kind="ConfigMap", name=config(tier)),
+        ObjectKey(api_version="v1", kind="ServiceAccount", name=engine(tier)),
+        ObjectKey(api_version="v1", kind="Service", name=engine(tier)),
+        ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=engine(tier)),
+        ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier)),
+    )
+
+
+def selector(tier: TierRef) -> dict[str, str]:
+    """Labels that find the engine pods of the tier; never a user's label, because selectors cannot change."""
+    return {LABEL_TIER: tier.name, LABEL_COMPONENT: COMPONENT_ENGINE}
+
+
+def selector_text(tier: TierRef) -> str:
+    """Return the selector as the scale subresource and kubectl write it."""
+    return ",".join(f"{key}={value}" for key, value in sorted(selector(tier).items()))
+
+
+def labels(tier: TierRef, component: str) -> dict[str, str]:
+    """Labels of every object the operator makes; the last two say that the object is ours."""
+    return {
+        "app.kubernetes.io/name": "kvtier",
+        "app.kubernetes.io/instance": tier.name,
+        LABEL_COMPONENT: component,
+        LABEL_MANAGED_BY: FIELD_MANAGER,
+        LABEL_TIER: tier.name,
+    }
+
+
+def owner_reference(tier: TierRef) -> dict[str, Any]:
+    """Return the reference that lets the garbage collector delete a child with its tier, operator up or down."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": tier.name,
+        "uid": tier.uid,
+        "controller": True,
+        # A tier must go at once even while a child waits for something.
+        "blockOwnerDeletion": False,
+    }
+
+
+def metadata(tier: TierRef, name: str, *, component: str, is_owned: bool = True) -> dict[str, Any]:
+    """Return the metadata of one child.
+
+    An object that is not owned survives its tier; neither is one rendered for a tier that no cluster holds yet, since
+    there is no uid to refer to.
+    """
+    return {
+        "name": name,
+        "namespace": tier.namespace,
+        "labels": labels(tier, component),
+        **({"ownerReferences": [owner_reference(tier)]} if is_owned and tier.uid else {}),
+    }
+
+
+def key_of(manifest: Mapping[str, Any]) -> ObjectKey:
+    """Return what the API server knows an object by."""
+    return ObjectKey(api_version=manifest["apiVersion"], kind=manifest["kind"], name=manifest["metadata"]["name"])
+
+
+def is_ours(manifest: Mapping[str, Any], tier: TierRef) -> bool:
+    """Tell whether a live object was made for this tier: by label, and not controlled by anything else."""
+    found = manifest.get("metadata", {})
+    controllers = [ref for ref in found.get("ownerReferences", ()) if ref.get("controller")]
+    if any(ref.get("uid") != tier.uid for ref in controllers):
+        return False
+    of_object = found.get("labels") or {}
+    return of_object.get(LABEL_MANAGED_BY) == FIELD_MANAGER and of_object.get(LABEL_TIER) == tier.name

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every size the pod needs, derived from the CPU tier and the engine's own memory.
+
+Pure. The four numbers that people otherwise keep equal by hand (CPU tier, shared memory, container memory, startup
+budget) come from one, and each term is kept so that status can show the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+GIB: Final = 1 << 30
+
+SHM_OVERHEAD_BYTES: Final = GIB
+"""NCCL's and the message queues' share of /dev/shm, per engine."""
+
+STARTUP_BASE_SECONDS: Final = 300
+"""Imports, weight loading from a warm page cache, kernel compilation and warm-up of a small model."""
+
+PIN_BYTES_PER_SECOND: Final = 2 * GIB
+"""How fast the kernel pins host memory, at least."""
+
+LOAD_BYTES_PER_SECOND: Final = GIB // 2
+"""How fast weights come from storage, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """The terms and their sums; bytes and seconds."""
+
+    cpu_bytes: int
+    engines_per_pod: int
+    shm_overhead_bytes: int
+    shm_bytes: int
+    engine_memory_bytes: int
+    memory_bytes: int
+    startup_base_seconds: int
+    startup_pin_seconds: int
+    startup_load_seconds: int
+    startup_seconds: int
+
+
+def make_sizing(*, cpu_bytes: int, engine_memory_bytes: int, engines_per_pod: int = 1, weight_bytes: int = 0) -> Sizing:
+    """Return the sizes of one pod.
+
+    Args:
+        cpu_bytes: pinned host memory of one engine, over all its workers.
+        engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
+        engines_per_pod: engine cores in one pod (data parallelism).
+        weight_bytes: size of the weights; 0 where nobody knows it, and the base has to do.
+    """
+    overhead = engines_per_pod * SHM_OVERHEAD_BYTES
+    pinned = engines_per_pod * cpu_bytes
+    shm = pinned + overhead
+    pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
+    load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
+    return Sizing(
+        cpu_bytes=cpu_bytes,
+        engines_per_pod=engines_per_pod,
+        shm_overhead_bytes=overhead,
+        shm_bytes=shm,
+        engine_memory_bytes=engine_memory_bytes,
+        # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
+        memory_bytes=engine_memory_bytes + shm,
+        startup_base_seconds=STARTUP_BASE_SECONDS,
+        startup_pin_seconds=pin_seconds,
+        startup_load_seconds=load_seconds,
+        startup_seconds=STARTUP_BASE_SECONDS + pin_seconds + load_seconds,
+    )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over one tier: gather, plan, render, apply, prune, report.
+
+Level-based: it is given a name, not a change, and looks at everything again, so every trigger may call it, in any order
+and any number of times; twice is the same as once. Whatever one pass leaves undone, the next one repairs. Knows neither
+kopf nor the Kubernetes client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from kvtier_operator import manifests, names, status
+from kvtier_operator.cluster import Cluster
+from kvtier_operator.errors import ClusterError, SpecInvalid
+from kvtier_operator.gather import gather
+from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+from kvtier_operator.plan import Refusal, TierPlan, make_generation, make_plan, sizing_of
+from kvtier_operator.snapshot import Snapshot
+from kvtier_operator.spec import parse
+
+Clock = Callable[[], datetime]
+
+PATIENCE: Final = 3
+"""Failures in a row after which a failure that may pass by itself is shown in the status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one pass did."""
+
+    exists: bool
+    """False where there is no such tier, or it is going: nothing more is to be done for it."""
+    written: tuple[ObjectKey, ...] = ()
+    """Objects that the pass created, changed or deleted."""
+    failure: ClusterError | None = None
+    """Why the pass is to be repeated soon."""
+
+
+def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: Clock, attempt: int = 1) -> Outcome:
+    """Bring one tier closer to its spec and report how far it is.
+
+    Args:
+        cluster: what is read and written.
+        tier: which one.
+        connector_image: image that brings the connector into the engine pods.
+        clock: for the times in the status.
+        attempt: 1, and one more for each failure in a row before this pass.
+
+    Returns:
+        What was done. A failure of the cluster is part of it: raising would lose what was done before.
+    """
+    try:
+        body = cluster.get(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name), tier.namespace)
+    except ClusterError as error:
+        return Outcome(exists=True, failure=error)
+    # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
+    if body is None or "deletionTimestamp" in body["metadata"]:
+        return Outcome(exists=False)
+    act = _act(cluster, body, connector_image)
+    is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
+    if act.failure is not None and not is_worth_telling:
+        return Outcome(exists=True, written=act.written, failure=act.failure)
+    try:
+        _report(cluster, body, act.view, clock)
+    except ClusterError as error:
+        return Outcome(exists=True, written=act.written, failure=act.failure or error)
+    return Outcome(exists=True, written=act.written, failure=act.failure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Act:
+    view: status.View
+    written: tuple[ObjectKey, ...] = ()
+    failure: ClusterError | None = None
+
+
+def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
+    """Do everything but report."""
+    tier = names.tier_ref(body)
+    view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
+    try:
+        spec = parse(body)
+    except SpecInvalid as error:
+        return _Act(view=replace(view, invalid=error))
+    view = replace(view, spec=spec, sizing=sizing_of(spec), current=make_generation(spec, tier))
+    try:
+        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
+    except ClusterError as error:
+        return _Act(view=replace(view, failure=error), failure=error)
+    view = replace(view, snapshot=snapshot)
+    plan = make_plan(spec, snapshot, connector_image=connector_image)
+    if isinstance(plan, Refusal):
+        return _Act(view=replace(view, refusal=plan))
+    if spec.paused:
+        return _Act(view=view)
+    written, failure = _write(cluster, plan, snapshot)
+    if written and failure is None:
+        try:
+            # Report what stands now: the pass that made it is the one to tell.
+            view = replace(view, snapshot=gather(cluster, tier, existing_claim=spec.volume.existing_claim))
+        except ClusterError as error:
+            failure = error
+    return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
+    """Apply every object in order, then delete what is not rendered any more; stop at the first failure."""
+    written: list[ObjectKey] = []
+    rendered = manifests.render(plan)
+    try:
+        for manifest in rendered:
+            key = names.key_of(manifest)
+            live = snapshot.live.get(key)
+            applied = cluster.apply(manifest, over=None if live is None else live.uid)
+            if live is None or applied["metadata"]["resourceVersion"] != live.resource_version:
+                written.append(key)
+        for key in _obsolete(snapshot, {names.key_of(manifest) for manifest in rendered}):
+            cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
+            written.append(key)
+    except ClusterError as error:
+        return tuple(written), error
+    return tuple(written), None
+
+
+def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
+    """Return what we own and render no more. Never a claim: no edit of a tier may cost anybody their data."""
+    return sorted(key for key in snapshot.live if key not in rendered and key.kind != names.CLAIM_KIND)
+
+
+def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -> None:
+    """Write the status where it changed, and post an Event for each transition."""
+    previous: Mapping[str, Any] = body.get("status") or {}
+    now = clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    wanted = status.report(view, previous, now=now)
+    changes = status.changes(previous, wanted)
+    if not changes:
+        return
+    cluster.patch_status(view.tier, changes)
+    for transition in status.transitions(previous, wanted):
+        cluster.post_event(_event(body, view.tier, transition, now=now))
+
+
+def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now: str) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{tier.name}.", "namespace": tier.namespace},
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": tier.name,
+            "namespace": tier.namespace,
+            "uid": tier.uid,
+            "resourceVersion": body["metadata"]["resourceVersion"],
+        },
+        "type": transition.level,
+        "reason": transition.reason,
+        # The API server takes no longer one.
+        "message": transition.message[:1024],
+        "source": {"component": names.FIELD_MANAGER},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+
+
+def _passes_soon(failure: ClusterError) -> bool:
+    return failure.retry_after is not None and failure.retry_after <= 5  # noqa: PLR2004  seconds

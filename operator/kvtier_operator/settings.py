@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's own settings, from its environment, as one frozen object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier_operator import __version__
+from kvtier_operator.errors import SettingsInvalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How this operator runs; each field is set by the variable named after it: ``KVTIER_<FIELD>``."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces that are served, separated by commas; none means all of them."""
+    connector_image: str = f"ghcr.io/kvtier/connector:{__version__}"
+    """Image whose init container brings the connector into engine pods."""
+    workers: int = 4
+    """Tiers that are looked at in the same moment."""
+    resync_seconds: float = 60.0
+    """After how long a tier is looked at again though nothing was heard of it."""
+    settle_seconds: float = 0.2
+    """How long a tier waits after an event, so that a burst of events makes one pass."""
+    liveness_endpoint: str = ""
+    """``http://ADDRESS:PORT/PATH`` that answers the kubelet; empty serves none."""
+    metrics_port: int = 0
+    """Port of ``/metrics``; 0 serves none."""
+    stop_seconds: float = 20.0
+    """How long running passes may take to end when the operator is told to go."""
+
+
+def parse(environ: Mapping[str, str]) -> Settings:
+    """Read the settings from environment variables.
+
+    Raises:
+        SettingsInvalid: names the first variable that cannot be used.
+    """
+    defaults = Settings()
+    return Settings(
+        namespaces=tuple(filter(None, (part.strip() for part in environ.get("KVTIER_NAMESPACES", "").split(",")))),
+        connector_image=environ.get("KVTIER_CONNECTOR_IMAGE") or defaults.connector_image,
+        workers=int(_number(environ, "KVTIER_WORKERS", defaults.workers, least=1, most=64)),
+        resync_seconds=_number(environ, "KVTIER_RESYNC_SECONDS", defaults.resync_seconds, least=1, most=86400),
+        settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),
+        liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
+        metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
+        stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: float, *, least: float, most: float) -> float:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name}={text!r} is not a number") from error
+    if not least <= value <= most:
+        raise SettingsInvalid(f"{name}={text!r} must be between {least:g} and {most:g}")
+    return value

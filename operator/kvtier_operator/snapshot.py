@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One frozen look at the cluster: what a tier's decisions and its status are made from.
+
+Data only, and pure: reading is another module's work, so every decision can be tested without a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier_operator.names import ObjectKey, TierRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """One object of ours as it stands: which incarnation, and in which version."""
+
+    uid: str
+    resource_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The PersistentVolumeClaim that holds the blocks, whoever made it."""
+
+    name: str
+    access_modes: tuple[str, ...]
+    storage_class_name: str | None
+    requested_bytes: int
+    phase: str
+    is_terminating: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """The Deployment as last seen; zeros where it does not exist yet."""
+
+    generation: int = 0
+    observed_generation: int = 0
+    replicas: int = 0
+    updated: int = 0
+    ready: int = 0
+    is_stalled: bool = False
+    """The Deployment gave up waiting for progress (ProgressDeadlineExceeded)."""
+    problem: str = ""
+    """Why pods cannot even be created (quota, admission), in the API server's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What the kubelet last said about one container of an engine pod."""
+
+    name: str
+    image: str
+    restarts: int = 0
+    waiting_reason: str = ""
+    waiting_message: str = ""
+    exit_code: int | None = None
+    """Of the last run that ended; None when none did."""
+    exit_reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """One engine pod."""
+
+    name: str
+    phase: str
+    is_ready: bool
+    is_terminating: bool
+    is_scheduled: bool | None
+    """None when the scheduler has not spoken yet."""
+    scheduling_message: str
+    config_digest: str
+    hash_seed: str | None
+    hash_algorithm: str | None
+    containers: tuple[Container, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything read for one reconcile of one tier."""
+
+    tier: TierRef
+    claim: Claim | None
+    engines: Engines
+    pods: tuple[Pod, ...]
+    live: Mapping[ObjectKey, Live]
+    """Objects of ours."""
+    foreign: frozenset[ObjectKey] = frozenset()
+    """Objects that stand under a name we need and are not ours: never overwritten."""

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier says about itself: conditions, sizes, counts, and which Events a change of them deserves.
+
+Pure. There is no phase: `Ready` summarises the conditions after it, and `Reconciling` and `Stalled` mean what kstatus
+(kubectl wait, Argo CD, Flux) takes them to mean. Nothing in it changes when nothing happened, so that writing it never
+wakes us for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from pydantic.alias_generators import to_camel
+
+from kvtier_operator import names
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.plan import Generation, RefusalReason
+from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
+from kvtier_operator.status.reasons import Reason
+
+__all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
+
+_NORMAL: Final = frozenset(
+    reason.value
+    for reason in (
+        Reason.READY,
+        Reason.PAUSED,
+        Reason.ACTIVE,
+        Reason.ENGINES_STARTING,
+        Reason.CLAIM_MISSING,
+        Reason.CLAIM_PENDING,
+    )
+)
+"""Reasons that a healthy tier passes through; every other one is a Warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """News about a tier, in the words of an Event."""
+
+    level: str
+    """Normal or Warning."""
+    reason: str
+    message: str
+
+
+_REFUSED: Final = {
+    RefusalReason.OBJECT_NOT_OURS: Reason.OBJECT_NOT_OURS,
+    RefusalReason.CLAIM_MISSING: Reason.CLAIM_MISSING,
+    RefusalReason.CLAIM_NOT_SHARED: Reason.CLAIM_NOT_SHARED,
+    RefusalReason.CLAIM_IMMUTABLE: Reason.CLAIM_IMMUTABLE,
+    RefusalReason.CLAIM_CANNOT_SHRINK: Reason.CLAIM_CANNOT_SHRINK,
+}
+
+
+def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
+    """Return the whole status; times of conditions whose status did not flip stay as they were."""
+    found = [(kind, _first(view, checks), ok, text) for kind, checks, ok, text in SUMMARY]
+    blocker = _blocker(view)
+    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and problem.is_known), None)
+    is_paused = view.spec is not None and view.spec.paused
+    stalled = _stalled(view, blocker=blocker, first=first)
+    moving = first if stalled is None and not is_paused else None
+    conditions = [
+        _condition("Ready", problem=first, ok=Reason.READY, text="all engines serve and share the volume"),
+        *(_condition(kind, problem=problem, ok=ok, text=text) for kind, problem, ok, text in found),
+        _flag("Paused", Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc) if is_paused else None, Reason.ACTIVE),
+        _flag(
+            "Reconciling",
+            None if moving is None else Problem(reason=Reason.PROGRESSING, message=moving.message),
+            Reason.IDLE,
+        ),
+        _flag("Stalled", stalled, Reason.NOT_STALLED),
+    ]
+    engines = None if view.snapshot is None else view.snapshot.engines
+    kept = {field: previous[field] for field in ("sizing", "generation") if field in previous}
+    return {
+        **kept,
+        "observedGeneration": view.generation,
+        "selector": names.selector_text(view.tier),
+        "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
+        "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
+        "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
+        **({} if view.sizing is None else {"sizing": _sizing(view.sizing)}),
+        **({} if view.current is None else {"generation": _generation(view.current)}),
+    }
+
+
+def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merge patch from one status to the other: empty when nothing moved."""
+    patch: dict[str, Any] = {field: None for field in previous if field not in wanted}
+    for field, value in wanted.items():
+        found = previous.get(field)
+        if isinstance(value, Mapping) and isinstance(found, Mapping):
+            patch.update({field: nested} if (nested := changes(found, value)) else {})
+        elif found != value:
+            patch[field] = value
+    return patch
+
+
+def transitions(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Transition]:
+    """Return what deserves an Event: news of Ready, and pausing and resuming."""
+    before = {condition["type"]: condition for condition in previous.get("conditions", ())}
+    told = []
+    for condition in wanted["conditions"]:
+        old = before.get(condition["type"], {})
+        is_news = {
+            "Ready": (old.get("status"), old.get("reason")) != (condition["status"], condition["reason"]),
+            # A tier that was never paused is no news.
+            "Paused": old.get("status", "False") != condition["status"],
+        }.get(condition["type"], False)
+        if is_news:
+            level = "Normal" if condition["reason"] in _NORMAL else "Warning"
+            told.append(Transition(level=level, reason=condition["reason"], message=condition["message"]))
+    return told
+
+
+def _first(view: View, checks: Sequence[Check]) -> Problem | None:
+    if view.spec is None or view.snapshot is None or view.sizing is None:
+        return Problem(reason=Reason.NOT_CHECKED, message="not checked: see Ready", is_known=False)
+    look = Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing)
+    for check in checks:
+        problem = check(look)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _blocker(view: View) -> Problem | None:
+    """Return what kept the spec from being carried out, before any engine is looked at."""
+    if isinstance(view.invalid, SpecInvalid):
+        return Problem(reason=Reason.SPEC_INVALID, message=str(view.invalid))
+    if view.refusal is not None:
+        return Problem(reason=_REFUSED[view.refusal.reason], message=view.refusal.message)
+    if view.failure is not None:
+        return Problem(reason=Reason.APPLY_FAILED, message=str(view.failure))
+    return None
+
+
+def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
+    """Return the problem that only a person can solve, or None."""
+    if view.failure is not None and blocker is not None:
+        is_hopeless = view.failure.retry_after is None or view.failure.retry_after > _SOON_SECONDS
+        return blocker if is_hopeless else None
+    if blocker is not None:
+        return blocker
+    return first if first is not None and first.reason in {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST} else None
+
+
+_SOON_SECONDS: Final = 30.0
+"""What is worth retrying sooner than this passes by itself."""
+
+
+def _condition(kind: str, *, problem: Problem | None, ok: Reason, text: str) -> dict[str, Any]:
+    """Return a condition that is good when True."""
+    if problem is None:
+        return {"type": kind, "status": "True", "reason": ok.value, "message": text}
+    status = "False" if problem.is_known else "Unknown"
+    return {"type": kind, "status": status, "reason": problem.reason.value, "message": problem.message}
+
+
+def _flag(kind: str, problem: Problem | None, otherwise: Reason) -> dict[str, Any]:
+    """Return a condition that is True while something out of the ordinary holds."""
+    if problem is None:
+        return {"type": kind, "status": "False", "reason": otherwise.value, "message": otherwise.doc}
+    return {"type": kind, "status": "True", "reason": problem.reason.value, "message": problem.message}
+
+
+def _timed(
+    conditions: Iterable[Mapping[str, Any]], previous: Iterable[Mapping[str, Any]], *, generation: int, now: str
+) -> list[dict[str, Any]]:
+    before = {condition["type"]: condition for condition in previous}
+    timed = []
+    for condition in conditions:
+        old = before.get(condition["type"], {})
+        has_flipped = old.get("status") != condition["status"] or "lastTransitionTime" not in old
+        time = now if has_flipped else old["lastTransitionTime"]
+        timed.append({**condition, "observedGeneration": generation, "lastTransitionTime": time})
+    return timed
+
+
+def _sizing(sizing: Sizing) -> dict[str, int]:
+    return {to_camel(term): value for term, value in asdict(sizing).items()}
+
+
+def _generation(current: Generation) -> dict[str, str]:
+    return {"current": current.digest, "root": current.root}

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks behind each condition, in the order in which their problems are told. Pure.
+
+A check looks at one thing and returns the problem it found, with the remedy, or None. Its docstring is the claim that
+it tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.errors import OperatorError
+from kvtier_operator.plan import Generation, Refusal
+from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.snapshot import Container, Pod, Snapshot
+from kvtier_operator.spec import TierSpec
+from kvtier_operator.status.reasons import Reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Why a condition is not met. `is_known` false means that it cannot be told yet."""
+
+    reason: Reason
+    message: str
+    is_known: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Everything that status is made from; fields are None where the reconcile did not get that far."""
+
+    generation: int
+    tier: names.TierRef
+    spec: TierSpec | None
+    snapshot: Snapshot | None
+    sizing: Sizing | None = None
+    current: Generation | None = None
+    invalid: OperatorError | None = None
+    refusal: Refusal | None = None
+    failure: OperatorError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """The part of a view that checks judge, where the reconcile got far enough to have it."""
+
+    spec: TierSpec
+    snapshot: Snapshot
+    sizing: Sizing
+
+
+Check = Callable[[Look], Problem | None]
+
+
+def claim_exists(look: Look) -> Problem | None:
+    """There is a claim, and nobody deleted it."""
+    if look.snapshot.claim is None:
+        name = look.spec.volume.existing_claim or names.claim(look.snapshot.tier)
+        return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")
+    if look.snapshot.claim.is_terminating:
+        return Problem(
+            reason=Reason.CLAIM_TERMINATING,
+            message=f"PersistentVolumeClaim/{look.snapshot.claim.name} was deleted and goes when no pod uses it: back "
+            "up what you need, then set spec.replicas to 0 to let it go",
+        )
+    return None
+
+
+def claim_is_bound(look: Look) -> Problem | None:
+    """A volume stands behind the claim."""
+    claim = look.snapshot.claim
+    if claim is None or claim.phase == "Bound":
+        return None
+    if claim.phase == "Lost":
+        return Problem(
+            reason=Reason.CLAIM_LOST,
+            message=f"the volume of PersistentVolumeClaim/{claim.name} is gone: delete the claim so that a new one can "
+            "be made; what was cached is lost",
+        )
+    return Problem(
+        reason=Reason.CLAIM_PENDING,
+        message=f"PersistentVolumeClaim/{claim.name} (storage class {claim.storage_class_name or 'by default'}) is "
+        f"{claim.phase}: `kubectl describe pvc {claim.name}` says why; a class with WaitForFirstConsumer binds when "
+        "the first engine is scheduled",
+    )
+
+
+def engines_fit(look: Look) -> Problem | None:
+    """The scheduler found room for every engine it was asked about."""
+    waiting = [pod for pod in _alive(look.snapshot) if pod.is_scheduled is False]
+    short = next((pod for pod in waiting if "Insufficient" in pod.scheduling_message), None)
+    if short is None:
+        return None
+    memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
+    return Problem(
+        reason=Reason.DOES_NOT_FIT,
+        message=f"pod {short.name} needs {memory} of memory, {engine.cpu} CPUs and {engine.accelerator.per_pod} "
+        f"{engine.accelerator.resource}: {short.scheduling_message}; lower "
+        "spec.cpu.size, spec.engine.memory or spec.replicas, or add a node",
+    )
+
+
+def engines_were_scheduled(look: Look) -> Problem | None:
+    """At least one engine tells whether the sizes fit."""
+    if any(pod.is_scheduled for pod in _alive(look.snapshot)):
+        return None
+    return Problem(reason=Reason.NO_ENGINES, message="no engine has been scheduled yet", is_known=False)
+
+
+def pods_can_be_created(look: Look) -> Problem | None:
+    """Neither a quota nor admission stands in the way of the pods."""
+    if not look.snapshot.engines.problem:
+        return None
+    return Problem(
+        reason=Reason.PODS_REFUSED,
+        message=f"engine pods cannot be created: {look.snapshot.engines.problem}; raise the quota, or change what was "
+        "refused in spec.engine.podTemplate",
+    )
+
+
+def images_are_pulled(look: Look) -> Problem | None:
+    """Every image of every engine pod is there."""
+    for pod, container in _unready_containers(look.snapshot):
+        if container.waiting_reason in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
+            return Problem(
+                reason=Reason.IMAGE_PULL_FAILED,
+                message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
+                f"{_quoted(container.waiting_message)}): correct spec.engine.image, or give a pull secret in "
+                "spec.engine.podTemplate.imagePullSecrets",
+            )
+    return None
+
+
+def references_resolve(look: Look) -> Problem | None:
+    """What containers take from Secrets and ConfigMaps exists."""
+    for pod, container in _unready_containers(look.snapshot):
+        if container.waiting_reason in {"CreateContainerConfigError", "CreateContainerError"}:
+            return Problem(
+                reason=Reason.CONFIG_MISSING,
+                message=f"container {container.name} of pod {pod.name} cannot be created"
+                f"{_quoted(container.waiting_message)}: create the object it names, or correct "
+                "spec.model.tokenSecretRef or spec.engine.env",
+            )
+    return None
+
+
+def connector_is_installed(look: Look) -> Problem | None:
+    """The init container did its work."""
+    for pod, container in _unready_containers(look.snapshot):
+        if container.name == names.INSTALL_CONTAINER and container.exit_code:
+            return Problem(
+                reason=Reason.INSTALL_FAILED,
+                message=f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
+                f"`kubectl logs {pod.name} -c {container.name}` says why",
+            )
+    return None
+
+
+def engines_have_memory(look: Look) -> Problem | None:
+    """No engine was killed for its memory."""
+    for pod, container in _unready_containers(look.snapshot):
+        if container.exit_reason == "OOMKilled":
+            limit = quantity.format_bytes(look.sizing.memory_bytes)
+            return Problem(
+                reason=Reason.OUT_OF_MEMORY,
+                message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
+                f"(spec.engine.memory {look.spec.engine.memory} and the shared memory of the CPU tier): raise "
+                "spec.engine.memory, or lower spec.cpu.size",
+            )
+    return None
+
+
+def engines_stay_up(look: Look) -> Problem | None:
+    """No engine ended by itself."""
+    for pod, container in _unready_containers(look.snapshot):
+        has_ended = (
+            container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
+        )
+        if has_ended and container.name == names.ENGINE_CONTAINER:
+            return Problem(
+                reason=Reason.ENGINE_CRASHED,
+                message=f"the engine of pod {pod.name} ended with exit code {container.exit_code} and was restarted "
+                f"{container.restarts} times: `kubectl logs {pod.name} -c {container.name} --previous` says why",
+            )
+    return None
+
+
+def engines_are_scheduled(look: Look) -> Problem | None:
+    """No engine waits for a node."""
+    for pod in _alive(look.snapshot):
+        if pod.is_scheduled is False:
+            return Problem(
+                reason=Reason.NOT_SCHEDULED,
+                message=f"no node takes pod {pod.name}{_quoted(pod.scheduling_message)}: change "
+                "spec.engine.podTemplate (nodeSelector, tolerations, affinity) or add a node",
+            )
+    return None
+
+
+def rollout_progresses(look: Look) -> Problem | None:
+    """The Deployment has not given up."""
+    if not look.snapshot.engines.is_stalled:
+        return None
+    return Problem(
+        reason=Reason.ROLLOUT_STALLED,
+        message=f"new engines did not become ready in time: `kubectl logs "
+        f"deployment/{names.engine(look.snapshot.tier)}` and `kubectl describe pods` say why",
+    )
+
+
+def engines_are_ready(look: Look) -> Problem | None:
+    """As many engines of this very spec serve as were asked for, and no others are left."""
+    engines, wanted = look.snapshot.engines, look.spec.replicas
+    is_current = engines.generation > 0 and engines.observed_generation >= engines.generation
+    if is_current and engines.ready == engines.updated == engines.replicas == wanted:
+        return None
+    return Problem(
+        reason=Reason.ENGINES_STARTING,
+        message=f"{engines.ready} of {wanted} engines are ready, {engines.updated} run the latest spec",
+    )
+
+
+def seeds_agree(look: Look) -> Problem | None:
+    """Every engine that runs hashes blocks the same way."""
+    alive = _alive(look.snapshot)
+    wanted = (look.spec.hash.seed, look.spec.hash.algorithm)
+    strays = [pod for pod in alive if (pod.hash_seed, pod.hash_algorithm) != wanted]
+    if strays:
+        found = ", ".join(f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays)
+        return Problem(
+            reason=Reason.SEEDS_DIFFER,
+            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; they are "
+            "replaced as the rollout goes on; if they stay, something else sets PYTHONHASHSEED in these pods",
+        )
+    if not alive:
+        return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
+    return None
+
+
+VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound)
+SIZING: Final[tuple[Check, ...]] = (engines_fit, engines_were_scheduled)
+SEEDS: Final[tuple[Check, ...]] = (seeds_agree,)
+ENGINES: Final[tuple[Check, ...]] = (
+    pods_can_be_created,
+    images_are_pulled,
+    references_resolve,
+    connector_is_installed,
+    engines_have_memory,
+    engines_stay_up,
+    engines_are_scheduled,
+    rollout_progresses,
+    engines_are_ready,
+)
+
+SUMMARY: Final[tuple[tuple[str, tuple[Check, ...], Reason, str], ...]] = (
+    ("VolumeBound", VOLUME, Reason.BOUND, "the claim is bound"),
+    ("SizingFits", SIZING, Reason.FITS, "engines found nodes with room"),
+    ("EnginesReady", ENGINES, Reason.ENGINES_READY, "all engines are ready"),
+    ("HashSeedConsistent", SEEDS, Reason.SEEDS_AGREE, "all engines hash alike"),
+)
+"""Conditions in the order in which Ready reports their problems."""
+
+
+def _alive(snapshot: Snapshot) -> list[Pod]:
+    """Return the engine pods that are meant to stay."""
+    return [pod for pod in snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+
+
+def _unready_containers(snapshot: Snapshot) -> list[tuple[Pod, Container]]:
+    """Return the containers of engine pods that do not serve: what a pod got over is no problem any more."""
+    return [(pod, container) for pod in _alive(snapshot) if not pod.is_ready for container in pod.containers]
+
+
+def _quoted(message: str) -> str:
+    return f": {message}" if message else ""

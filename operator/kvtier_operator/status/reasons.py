@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed set of condition reasons. Pure.
+
+Alerts and scripts match on these words: one is added freely, and renamed only with a line in the changelog.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Self
+
+
+class Reason(enum.Enum):
+    """Every reason a condition can carry, with the sentence that explains it."""
+
+    doc: str
+    """The sentence."""
+
+    def __new__(cls, value: str, doc: str) -> Self:
+        """Make a member whose value is the reason and which knows its sentence."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.doc = doc
+        return member
+
+    READY = "Ready", "Every engine serves and shares the volume."
+    NOT_CHECKED = "NotChecked", "Something that stands before this check already failed."
+    BOUND = "Bound", "The claim is bound."
+    FITS = "Fits", "Every engine found a node with room for it."
+    ENGINES_READY = "EnginesReady", "As many engines of this spec are ready as were asked for."
+    SEEDS_AGREE = "SeedsAgree", "Every engine hashes blocks with the seed and algorithm of the spec."
+    NO_ENGINES = "NoEngines", "There is no engine to judge by."
+    IDLE = "Idle", "Nothing is left to do for this spec."
+    NOT_STALLED = "NotStalled", "Nothing waits for a person."
+    ACTIVE = "Active", "The operator acts on changes."
+    PAUSED = "Paused", "spec.paused is true: nothing is changed until it is false."
+    PROGRESSING = "Progressing", "The cluster is on its way to this spec."
+    SPEC_INVALID = "SpecInvalid", "A field cannot be honoured; the message names it."
+    OBJECT_NOT_OURS = "ObjectNotOurs", "An object that the tier needs to make exists and belongs to somebody else."
+    APPLY_FAILED = "ApplyFailed", "The API server did not accept what was applied; it is tried again."
+    CLAIM_MISSING = "ClaimMissing", "The claim does not exist."
+    CLAIM_TERMINATING = "ClaimTerminating", "Somebody deleted the claim; it goes when no pod uses it."
+    CLAIM_LOST = "ClaimLost", "The volume behind the claim is gone."
+    CLAIM_PENDING = "ClaimPending", "No volume is bound to the claim yet."
+    CLAIM_NOT_SHARED = "ClaimNotShared", "Several replicas need a claim that is ReadWriteMany."
+    CLAIM_IMMUTABLE = "ClaimImmutable", "The spec asks for a change of the claim that Kubernetes does not allow."
+    CLAIM_CANNOT_SHRINK = "ClaimCannotShrink", "The spec asks for less storage than the claim has."
+    DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
+    NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."
+    PODS_REFUSED = "PodsRefused", "Engine pods cannot be created (quota or admission)."
+    IMAGE_PULL_FAILED = "ImagePullFailed", "An image of an engine pod cannot be pulled."
+    CONFIG_MISSING = "ConfigMissing", "An engine pod refers to a Secret or ConfigMap that is not there."
+    INSTALL_FAILED = "InstallFailed", "The init container could not install the connector."
+    OUT_OF_MEMORY = "OutOfMemory", "An engine was killed because it used more memory than its limit."
+    ENGINE_CRASHED = "EngineCrashed", "An engine ended by itself."
+    ROLLOUT_STALLED = "RolloutStalled", "New engines did not become ready within their startup budget."
+    ENGINES_STARTING = "EnginesStarting", "Engines are on their way: scheduling, pulling, pinning memory, loading."
+    SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster in a dict: server-side apply with one field manager, owner references, and calls that fail on demand."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from tiers import NAMESPACE, merge
+
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterConflict, ClusterError
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+
+READS = frozenset({"get", "list"})
+
+
+class FakeCluster:
+    """Behaves like the API server as far as a reconcile can see; the garbage collector runs when asked to."""
+
+    def __init__(self, *objects: Manifest) -> None:
+        self._objects: dict[ObjectKey, Manifest] = {}
+        self._applied: dict[ObjectKey, Manifest] = {}
+        self._versions = itertools.count(1)
+        self.calls: list[tuple[str, str]] = []
+        self.events: list[Manifest] = []
+        self.fail: tuple[int, ClusterError] | None = None
+        for manifest in objects:
+            self.put(manifest)
+
+    # What tests do behind the operator's back.
+
+    def put(self, manifest: Manifest) -> Manifest:
+        """Create an object as somebody else would."""
+        body = copy.deepcopy(manifest)
+        version = str(next(self._versions))
+        defaults = {"uid": f"uid-{version}", "resourceVersion": version, "generation": 1}
+        body["metadata"] = {**defaults, **body["metadata"]}
+        self._objects[names.key_of(body)] = body
+        return body
+
+    def edit(self, key: ObjectKey, patch: Mapping[str, Any]) -> None:
+        """Change an object as somebody else would."""
+        self._store(key, merge(self._objects[key], dict(patch)))
+
+    def look(self, key: ObjectKey) -> Manifest | None:
+        """Return an object without that counting as a call."""
+        return copy.deepcopy(self._objects.get(key))
+
+    def remove(self, key: ObjectKey) -> None:
+        """Delete an object and, as the garbage collector does, what it controls."""
+        gone = self._objects.pop(key)
+        self._applied.pop(key, None)
+        for other, body in list(self._objects.items()):
+            references = body["metadata"].get("ownerReferences", ())
+            if any(reference["uid"] == gone["metadata"]["uid"] for reference in references):
+                self.remove(other)
+
+    def existing(self) -> set[ObjectKey]:
+        """Return everything there is."""
+        return set(self._objects)
+
+    def writes(self) -> list[tuple[str, str]]:
+        """Return the calls that were no reads."""
+        return [call for call in self.calls if call[0] not in READS]
+
+    # What the operator calls.
+
+    def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        self._count("get", key)
+        return self.look(key) if namespace == NAMESPACE else None
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
+        self._count("list", kind)
+        wanted = dict(part.split("=") for part in selector.split(",")) if selector else {}
+        return [
+            copy.deepcopy(body)
+            for key, body in sorted(self._objects.items())
+            if (key.api_version, key.kind) == (api_version, kind)
+            and wanted.items() <= body["metadata"].get("labels", {}).items()
+        ]
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        key = names.key_of(manifest)
+        self._count("apply", key)
+        live = self._objects.get(key)
+        if over != (None if live is None else live["metadata"]["uid"]):
+            raise ClusterConflict(f"cannot apply {key}: another incarnation stands there")
+        if live is None:
+            self.put(manifest)
+        else:
+            self._store(key, merge(_without(live, self._applied.get(key, {}), manifest), manifest))
+        self._applied[key] = copy.deepcopy(manifest)
+        return copy.deepcopy(self._objects[key])
+
+    def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
+        self._count("delete", key)
+        if key in self._objects:
+            if self._objects[key]["metadata"]["uid"] != uid:
+                raise ClusterConflict(f"cannot delete {key}: another incarnation stands there")
+            self.remove(key)
+
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
+        key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
+        self._count("patch_status", key)
+        self._store(key, merge(self._objects[key], {"status": dict(changes)}))
+
+    def post_event(self, event: Manifest) -> None:
+        self._count("post_event", event["reason"])
+        self.events.append(copy.deepcopy(event))
+
+    def _count(self, verb: str, what: object) -> None:
+        self.calls.append((verb, str(what)))
+        if self.fail is not None and len(self.calls) == self.fail[0]:
+            raise self.fail[1]
+
+    def _store(self, key: ObjectKey, body: Manifest) -> None:
+        old = self._objects[key]
+        if body != old:
+            body["metadata"]["resourceVersion"] = str(next(self._versions))
+            if body.get("spec") != old.get("spec"):
+                body["metadata"]["generation"] += 1
+            self._objects[key] = body
+
+
+def _without(live: Manifest, before: Manifest, now: Manifest) -> Manifest:
+    """Return the live object less the fields that were applied before and are not now."""
+    result = {}
+    for field, value in live.items():
+        if field in before and field not in now:
+            continue
+        is_nested = all(isinstance(side.get(field), dict) for side in (live, before, now))
+        result[field] = _without(value, before[field], now[field]) if is_nested else value
+    return result

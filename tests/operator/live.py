@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A live API server with everything around the operator that it needs: clients' hands, and controllers in a thread."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator.cluster import connect
+from kvtier_operator.handlers import Operator
+from kvtier_operator.metrics import OperatorMetrics
+from kvtier_operator.settings import Settings
+
+Result = TypeVar("Result")
+
+NAMESPACE = "default"
+CORE, APPS, TIERS = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1"
+MERGE = "application/merge-patch+json"
+DEADLINE_SECONDS = 20.0
+
+
+def until(condition: Callable[[], Result], *, seconds: float = DEADLINE_SECONDS) -> Result:
+    """Return the first true result of the condition, or fail when the deadline passes."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"still {result!r} after {seconds} s"
+        pause.wait(0.02)
+    return result
+
+
+class Client:
+    """kubectl's hands: plain HTTP requests in one namespace."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> dict[str, Any]:
+        """Send a request and return the answer; raise HTTPError for a status of 400 and more."""
+        request = urllib.request.Request(
+            self._url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": content_type, "User-Agent": "test"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def path(self, group: str, plural: str, name: str = "") -> str:
+        return f"{group}/namespaces/{NAMESPACE}/{plural}{f'/{name}' if name else ''}"
+
+    def get(self, group: str, plural: str, name: str) -> dict[str, Any] | None:
+        """Return an object, or None."""
+        try:
+            return self.call("GET", self.path(group, plural, name))
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def names(self, group: str, plural: str) -> set[str]:
+        return {item["metadata"]["name"] for item in self.items(group, plural)}
+
+    def items(self, group: str, plural: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.call("GET", self.path(group, plural))["items"]
+        return found
+
+    def merge(self, group: str, plural: str, name: str, patch: Any, *, sub: str = "") -> dict[str, Any]:
+        return self.call("PATCH", self.path(group, plural, name) + sub, patch, MERGE)
+
+    def apply_tier(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self.call("POST", self.path(TIERS, "kvcachetiers"), body)
+
+    def delete(self, group: str, plural: str, name: str) -> None:
+        self.call("DELETE", self.path(group, plural, name))
+
+    def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
+        """Return a condition of a tier, or an empty one."""
+        found = self.get(TIERS, "kvcachetiers", name) or {}
+        conditions = found.get("status", {}).get("conditions", ())
+        return next((each for each in conditions if each["type"] == kind), {})
+
+    def is_ready(self, name: str = "llama") -> bool:
+        """Tell whether the tier is ready in its present generation."""
+        found = self.get(TIERS, "kvcachetiers", name) or {}
+        current = found.get("metadata", {}).get("generation")
+        ready = self.condition("Ready", name)
+        return ready.get("status") == "True" and ready.get("observedGeneration") == current
+
+
+class Controllers:
+    """What a real cluster does to children: binds claims, makes pods, reports Deployments. One thread, stateless."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.05):
+            try:
+                self._step()
+            except urllib.error.HTTPError as error:
+                # Deleted, or changed by somebody else, between our look and our write: the next step sees that.
+                assert error.code in {404, 409}, error  # noqa: PT017  a thread's assertion ends the thread, as it should
+
+    def _step(self) -> None:
+        client = self._client
+        for claim in client.items(CORE, "persistentvolumeclaims"):
+            if claim["status"].get("phase") != "Bound":
+                name = claim["metadata"]["name"]
+                client.merge(CORE, "persistentvolumeclaims", name, {"status": {"phase": "Bound"}}, sub="/status")
+        wanted: dict[str, dict[str, Any]] = {}
+        for deployment in client.items(APPS, "deployments"):
+            wanted |= self._pods(deployment)
+            count = deployment["spec"]["replicas"]
+            status = {
+                "observedGeneration": deployment["metadata"]["generation"],
+                "replicas": count,
+                "updatedReplicas": count,
+                "readyReplicas": count,
+            }
+            if any(deployment.get("status", {}).get(key) != value for key, value in status.items()):
+                name = deployment["metadata"]["name"]
+                client.merge(APPS, "deployments", name, {"status": status}, sub="/status")
+        live = {pod["metadata"]["name"] for pod in client.items(CORE, "pods")}
+        for name in live - wanted.keys():
+            client.delete(CORE, "pods", name)
+        for name in wanted.keys() - live:
+            client.call("POST", client.path(CORE, "pods"), wanted[name])
+            conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
+            client.merge(CORE, "pods", name, {"status": {"conditions": conditions}}, sub="/status")
+
+    def _pods(self, deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        template, metadata = deployment["spec"]["template"], deployment["metadata"]
+        text = json.dumps(template, sort_keys=True)
+        stamp = f"{sum(map(ord, text)) % 0xFFFF:x}"
+        names = [f"{metadata['name']}-{stamp}-{number}" for number in range(deployment["spec"]["replicas"])]
+        return {
+            name: {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {
+                    "name": name,
+                    "labels": template["metadata"]["labels"],
+                    "annotations": template["metadata"]["annotations"],
+                },
+                "spec": template["spec"],
+            }
+            for name in names
+        }
+
+
+@contextmanager
+def running(**changes: Any) -> Iterator[OperatorMetrics]:
+    """Run the operator in a thread as `kvtier run` does, and stop it gracefully."""
+    defaults = {"namespaces": (NAMESPACE,), "settle_seconds": 0.02, "resync_seconds": 30.0}
+    settings = Settings(**{**defaults, **changes})
+    metrics, stop = OperatorMetrics(), threading.Event()
+    operator = Operator(settings, cluster=connect(), metrics=metrics, login=lambda: connect().credentials())
+    failures: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            operator.run(stop_flag=stop)
+        except BaseException as error:  # noqa: BLE001  a thread hands its error to the test
+            failures.append(error)
+
+    thread = threading.Thread(target=target, name="operator")
+    thread.start()
+    try:
+        yield metrics
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive(), "the operator does not stop"
+        assert not failures, failures
+        with warnings.catch_warnings():
+            # What kopf opens in the moment in which it stops, it never closes: a session, its connector, their sockets.
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
+def agents(api: ApiServerThread, *verbs: str) -> list[str]:
+    """Return the requests with these verbs that were not made by the test itself."""
+    return [str(entry) for entry in list(api.server.audit) if entry.verb in verbs and entry.user_agent != "test"]

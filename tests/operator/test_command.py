@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from live import APPS, Client, until
+from tiers import tier
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator import __version__
+from kvtier_operator.__main__ import main
+from kvtier_operator.errors import SettingsInvalid
+from kvtier_operator.settings import Settings, parse
+
+CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
+SAMPLES = sorted((Path(__file__).parents[2] / "crds" / "samples").glob("*.yaml"))
+MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_every_sample_renders_to_the_same_bytes_each_time(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", str(sample)]) == 0
+    first = capsys.readouterr().out
+    assert main(["render", str(sample)]) == 0
+    assert capsys.readouterr().out == first
+    assert [each["kind"] for each in yaml.safe_load_all(first)][-1] == "Deployment"
+
+
+def test_rendering_names_no_owner_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", str(MINIMAL)]) == 0
+    assert "ownerReferences" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (yaml.safe_dump(tier(cpu={"size": "0"})), "kvtier: spec.cpu.size: must be at least 1Mi"),
+        ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
+        ("apiVersion: kvtier.dev/v1alpha1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
+        ("{", "is not YAML"),
+        ("", "holds no KVCacheTier"),
+    ],
+    ids=["a bad field", "another kind", "no name", "no YAML", "nothing"],
+)
+def test_what_cannot_be_rendered_is_refused_in_words(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tier.yaml"
+    file.write_text(text)
+    assert main(["render", str(file)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "/nowhere.yaml"]) == 1
+    assert "/nowhere.yaml" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def kvtier(*args: str, kubeconfig: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtier_operator", *args],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_no_cluster_is_said_in_words(tmp_path: Path) -> None:
+    process = kvtier("run", "-A", kubeconfig=tmp_path / "missing")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.startswith("kvtier: no cluster to talk to: ")
+    assert "KUBECONFIG" in output
+
+
+def test_a_missing_crd_is_said_in_words(tmp_path: Path) -> None:
+    with ApiServerThread() as api:
+        process = kvtier("run", "-n", "default", kubeconfig=api.write_kubeconfig(tmp_path / "kubeconfig"))
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.startswith("kvtier: the cluster does not know KVCacheTier resources: kubectl apply -f crds/")
+
+
+@pytest.mark.parametrize("scope", [["-A"], ["-n", "default", "-n", "other"]], ids=["all namespaces", "two namespaces"])
+def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path: Path) -> None:
+    with ApiServerThread() as api:
+        api.create(yaml.safe_load(CRD.read_text()))
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "other"}})
+        kubectl = Client(api.url)
+        process = kvtier("run", *scope, "--log-format=json", kubeconfig=api.write_kubeconfig(tmp_path / "kubeconfig"))
+        try:
+            body = tier()
+            body["metadata"]["namespace"] = "default"
+            kubectl.apply_tier(body)
+            until(lambda: kubectl.get(APPS, "deployments", "llama-engine"), seconds=60)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output
+        assert "Traceback" not in output
+
+
+def test_settings_come_from_the_environment() -> None:
+    assert parse({}) == Settings()
+    found = parse({"KVTIER_NAMESPACES": "a, b", "KVTIER_CONNECTOR_IMAGE": "c:1", "KVTIER_RESYNC_SECONDS": "5"})
+    assert (found.namespaces, found.connector_image, found.resync_seconds) == (("a", "b"), "c:1", 5.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("KVTIER_WORKERS", "0"), ("KVTIER_METRICS_PORT", "http")])
+def test_a_setting_that_cannot_be_used_is_named(name: str, value: str) -> None:
+    with pytest.raises(SettingsInvalid, match=f"^{name}='{value}' "):
+        parse({name: value})

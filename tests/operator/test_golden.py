@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of each kind of tier, whole, as a reviewer reads them.
+
+A folder of golden/ is a case: the first line of its tier.yaml says why it exists. ``pytest --update-golden`` rewrites
+expected.yaml; the diff of that file is what a reviewer judges.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvtier_operator import names, spec
+from kvtier_operator.__main__ import to_yaml
+from kvtier_operator.manifests import render
+from kvtier_operator.plan import make_unchecked_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir())
+VERSIONS = ("1.29", "1.37")
+"""The oldest Kubernetes that is supported, and the newest that is known."""
+
+
+def rendered(case: str) -> tuple[dict[str, Any], ...]:
+    body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
+    plan = make_unchecked_plan(
+        spec.parse(body), names.tier_ref(body), connector_image="ghcr.io/kvtier/connector:golden"
+    )
+    return render(plan)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tier_renders_to_its_golden_objects(case: str, request: pytest.FixtureRequest) -> None:
+    text = to_yaml(rendered(case))
+    expected = GOLDEN / case / "expected.yaml"
+    if request.config.getoption("--update-golden"):
+        expected.write_text(text)
+    assert text == expected.read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_golden_tier_says_why_it_exists(case: str) -> None:
+    assert (GOLDEN / case / "tier.yaml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_knows_every_field_that_is_rendered(case: str, version: str) -> None:
+    for manifest in rendered(case):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pod_satisfies_the_restricted_standard(case: str) -> None:
+    pod = deployment(case)["spec"]["template"]["spec"]
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_mount_has_its_volume_and_every_selector_its_pods(case: str) -> None:
+    found = deployment(case)["spec"]
+    pod, selector = found["template"]["spec"], found["selector"]["matchLabels"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    mounts = [mount for each in (*pod["initContainers"], *pod["containers"]) for mount in each["volumeMounts"]]
+    assert {mount["name"] for mount in mounts} <= volumes
+    assert selector.items() <= found["template"]["metadata"]["labels"].items()
+    service = next(each for each in rendered(case) if each["kind"] == "Service")
+    budget = next(each for each in rendered(case) if each["kind"] == "PodDisruptionBudget")
+    assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == selector
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lists_that_apply_merges_by_key_have_unique_keys(case: str) -> None:
+    pod = deployment(case)["spec"]["template"]["spec"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        for field, key in (("env", "name"), ("volumeMounts", "mountPath")):
+            keys = [entry[key] for entry in container.get(field, ())]
+            assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_children_that_are_looked_for_are_rendered(case: str) -> None:
+    body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
+    assert {names.key_of(manifest) for manifest in rendered(case)} <= set(names.children(names.tier_ref(body)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_shared_between_two_renderings(case: str) -> None:
+    first, second = rendered(case), rendered(case)
+    assert first == second
+    first[-1]["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["drop"].append("X")
+    assert rendered(case) == second
+
+
+def deployment(case: str) -> dict[str, Any]:
+    return next(each for each in rendered(case) if each["kind"] == "Deployment")

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a tier with the real kopf, the real client and a real HTTP API server."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, running, until
+from tiers import tier
+
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+
+CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
+POLICY = "/apis/policy/v1"
+CHILDREN = (
+    (CORE, "configmaps", "llama-connector"),
+    (CORE, "serviceaccounts", "llama-engine"),
+    (CORE, "services", "llama-engine"),
+    (POLICY, "poddisruptionbudgets", "llama-engine"),
+    (APPS, "deployments", "llama-engine"),
+)
+CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
+    with ApiServerThread() as server:
+        server.create(yaml.safe_load(CRD.read_text()))
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield server
+
+
+@pytest.fixture
+def kubectl(api: ApiServerThread) -> Client:
+    return Client(api.url)
+
+
+@pytest.fixture
+def controllers(kubectl: Client) -> Iterator[None]:
+    with Controllers(kubectl):
+        yield
+
+
+def body(**spec: Any) -> dict[str, Any]:
+    manifest = tier(**spec)
+    manifest["metadata"]["namespace"] = NAMESPACE
+    return manifest
+
+
+def all_gone(kubectl: Client) -> Callable[[], bool]:
+    return lambda: all(kubectl.get(*child) is None for child in CHILDREN)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        assert all(kubectl.get(*child) is not None for child in (*CHILDREN, CLAIM))
+        found = kubectl.get(TIERS, "kvcachetiers", "llama")
+        assert found is not None
+        assert (found["status"]["replicas"], found["status"]["readyReplicas"]) == (2, 2)
+        assert found["status"]["sizing"]["memoryBytes"] == 81 << 30
+
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}}, sub="/scale")
+        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 3)
+
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"hash": {"seed": "7"}}})
+        until(lambda: kubectl.is_ready() and {seed(pod) for pod in kubectl.items(CORE, "pods")} == {"7"})
+
+        kubectl.delete(TIERS, "kvcachetiers", "llama")
+        until(all_gone(kubectl))
+        assert kubectl.get(*CLAIM) is not None
+    reasons = {event["reason"] for event in kubectl.items(CORE, "events")}
+    assert "Ready" in reasons
+    assert not [event for event in kubectl.items(CORE, "events") if event["type"] == "Warning"]
+
+
+def seed(pod: dict[str, Any]) -> str:
+    env = pod["spec"]["containers"][0]["env"]
+    return next(entry["value"] for entry in env if entry["name"] == "PYTHONHASHSEED")
+
+
+@pytest.mark.usefixtures("controllers")
+def test_an_idle_operator_leaves_everything_untouched_and_unmarked(api: ApiServerThread, kubectl: Client) -> None:
+    with running(resync_seconds=0.2) as metrics:
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        passes = until(lambda: ok_passes(metrics))
+        until(lambda: ok_passes(metrics) > passes + 3)
+        versions = [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
+        writes = len([call for call in agents(api, "patch") if "/status" in call])
+        passes = ok_passes(metrics)
+        until(lambda: ok_passes(metrics) > passes + 5)
+        assert versions == [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
+        assert len([call for call in agents(api, "patch") if "/status" in call]) == writes
+    found = kubectl.get(TIERS, "kvcachetiers", "llama")
+    assert found is not None
+    assert not {"finalizers", "annotations"} & found["metadata"].keys()
+    assert all("finalizers" not in (kubectl.get(*child) or {})["metadata"] for child in CHILDREN)
+
+
+def ok_passes(metrics: Any) -> float:
+    return float(metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": "ok"}) or 0)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_tier_deleted_while_the_operator_is_down_goes_at_once_and_keeps_its_claim(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+    kubectl.delete(TIERS, "kvcachetiers", "llama")
+    assert kubectl.get(TIERS, "kvcachetiers", "llama") is None
+    until(all_gone(kubectl))
+    assert kubectl.get(*CLAIM) is not None
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_claim_under_deletion_policy_delete_goes_along(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body(volume={"deletionPolicy": "Delete"}))
+        until(kubectl.is_ready)
+        kubectl.delete(TIERS, "kvcachetiers", "llama")
+        until(all_gone(kubectl))
+        until(lambda: kubectl.get(*CLAIM) is None)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
+    kubectl.delete(CORE, "configmaps", "llama-connector")
+    with running():
+        until(lambda: kubectl.get(CORE, "configmaps", "llama-connector") is not None)
+        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 1)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_drift_is_taken_back_as_soon_as_it_happens(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        kubectl.merge(CORE, "services", "llama-engine", {"spec": {"sessionAffinity": "ClientIP"}})
+        until(lambda: (kubectl.get(CORE, "services", "llama-engine") or {})["spec"]["sessionAffinity"] == "None")
+        kubectl.merge(APPS, "deployments", "llama-engine", {"spec": {"replicas": 9}})
+        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 2)
+        kubectl.delete(POLICY, "poddisruptionbudgets", "llama-engine")
+        until(lambda: kubectl.get(POLICY, "poddisruptionbudgets", "llama-engine"))
+
+
+@pytest.mark.usefixtures("controllers")
+def test_paused_stops_every_change_until_it_is_lifted(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"paused": True, "replicas": 1}})
+        until(lambda: kubectl.condition("Paused").get("status") == "True")
+        assert (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 2
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"paused": False}})
+        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 1)
+        until(lambda: [e for e in kubectl.items(CORE, "events") if e["reason"] == "Active"])
+
+
+@pytest.mark.usefixtures("controllers")
+def test_an_object_of_somebody_else_is_refused_until_it_is_gone(kubectl: Client) -> None:
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "llama-connector"}, "data": {"a": "b"}}
+    kubectl.call("POST", kubectl.path(CORE, "configmaps"), theirs)
+    with running(resync_seconds=0.5):
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
+        assert (kubectl.get(CORE, "configmaps", "llama-connector") or {})["data"] == {"a": "b"}
+        assert kubectl.get(APPS, "deployments", "llama-engine") is None
+        kubectl.delete(CORE, "configmaps", "llama-connector")
+        until(kubectl.is_ready)
+    warnings = [event["reason"] for event in kubectl.items(CORE, "events") if event["type"] == "Warning"]
+    assert warnings == ["ObjectNotOurs"]
+
+
+@pytest.mark.parametrize(("code", "reason"), [(500, "InternalError"), (409, "Conflict"), (429, "TooManyRequests")])
+@pytest.mark.usefixtures("controllers")
+def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Client, code: int, reason: str) -> None:
+    refused: list[str] = []
+
+    def fault(request: Any) -> ApiError | None:
+        is_write = request.method in {"PATCH", "POST"} and request.headers.get("User-Agent") != "test"
+        if not is_write or len(refused) >= 2:
+            return None
+        refused.append(request.path)
+        return ApiError(code, reason, "injected")
+
+    api.server.faults.append(fault)
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready, seconds=40)
+    assert len(refused) == 2
+
+
+@pytest.mark.usefixtures("controllers")
+def test_dropped_watches_and_expired_versions_are_outlived(api: ApiServerThread, kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        api.compact()
+        api.drop_watches()
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
+        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 1)
+
+
+def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, kubectl: Client) -> None:
+    def deaf(request: Any) -> ApiError | None:
+        is_watch = "watch" in request.query and request.path.endswith("/kvcachetiers")
+        return ApiError(503, "ServiceUnavailable", "injected") if is_watch else None
+
+    with running(resync_seconds=0.3) as metrics:
+        until(lambda: [call for call in agents(api, "watch") if "kvcachetiers" in call])
+        api.server.faults.append(deaf)
+        api.drop_watches()
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine") is not None)
+        until(lambda: ok_passes(metrics) > 0)
+        api.server.faults.clear()
+
+
+def test_an_invalid_tier_says_which_field_without_any_child(api: ApiServerThread, kubectl: Client) -> None:
+    # A cluster with an older CRD lets through what the operator then refuses.
+    crd = yaml.safe_load(CRD.read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    schema.clear()
+    schema.update({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
+    kubectl.call(
+        "PATCH",
+        "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/" + crd["metadata"]["name"],
+        {"spec": {"versions": crd["spec"]["versions"]}},
+        "application/merge-patch+json",
+    )
+    with running():
+        kubectl.apply_tier(body(replicas="two"))
+        found = until(lambda: kubectl.condition("Ready"))
+    assert found["reason"] == "SpecInvalid"
+    assert found["message"].startswith("spec.replicas: ")
+    assert kubectl.get(APPS, "deployments", "llama-engine") is None
+
+
+@pytest.mark.usefixtures("controllers")
+def test_the_operator_needs_no_more_rights_than_these(api: ApiServerThread, kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+    used = {
+        (
+            entry.verb,
+            entry.target.group,
+            entry.target.plural + (f"/{entry.target.subresource}" if entry.target.subresource else ""),
+        )
+        for entry in list(api.server.audit)
+        if entry.user_agent != "test" and entry.target is not None
+    }
+    children = {
+        ("", "configmaps"),
+        ("", "persistentvolumeclaims"),
+        ("", "serviceaccounts"),
+        ("", "services"),
+        ("apps", "deployments"),
+        ("policy", "poddisruptionbudgets"),
+    }
+    allowed = {
+        *((verb, "kvtier.dev", "kvcachetiers") for verb in ("get", "list", "watch")),
+        ("patch", "kvtier.dev", "kvcachetiers/status"),
+        *((verb, "", "pods") for verb in ("list", "watch")),
+        ("create", "", "events"),
+        *((verb, *child) for child in children for verb in ("get", "list", "watch", "create", "patch", "delete")),
+    }
+    assert used - allowed == set()
+
+
+def test_the_kubelet_gets_an_answer(kubectl: Client) -> None:
+    import socket  # noqa: PLC0415
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/healthz"
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    with running(liveness_endpoint=url):
+        until(answers)

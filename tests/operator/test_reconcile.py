@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass over a tier: twice is once, any failure is repaired by the next pass, nobody else's object is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from tiers import (
+    CLAIM,
+    CONFIG,
+    DEPLOYMENT,
+    NAMESPACE,
+    NOON,
+    SERVICE,
+    TIER,
+    TIER_KEY,
+    merge,
+    pod,
+    ready_deployment,
+    tier,
+)
+
+from kvtier_operator.errors import ClusterConflict, ClusterForbidden, ClusterUnavailable
+from kvtier_operator.names import ObjectKey
+from kvtier_operator.reconcile import Outcome, reconcile
+
+CHILDREN = {
+    CLAIM,
+    CONFIG,
+    DEPLOYMENT,
+    SERVICE,
+    ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine"),
+    ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine"),
+}
+
+
+def run(cluster: FakeCluster, attempt: int = 1) -> Outcome:
+    cluster.calls.clear()
+    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=attempt)
+
+
+def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
+    body = cluster.look(TIER_KEY)
+    assert body is not None
+    return next(each for each in body["status"]["conditions"] if each["type"] == kind)
+
+
+def claim(name: str = "mine", *modes: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": NAMESPACE, **metadata},
+        "spec": {"accessModes": list(modes), "resources": {"requests": {"storage": "1Ti"}}},
+        "status": {"phase": phase},
+    }
+
+
+def test_a_new_tier_gets_all_its_children_and_a_status() -> None:
+    cluster = FakeCluster(tier())
+    outcome = run(cluster)
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
+    assert set(outcome.written) == CHILDREN
+    assert outcome.failure is None
+    assert condition(cluster, "Ready")["reason"] == "ClaimPending"
+
+
+def test_a_second_pass_writes_nothing() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
+    outcome = run(cluster)
+    assert outcome.written == ()
+    assert [verb for verb, _ in cluster.writes()] == ["apply"] * 6
+    assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
+    assert len(cluster.events) == 1
+
+
+def test_a_tier_becomes_ready_when_its_engines_are() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    for name in ("a", "b"):
+        cluster.put(pod(name, template))
+    run(cluster)
+    assert condition(cluster, "Ready")["status"] == "True"
+    assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
+    assert [event["reason"] for event in cluster.events] == ["ClaimPending", "Ready"]
+
+
+def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(SERVICE, {"spec": {"selector": {"kvtier.dev/tier": "other"}}})
+    cluster.edit(SERVICE, {"metadata": {"annotations": {"example.com/note": "mine"}}})
+    outcome = run(cluster)
+    assert outcome.written == (SERVICE,)
+    service = cluster.look(SERVICE)
+    assert service["spec"]["selector"]["kvtier.dev/tier"] == "llama"
+    assert service["metadata"]["annotations"] == {"example.com/note": "mine"}
+
+
+def test_a_deleted_child_comes_back() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.remove(CONFIG)
+    assert run(cluster).written == (CONFIG,)
+
+
+def test_an_edit_changes_only_what_it_concerns() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 5}})
+    assert run(cluster).written == (DEPLOYMENT,)
+    assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
+
+
+def test_a_change_of_the_configuration_rolls_the_engines() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "1Ti"}}}})
+    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
+    assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
+
+
+@pytest.mark.parametrize("error", [ClusterUnavailable("500"), ClusterConflict("409"), ClusterForbidden("403")], ids=str)
+def test_a_failure_at_any_call_is_repaired_by_the_next_pass(error: Any) -> None:
+    healthy = FakeCluster(tier())
+    run(healthy)
+    calls = len(healthy.calls)
+    for number in range(1, calls + 1):
+        cluster = FakeCluster(tier())
+        cluster.fail = (number, error)
+        outcome = run(cluster)
+        assert outcome.failure is error
+        cluster.fail = None
+        assert run(cluster).failure is None
+        assert cluster.existing() == healthy.existing()
+        assert condition(cluster, "Ready")["reason"] == condition(healthy, "Ready")["reason"]
+
+
+def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.fail = (9, ClusterUnavailable("cannot apply Service/llama-engine: 500"))
+    assert run(cluster, attempt=1).failure is not None
+    assert condition(cluster, "Ready")["reason"] == "ClaimPending"
+    assert run(cluster, attempt=3).failure is not None
+    assert condition(cluster, "Ready")["reason"] == "ApplyFailed"
+    assert "Service/llama-engine" in condition(cluster, "Ready")["message"]
+
+
+def test_a_failure_that_lasts_is_told_at_once() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.fail = (9, ClusterForbidden("cannot apply"))
+    assert run(cluster, attempt=1).failure is not None
+    assert (condition(cluster, "Stalled")["status"], condition(cluster, "Ready")["reason"]) == ("True", "ApplyFailed")
+
+
+@pytest.mark.parametrize("key", sorted(CHILDREN), ids=str)
+def test_an_object_of_somebody_else_is_refused_and_left_as_it_is(key: ObjectKey) -> None:
+    theirs = {"apiVersion": key.api_version, "kind": key.kind, "metadata": {"name": key.name, "namespace": NAMESPACE}}
+    cluster = FakeCluster(tier(), theirs)
+    before = cluster.look(key)
+    outcome = run(cluster)
+    assert outcome.failure is None
+    assert cluster.look(key) == before
+    assert cluster.existing() == {TIER_KEY, key}
+    assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
+    assert str(key) in condition(cluster, "Ready")["message"]
+    cluster.remove(key)
+    run(cluster)
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
+
+
+def test_a_child_of_a_tier_of_the_same_name_that_is_gone_is_not_ours() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"metadata": {"uid": "another"}})
+    run(cluster)
+    assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
+
+
+def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == {CLAIM}
+    before = cluster.look(CLAIM)
+    cluster.put(tier())
+    run(cluster)
+    assert cluster.look(CLAIM)["metadata"]["uid"] == before["metadata"]["uid"]
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
+
+
+def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
+    cluster = FakeCluster(tier(volume={"deletionPolicy": "Delete"}))
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Retain"}}})
+    run(cluster)
+    assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Delete"}}})
+    run(cluster)
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == set()
+
+
+def test_an_existing_claim_is_never_written() -> None:
+    cluster = FakeCluster(tier(volume={"claim": None, "existingClaim": "mine"}), claim("mine", "ReadWriteMany"))
+    key = ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="mine")
+    before = cluster.look(key)
+    run(cluster)
+    assert cluster.look(key) == before
+    assert not [call for call in cluster.writes() if "PersistentVolumeClaim" in call[1]]
+    assert condition(cluster, "VolumeBound")["status"] == "True"
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == {key}
+
+
+@pytest.mark.parametrize(
+    ("existing", "reason", "words"),
+    [
+        pytest.param([], "ClaimMissing", "no PersistentVolumeClaim 'mine'", id="it does not exist"),
+        pytest.param(
+            [claim("mine", "ReadWriteOnce")], "ClaimNotShared", "set spec.replicas to 1", id="one node can mount it"
+        ),
+    ],
+)
+def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
+    existing: list[dict[str, Any]], reason: str, words: str
+) -> None:
+    cluster = FakeCluster(tier(volume={"claim": None, "existingClaim": "mine"}), *existing)
+    run(cluster)
+    assert DEPLOYMENT not in cluster.existing()
+    assert condition(cluster, "Ready")["reason"] == reason
+    assert words in condition(cluster, "Ready")["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        pytest.param({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than", id="smaller"),
+        pytest.param({"storageClassName": "nfs"}, "ClaimImmutable", "'cephfs', not 'nfs'", id="another class"),
+        pytest.param(
+            {"accessModes": ["ReadWriteMany", "ReadWriteOnce"]}, "ClaimImmutable", "accessModes", id="another mode"
+        ),
+    ],
+)
+def test_a_change_that_a_claim_cannot_make_is_refused(change: dict[str, Any], reason: str, words: str) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 1, "volume": {"claim": change}}})
+    assert run(cluster).written == ()
+    assert condition(cluster, "Ready")["reason"] == reason
+    assert words in condition(cluster, "Ready")["message"]
+
+
+def test_a_claim_may_grow() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
+    assert run(cluster).written == (CLAIM,)
+
+
+def test_an_object_that_is_not_rendered_any_more_is_deleted_but_never_a_claim() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    old = [merge(cluster.look(key), {"metadata": {"name": f"{key.name}-old"}}) for key in (CONFIG, CLAIM)]
+    for manifest in old:
+        manifest["metadata"].pop("uid")
+        cluster.put(manifest)
+    outcome = run(cluster)
+    assert [str(key) for key in outcome.written] == ["ConfigMap/llama-connector-old"]
+    assert ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="llama-blocks-old") in cluster.existing()
+
+
+def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"paused": True, "replicas": 7}})
+    cluster.edit(SERVICE, {"spec": {"sessionAffinity": "ClientIP"}})
+    outcome = run(cluster)
+    assert outcome.written == ()
+    assert {verb for verb, _ in cluster.writes()} == {"patch_status", "post_event"}
+    assert condition(cluster, "Paused")["status"] == "True"
+    cluster.edit(TIER_KEY, {"spec": {"paused": False}})
+    assert set(run(cluster).written) == {DEPLOYMENT, SERVICE}
+
+
+def test_an_invalid_tier_keeps_its_engines_and_says_why() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"cpu": {"size": "lots"}}})
+    outcome = run(cluster)
+    assert (outcome.written, outcome.failure) == ((), None)
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
+    assert condition(cluster, "Ready")["message"].startswith("spec.cpu.size: ")
+
+
+def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
+    cluster = FakeCluster()
+    assert run(cluster) == Outcome(exists=False)
+    going = tier()
+    going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["foregroundDeletion"]}
+    cluster = FakeCluster(going)
+    assert run(cluster) == Outcome(exists=False)
+    assert cluster.writes() == []

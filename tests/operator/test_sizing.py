@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a pod agree with each other, whatever the size of the CPU tier."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_operator.plan import flags
+from kvtier_operator.plan.sizing import GIB, make_sizing
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shm_gib", "memory_gib", "startup_seconds"),
+    [
+        pytest.param((64, 16, 1), 65, 81, 332, id="one engine"),
+        pytest.param((1, 4, 1), 2, 6, 301, id="half a second of pinning counts as one"),
+        pytest.param((256, 32, 1), 257, 289, 428, id="a large tier takes minutes to pin"),
+        pytest.param((10, 16, 4), 44, 60, 320, id="each engine core of a data-parallel pod has a tier and an overhead"),
+    ],
+)
+def test_every_size_follows_from_the_cpu_tier(
+    inputs: tuple[int, int, int], shm_gib: int, memory_gib: int, startup_seconds: int
+) -> None:
+    cpu_gib, engine_gib, engines = inputs
+    sizing = make_sizing(cpu_bytes=cpu_gib * GIB, engine_memory_bytes=engine_gib * GIB, engines_per_pod=engines)
+    assert (sizing.shm_bytes, sizing.memory_bytes) == (shm_gib * GIB, memory_gib * GIB)
+    assert sizing.startup_seconds == startup_seconds
+
+
+def test_weights_of_known_size_lengthen_the_startup_budget() -> None:
+    sizing = make_sizing(cpu_bytes=2 * GIB, engine_memory_bytes=GIB, weight_bytes=16 * GIB)
+    assert (sizing.startup_base_seconds, sizing.startup_pin_seconds, sizing.startup_load_seconds) == (300, 1, 32)
+    assert sizing.startup_seconds == 333
+
+
+@given(
+    cpu=st.integers(1, 1 << 50),
+    memory=st.integers(1, 1 << 45),
+    engines=st.integers(1, 16),
+    weights=st.integers(0, 1 << 45),
+)
+def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, weights: int) -> None:
+    sizing = make_sizing(cpu_bytes=cpu, engine_memory_bytes=memory, engines_per_pod=engines, weight_bytes=weights)
+    assert sizing.shm_bytes == sizing.engines_per_pod * sizing.cpu_bytes + sizing.shm_overhead_bytes
+    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes
+    assert sizing.startup_seconds == (
+        sizing.startup_base_seconds + sizing.startup_pin_seconds + sizing.startup_load_seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "engines"),
+    [
+        ([], 1),
+        (["--data-parallel-size", "4"], 4),
+        (["--data_parallel_size=4"], 4),
+        (["-dp", "8", "-dpl", "2"], 2),
+        (["--data-parallel-size", "many"], 1),
+    ],
+)
+def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], engines: int) -> None:
+    assert flags.engines_per_pod(args) == engines
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        (["--dtype", "bfloat16"], {"dtype": ("bfloat16",)}),
+        (["--kv_cache_dtype=fp8"], {"kv-cache-dtype": ("fp8",)}),
+        (["--hf-overrides.rope_theta", "5e5"], {"hf-overrides": (".rope_theta", "5e5")}),
+        (["--enforce-eager", "--seed", "-1"], {"enforce-eager": (), "seed": ("-1",)}),
+        (["-q", "awq"], {"quantization": ("awq",)}),
+    ],
+)
+def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str, tuple[str, ...]]) -> None:
+    assert flags.parse(args) == found

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier says about itself, for every situation that a user meets."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiers import tier
+
+from kvtier_operator import names, spec, status
+from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
+from kvtier_operator.plan import Refusal, RefusalReason, make_generation, sizing_of
+from kvtier_operator.snapshot import Claim, Container, Engines, Pod, Snapshot
+from kvtier_operator.status import Reason, checks
+
+NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
+REF = names.TierRef(namespace="serving", name="llama", uid="u1")
+SPEC = spec.parse(tier())
+CLAIM = Claim(
+    name="llama-blocks",
+    access_modes=("ReadWriteMany",),
+    storage_class_name="cephfs",
+    requested_bytes=2 << 40,
+    phase="Bound",
+)
+READY_POD = Pod(
+    name="llama-engine-0",
+    phase="Running",
+    is_ready=True,
+    is_terminating=False,
+    is_scheduled=True,
+    scheduling_message="",
+    config_digest="d",
+    hash_seed="0",
+    hash_algorithm="sha256_cbor",
+    containers=(Container(name="engine", image="vllm"),),
+)
+UNREADY_POD = replace(READY_POD, is_ready=False, phase="Pending")
+STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, ready=0)
+READY = replace(STARTING, ready=2)
+HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={})
+VIEW = status.View(
+    generation=3, tier=REF, spec=SPEC, snapshot=HEALTHY, sizing=sizing_of(SPEC), current=make_generation(SPEC, REF)
+)
+
+
+def conditions(view: status.View, previous: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    return {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
+
+
+def with_pod(**changes: Any) -> Snapshot:
+    return replace(HEALTHY, engines=STARTING, pods=(replace(UNREADY_POD, **changes),))
+
+
+def with_container(**changes: Any) -> Snapshot:
+    return with_pod(containers=(replace(READY_POD.containers[0], **changes),))
+
+
+def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
+    found = conditions(VIEW)
+    assert {kind: each["status"] for kind, each in found.items()} == {
+        "Ready": "True",
+        "VolumeBound": "True",
+        "SizingFits": "True",
+        "EnginesReady": "True",
+        "HashSeedConsistent": "True",
+        "Paused": "False",
+        "Reconciling": "False",
+        "Stalled": "False",
+    }
+    assert {each["observedGeneration"] for each in found.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "condition", "reason", "words"),
+    [
+        pytest.param(
+            replace(HEALTHY, claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks", id="no claim yet"
+        ),
+        pytest.param(
+            replace(HEALTHY, claim=replace(CLAIM, phase="Pending")),
+            "VolumeBound",
+            Reason.CLAIM_PENDING,
+            "kubectl describe pvc llama-blocks",
+            id="the claim waits for a volume",
+        ),
+        pytest.param(
+            replace(HEALTHY, claim=replace(CLAIM, phase="Lost")),
+            "VolumeBound",
+            Reason.CLAIM_LOST,
+            "delete the claim",
+            id="the volume is gone",
+        ),
+        pytest.param(
+            replace(HEALTHY, claim=replace(CLAIM, is_terminating=True)),
+            "VolumeBound",
+            Reason.CLAIM_TERMINATING,
+            "spec.replicas to 0",
+            id="somebody deleted the claim",
+        ),
+        pytest.param(
+            with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient memory."),
+            "SizingFits",
+            Reason.DOES_NOT_FIT,
+            "needs 81Gi of memory, 4 CPUs and 1 nvidia.com/gpu: 0/3 nodes",
+            id="no node is large enough",
+        ),
+        pytest.param(
+            with_pod(is_scheduled=False, scheduling_message="0/3 nodes: untolerated taint"),
+            "EnginesReady",
+            Reason.NOT_SCHEDULED,
+            "tolerations",
+            id="a taint keeps the pod away",
+        ),
+        pytest.param(
+            replace(HEALTHY, engines=replace(STARTING, problem="exceeded quota: gpus")),
+            "EnginesReady",
+            Reason.PODS_REFUSED,
+            "exceeded quota: gpus; raise the quota",
+            id="a quota is used up",
+        ),
+        pytest.param(
+            with_container(waiting_reason="ImagePullBackOff", waiting_message="not found", image="vllm:typo"),
+            "EnginesReady",
+            Reason.IMAGE_PULL_FAILED,
+            "cannot pull vllm:typo (ImagePullBackOff: not found): correct spec.engine.image",
+            id="the image does not exist",
+        ),
+        pytest.param(
+            with_container(waiting_reason="CreateContainerConfigError", waiting_message='secret "hf" not found'),
+            "EnginesReady",
+            Reason.CONFIG_MISSING,
+            'secret "hf" not found: create the object',
+            id="the token's secret does not exist",
+        ),
+        pytest.param(
+            with_container(name="install-connector", exit_code=1, exit_reason="Error"),
+            "EnginesReady",
+            Reason.INSTALL_FAILED,
+            "-c install-connector",
+            id="the connector cannot be installed",
+        ),
+        pytest.param(
+            with_container(exit_code=137, exit_reason="OOMKilled", restarts=1),
+            "EnginesReady",
+            Reason.OUT_OF_MEMORY,
+            "killed at 81Gi of memory (spec.engine.memory 16Gi",
+            id="the engine ran out of memory",
+        ),
+        pytest.param(
+            with_container(waiting_reason="CrashLoopBackOff", exit_code=1, exit_reason="Error", restarts=4),
+            "EnginesReady",
+            Reason.ENGINE_CRASHED,
+            "exit code 1 and was restarted 4 times: `kubectl logs llama-engine-0 -c engine --previous`",
+            id="the engine crashes",
+        ),
+        pytest.param(
+            replace(HEALTHY, engines=replace(STARTING, is_stalled=True)),
+            "EnginesReady",
+            Reason.ROLLOUT_STALLED,
+            "kubectl logs deployment/llama-engine",
+            id="the rollout gave up",
+        ),
+        pytest.param(with_pod(), "EnginesReady", Reason.ENGINES_STARTING, "0 of 2 engines", id="engines start"),
+        pytest.param(
+            replace(HEALTHY, engines=replace(READY, observed_generation=0)),
+            "EnginesReady",
+            Reason.ENGINES_STARTING,
+            "2 of 2 engines",
+            id="the counts are of an older spec",
+        ),
+        pytest.param(
+            replace(HEALTHY, engines=replace(READY, updated=1)),
+            "EnginesReady",
+            Reason.ENGINES_STARTING,
+            "1 run the latest spec",
+            id="a rollout is half done",
+        ),
+        pytest.param(
+            replace(HEALTHY, pods=(READY_POD, replace(READY_POD, name="old", hash_seed="7"))),
+            "HashSeedConsistent",
+            Reason.SEEDS_DIFFER,
+            "old (7, sha256_cbor)",
+            id="an engine of another seed still runs",
+        ),
+        pytest.param(
+            replace(HEALTHY, pods=(replace(READY_POD, hash_seed=None),)),
+            "HashSeedConsistent",
+            Reason.SEEDS_DIFFER,
+            "something else sets PYTHONHASHSEED",
+            id="a webhook took the seed away",
+        ),
+    ],
+)
+def test_a_problem_is_told_in_its_condition_and_in_ready(
+    snapshot: Snapshot, condition: str, reason: Reason, words: str
+) -> None:
+    found = conditions(replace(VIEW, snapshot=snapshot))
+    assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
+    assert words in found[condition]["message"]
+    assert found["Ready"]["status"] == "False"
+    assert found["Ready"]["reason"] == reason.value
+
+
+def test_a_crash_that_a_pod_got_over_is_no_problem() -> None:
+    recovered = replace(READY_POD, containers=(Container(name="engine", image="v", restarts=3, exit_code=1),))
+    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(recovered,))))["Ready"]["status"] == "True"
+
+
+def test_a_pod_on_its_way_out_is_no_problem() -> None:
+    leaving = replace(UNREADY_POD, is_terminating=True, hash_seed="7")
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(READY_POD, leaving))))
+    assert found["Ready"]["status"] == "True"
+
+
+def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
+    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
+    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    assert found["Ready"]["status"] == "True"
+    assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
+
+
+def test_an_invalid_spec_names_its_field_and_stalls() -> None:
+    view = status.View(
+        generation=3, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec.cpu.size", "must be at least 1Mi")
+    )
+    found = conditions(view)
+    assert (found["Ready"]["reason"], found["Ready"]["message"]) == (
+        "SpecInvalid",
+        "spec.cpu.size: must be at least 1Mi",
+    )
+    assert found["Stalled"]["status"] == "True"
+    assert found["EnginesReady"]["status"] == "Unknown"
+
+
+@pytest.mark.parametrize("reason", list(RefusalReason))
+def test_every_refusal_has_a_reason_of_its_own(reason: RefusalReason) -> None:
+    found = conditions(replace(VIEW, refusal=Refusal(reason=reason, message="do this")))
+    assert found["Ready"]["reason"] == Reason[reason.name].value
+    assert (found["Stalled"]["status"], found["Stalled"]["message"]) == ("True", "do this")
+    assert found["Reconciling"]["status"] == "False"
+
+
+def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None:
+    passing = conditions(replace(VIEW, failure=ClusterUnavailable("500")))
+    lasting = conditions(replace(VIEW, failure=ClusterForbidden("403")))
+    assert (passing["Reconciling"]["status"], passing["Stalled"]["status"]) == ("True", "False")
+    assert (lasting["Reconciling"]["status"], lasting["Stalled"]["status"]) == ("False", "True")
+    assert passing["Ready"]["reason"] == lasting["Ready"]["reason"] == "ApplyFailed"
+
+
+def test_a_paused_tier_says_so_and_reconciles_nothing() -> None:
+    paused = replace(VIEW, spec=spec.parse(tier(paused=True)), snapshot=with_pod())
+    found = conditions(paused)
+    assert (found["Paused"]["status"], found["Reconciling"]["status"]) == ("True", "False")
+    assert found["Ready"]["reason"] == "EnginesStarting"
+
+
+def test_a_time_moves_only_when_the_status_flips() -> None:
+    first = status.report(replace(VIEW, snapshot=with_pod()), {}, now=NOON)
+    other_reason = replace(VIEW, snapshot=with_container(waiting_reason="CrashLoopBackOff", exit_code=1))
+    second = status.report(other_reason, first, now=LATER)
+    third = status.report(VIEW, second, now=LATER)
+    times = [
+        {each["type"]: each["lastTransitionTime"] for each in report["conditions"]}["Ready"]
+        for report in (first, second, third)
+    ]
+    assert times == [NOON, NOON, LATER]
+
+
+def test_nothing_is_written_when_nothing_changed() -> None:
+    first = status.report(VIEW, {}, now=NOON)
+    assert status.changes(first, status.report(VIEW, first, now=LATER)) == {}
+    assert status.transitions(first, status.report(VIEW, first, now=LATER)) == []
+
+
+def test_a_field_that_is_gone_is_removed_by_the_patch() -> None:
+    previous = {"replicas": 2, "old": 1, "sizing": {"shmBytes": 1, "other": 2}}
+    wanted = {"replicas": 2, "sizing": {"shmBytes": 3}}
+    assert status.changes(previous, wanted) == {"old": None, "sizing": {"other": None, "shmBytes": 3}}
+
+
+def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
+    starting = status.report(replace(VIEW, snapshot=with_pod()), {}, now=NOON)
+    crashed = status.report(
+        replace(VIEW, snapshot=with_container(waiting_reason="CrashLoopBackOff", exit_code=1)), starting, now=NOON
+    )
+    ready = status.report(VIEW, crashed, now=NOON)
+    paused = status.report(replace(VIEW, spec=spec.parse(tier(paused=True))), ready, now=NOON)
+    steps = [({}, starting), (starting, crashed), (crashed, crashed), (crashed, ready), (ready, paused)]
+    told = [[(each.level, each.reason) for each in status.transitions(before, after)] for before, after in steps]
+    assert told == [
+        [("Normal", "EnginesStarting")],
+        [("Warning", "EngineCrashed")],
+        [],
+        [("Normal", "Ready")],
+        [("Normal", "Paused")],
+    ]
+
+
+def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
+    found = status.report(VIEW, {}, now=NOON)
+    assert found["sizing"] == {
+        "cpuBytes": 64 << 30,
+        "enginesPerPod": 1,
+        "shmOverheadBytes": 1 << 30,
+        "shmBytes": 65 << 30,
+        "engineMemoryBytes": 16 << 30,
+        "memoryBytes": 81 << 30,
+        "startupBaseSeconds": 300,
+        "startupPinSeconds": 32,
+        "startupLoadSeconds": 0,
+        "startupSeconds": 332,
+    }
+    assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
+    assert (found["replicas"], found["readyReplicas"]) == (2, 2)
+    assert found["selector"] == "app.kubernetes.io/component=engine,kvtier.dev/tier=llama"
+
+
+def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    view = status.View(generation=4, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec", "is wrong"))
+    after = status.report(view, before, now=LATER)
+    assert (after["sizing"], after["generation"]) == (before["sizing"], before["generation"])
+    assert after["observedGeneration"] == 4
+
+
+def test_every_reason_is_a_word_with_a_sentence() -> None:
+    for reason in Reason:
+        assert reason.value.isalpha()
+        assert reason.doc.endswith(".")
+
+
+def test_every_check_says_what_it_claims() -> None:
+    listed = [check for _, group, _, _ in checks.SUMMARY for check in group]
+    assert all(inspect.getdoc(check) for check in listed)
+    assert len(listed) == len(set(listed))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key is worked on, once at a time, again after a failure, and again for no reason."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from live import until
+
+from kvtier_operator.workqueue import Done, WorkQueue
+
+NEVER = 3600.0
+
+
+@contextmanager
+def queue(
+    work: Callable[[str, int], Done], *, resync_seconds: float = NEVER, settle_seconds: float = 0.0, workers: int = 2
+) -> Iterator[WorkQueue[str]]:
+    found: WorkQueue[str] = WorkQueue(
+        work, workers=workers, resync_seconds=resync_seconds, settle_seconds=settle_seconds
+    )
+    found.start()
+    try:
+        yield found
+    finally:
+        assert found.close(timeout=10)
+
+
+def test_every_key_is_worked_on() -> None:
+    seen: Counter[str] = Counter()
+
+    def work(key: str, attempt: int) -> Done:
+        seen[key] += 1
+        return Done()
+
+    with queue(work) as found:
+        for number in range(50):
+            found.add(str(number))
+        until(lambda: len(seen) == 50)
+    assert set(seen.values()) == {1}
+
+
+def test_a_burst_of_events_makes_one_pass() -> None:
+    seen: Counter[str] = Counter()
+
+    def work(key: str, attempt: int) -> Done:
+        seen[key] += 1
+        return Done()
+
+    with queue(work, settle_seconds=0.2) as found:
+        for _ in range(100):
+            found.add("a")
+        until(lambda: seen["a"])
+        found.add("b")
+        until(lambda: seen["b"])
+    assert seen["a"] == 1
+
+
+def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_lost() -> None:
+    entered, release = threading.Semaphore(0), threading.Semaphore(0)
+    busy = threading.Lock()
+    overlaps: list[str] = []
+
+    def work(key: str, attempt: int) -> Done:
+        if not busy.acquire(blocking=False):
+            overlaps.append(key)
+            return Done()
+        entered.release()
+        release.acquire()
+        busy.release()
+        return Done()
+
+    with queue(work, workers=4) as found:
+        found.add("a")
+        assert entered.acquire(timeout=10)
+        for _ in range(10):
+            found.add("a")
+        release.release()
+        assert entered.acquire(timeout=10)  # the additions made one more pass
+        release.release()
+        assert not entered.acquire(timeout=0.1)  # and only one
+    assert overlaps == []
+
+
+def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
+    attempts: list[int] = []
+
+    def work(key: str, attempt: int) -> Done:
+        attempts.append(attempt)
+        return Done(retry_after=0.01) if len(attempts) < 4 else Done()
+
+    with queue(work) as found:
+        found.add("a")
+        until(lambda: len(attempts) == 4)
+        found.add("a")
+        until(lambda: len(attempts) == 5)
+    assert attempts == [1, 2, 3, 4, 1]
+
+
+def test_an_unexpected_error_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[int] = []
+
+    def work(key: str, attempt: int) -> Done:
+        attempts.append(attempt)
+        if attempt == 1:
+            raise ZeroDivisionError
+        return Done()
+
+    with caplog.at_level(logging.ERROR), queue(work) as found:
+        found.add("a")
+        until(lambda: attempts == [1, 2])
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_key_comes_back_by_itself_until_it_is_gone() -> None:
+    seen: Counter[str] = Counter()
+
+    def work(key: str, attempt: int) -> Done:
+        seen[key] += 1
+        return Done(is_gone=key == "gone")
+
+    with queue(work, resync_seconds=0.01) as found:
+        found.add("gone")
+        found.add("here")
+        until(lambda: seen["here"] > 5)
+    assert seen["gone"] == 1
+
+
+def test_a_known_key_is_not_hurried_by_a_listing() -> None:
+    seen: Counter[str] = Counter()
+
+    def work(key: str, attempt: int) -> Done:
+        seen[key] += 1
+        return Done()
+
+    with queue(work) as found:
+        found.add_if_unknown("a")
+        until(lambda: seen["a"] == 1)
+        for _ in range(10):
+            found.add_if_unknown("a")
+        found.add("b")
+        until(lambda: seen["b"])
+    assert seen["a"] == 1
+
+
+def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
+    entered, release = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def work(key: str, attempt: int) -> Done:
+        entered.set()
+        release.wait(10)
+        ended.append(key)
+        return Done()
+
+    found: WorkQueue[str] = WorkQueue(work, workers=1, resync_seconds=NEVER)
+    found.start()
+    found.add("a")
+    found.add("b")
+    assert entered.wait(10)
+    assert found.close(timeout=0) is False
+    release.set()
+    assert found.close(timeout=10) is True
+    assert ended == ["a"]
+
+
+def test_a_queue_that_does_not_move_shows_it() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def work(key: str, attempt: int) -> Done:
+        entered.set()
+        release.wait(10)
+        return Done()
+
+    with queue(work, workers=1) as found:
+        assert found.seconds_overdue() == 0
+        found.add("stuck")
+        assert entered.wait(10)
+        found.add("waits")
+        until(lambda: found.seconds_overdue() > 0)
+        release.set()
+        until(lambda: found.seconds_overdue() == 0)

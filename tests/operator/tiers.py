@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCacheTier bodies, and what the kubelet and the controllers would say about their children."""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime
+from typing import Any
+
+from kvtier_operator import names
+from kvtier_operator.names import ObjectKey, TierName
+
+NAMESPACE = "serving"
+TIER = TierName(namespace=NAMESPACE, name="llama")
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+CLAIM = ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="llama-blocks")
+CONFIG = ObjectKey(api_version="v1", kind="ConfigMap", name="llama-connector")
+DEPLOYMENT = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-engine")
+SERVICE = ObjectKey(api_version="v1", kind="Service", name="llama-engine")
+TIER_KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
+
+
+def tier(**spec: Any) -> dict[str, Any]:
+    """Return a small tier whose spec is changed by the given top-level fields."""
+    body = {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": "llama", "namespace": NAMESPACE},
+        "spec": {
+            "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
+            "replicas": 2,
+            "cpu": {"size": "64Gi"},
+            "volume": {"claim": {"size": "2Ti", "storageClassName": "cephfs"}},
+        },
+    }
+    return merge(body, {"spec": spec})
+
+
+def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Return the target with a JSON merge patch applied; neither is changed."""
+    result = copy.deepcopy(target)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merge(result[key], value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def ready_deployment(replicas: int = 2, generation: int = 1) -> dict[str, Any]:
+    """Return the status of a Deployment that has finished its rollout."""
+    return {
+        "observedGeneration": generation,
+        "replicas": replicas,
+        "updatedReplicas": replicas,
+        "readyReplicas": replicas,
+    }
+
+
+def pod(name: str, template: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """Return an engine pod made from a Deployment's template."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": NAMESPACE,
+            "labels": dict(template["metadata"]["labels"]),
+            "annotations": dict(template["metadata"]["annotations"]),
+        },
+        "spec": copy.deepcopy(template["spec"]),
+        "status": status or RUNNING,
+    }
+
+
+RUNNING: dict[str, Any] = {
+    "phase": "Running",
+    "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
+    "containerStatuses": [{"name": "engine", "image": "vllm", "restartCount": 0, "state": {"running": {}}}],
+}
+
+
+def waiting(reason: str, message: str = "", *, container: str = "engine", **last: Any) -> dict[str, Any]:
+    """Return the status of a pod whose container waits, with the termination before it."""
+    status = {
+        "name": container,
+        "image": "example.com/vllm:1",
+        "restartCount": 4 if last else 0,
+        "state": {"waiting": {"reason": reason, "message": message}},
+        **({"lastState": {"terminated": last}} if last else {}),
+    }
+    return {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}],
+        "initContainerStatuses" if container != "engine" else "containerStatuses": [status],
+    }
+
+
+def unschedulable(message: str) -> dict[str, Any]:
+    """Return the status of a pod that no node takes."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    return {"phase": "Pending", "conditions": [condition]}

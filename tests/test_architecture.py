@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the repository that no linter knows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvtier_connector
+import kvtier_operator
+from kvtier_connector.contract import BLOCK_FORMAT_VERSION, ConnectorConfig, decode, encode
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store import format as block_format
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_MODULE = 400
+CONFIG = ConnectorConfig(
+    tier="default/llama", root="/var/lib/kvtier/default.llama/0a1b", digest="0a1b", identity={"version": 1}, max_bytes=0
+)
+
+
+def sources() -> list[Path]:
+    listed = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=ROOT
+    )
+    return [ROOT / name for name in listed.decode().splitlines() if (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("folder", ["operator", "connector"])
+def test_a_folder_named_like_a_module_of_the_standard_library_is_no_package(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_no_module_is_too_long_to_read() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
+    assert {str(path): length for path, length in lengths.items() if length > LONGEST_MODULE} == {}
+
+
+def test_every_source_file_names_its_licence() -> None:
+    assert [
+        str(path) for path in sources() if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
+    ] == []
+
+
+def test_operator_and_connector_are_one_release() -> None:
+    assert kvtier_operator.__version__ == kvtier_connector.__version__
+
+
+def test_the_contract_names_the_format_that_the_store_writes() -> None:
+    assert block_format.FORMAT_VERSION == BLOCK_FORMAT_VERSION
+
+
+def test_a_document_reads_back_as_it_was_written() -> None:
+    assert decode(encode(CONFIG)) == CONFIG
+    assert encode(decode(encode(CONFIG))) == encode(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"version": 2}, "run the connector image of the same release"),
+        ({"colour": "blue"}, "unknown field 'colour'"),
+        ({"max_bytes": -1}, "max_bytes=-1 must be 0"),
+        ({"root": "relative/0a1b"}, "root='relative/0a1b' must be an absolute path"),
+        ({"io_threads": 0}, "io_threads=0 must be between"),
+    ],
+)
+def test_a_document_that_cannot_be_used_is_refused_by_field(change: dict[str, object], complaint: str) -> None:
+    document = {**json.loads(encode(CONFIG)), **change}
+    with pytest.raises(ConfigInvalid, match=complaint):
+        decode(json.dumps(document))
+
+
+def test_a_document_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ConfigInvalid, match="not JSON"):
+        decode("root: /var")
+
+
+def test_a_config_whose_root_is_of_another_digest_is_refused() -> None:
+    with pytest.raises(ConfigInvalid, match="digest='0a1c' must end root"):
+        replace(CONFIG, digest="0a1c")
