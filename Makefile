@@ -33,7 +33,7 @@ types: venv
 	$(RUN) mypy
 
 imports: venv ## who may import whom
-	.venv/bin/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	.venv/bin/python -c "from importlinter.cli import lint_imports_command as run; run()"
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check

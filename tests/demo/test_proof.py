@@ -6,15 +6,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from kvtier_demo import report
 from kvtier_demo.client import Answer
 from kvtier_demo.report import Row
 from kvtier_demo.scenario import problems
 
 COMPUTED = Answer(
-    seconds_to_first_token=3.0, prompt_tokens=3000, cached_tokens=0, disk_bytes=0.0, token_ids=(5, 6, 7)
+    seconds_to_first_token=3.0,
+    prompt_tokens=3000,
+    cached_tokens=0,
+    sources={"device": 0, "host": 0, "disk": 0},
+    disk_bytes=0.0,
+    token_ids=(5, 6, 7),
 )
-LOADED = replace(COMPUTED, seconds_to_first_token=0.4, cached_tokens=2944, disk_bytes=24.0 * 2**20)
+LOADED = replace(
+    COMPUTED,
+    seconds_to_first_token=0.4,
+    cached_tokens=2944,
+    sources={"device": 0, "host": 0, "disk": 2944},
+    disk_bytes=24.0 * 2**20,
+)
 
 
 def rows(**changes: object) -> list[Row]:
@@ -34,7 +46,7 @@ def test_a_disk_hit_with_the_same_tokens_is_proof() -> None:
     [
         ({"token_ids": (5, 6, 8)}, "other tokens"),
         ({"disk_bytes": 0.0}, "nothing was read from the shared volume"),
-        ({"cached_tokens": 128}, "only 128 tokens came from a cache"),
+        ({"sources": {"device": 2944, "host": 0, "disk": 0}}, "only 0 tokens came from the disk"),
     ],
 )
 def test_anything_less_is_refused(changes: dict[str, object], complaint: str) -> None:
@@ -44,6 +56,10 @@ def test_anything_less_is_refused(changes: dict[str, object], complaint: str) ->
 def test_a_cold_prompt_that_was_cached_is_refused() -> None:
     warm = [Row(what="cold", engine="A", answer=LOADED, reference=None)]
     assert any("cached already" in problem for problem in problems(warm))
+
+
+def test_a_table_without_the_second_replica_is_refused() -> None:
+    assert problems(rows()[:1]) == ["the second replica was never asked"]
 
 
 def test_the_table_shows_every_row_and_flags_other_tokens() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes.util
+import json
 import signal
 import sys
 import traceback
@@ -27,6 +28,9 @@ TIER = "demo"
 LABELS = f"kvtier.dev/tier={TIER}"
 _READY_SECONDS = 420.0
 _GONE_SECONDS = 90.0
+_RESTARTS = 2
+_TOTAL_GIB = 10  # what the two pods request, and the rest of the machine
+_FREE_GIB = 7
 
 
 def main() -> int:
@@ -58,13 +62,12 @@ def preflight() -> None:
     """Refuse early what would fail late."""
     if ctypes.util.find_library("numa") is None:
         raise RuntimeError("vLLM's CPU build needs libnuma.so.1: install it (Debian, Ubuntu: apt-get install libnuma1)")
-    available = next(
-        int(line.split()[1]) // 2**20
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable")
-    )
-    if available < 8:  # noqa: PLR2004 - GiB, two engines
-        raise RuntimeError(f"two vLLM engines need 8 GiB of free memory, this machine has {available}")
+    memory = {
+        line.split(":")[0]: int(line.split()[1]) // 2**20 for line in Path("/proc/meminfo").read_text().splitlines()
+    }
+    for name, needed in (("MemTotal", _TOTAL_GIB), ("MemAvailable", _FREE_GIB)):
+        if memory[name] < needed:
+            raise RuntimeError(f"two vLLM engines need {needed} GiB of {name}, this machine has {memory[name]}")
 
 
 def demonstrate(stack: Stack, progress: Progress) -> int:
@@ -87,11 +90,12 @@ def demonstrate(stack: Stack, progress: Progress) -> int:
     )
     claim = next(c for c in kube.list("v1", "PersistentVolumeClaim", labels=LABELS))
     directory = stack.claim_directory(claim["metadata"]["name"])
+    proof = stack.data / f"proved-{digest}.json"
     scenario = Scenario(
         first=first,
         second=second,
         blocks=lambda: tuple(directory.rglob(f"{digest}/**/*.kvb")),
-        was_proved=(stack.data / f"proved-{digest}").exists(),
+        proved=tuple(json.loads(proof.read_text())) if proof.exists() else None,
         progress=progress,
     )
     rows = scenario.run()
@@ -103,7 +107,7 @@ def demonstrate(stack: Stack, progress: Progress) -> int:
     for problem in wrong:
         progress.say(f"NOT PROVED: {problem}")
     if not wrong:
-        (stack.data / f"proved-{digest}").touch()
+        proof.write_text(json.dumps(rows[-1].answer.token_ids))
         progress.say("proved: replica B answered from the disk what replica A had computed, with the same tokens")
     progress.say(f"the table as a picture: {stack.data / 'table.png'}")
     clean_up(stack, progress)
@@ -116,6 +120,7 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
     if tier is None:
         return False
     for pod in stack.kube.list("v1", "Pod", labels=LABELS):
+        _refuse_crash_loop(pod)
         progress.state(f"pod {pod['metadata']['name']}", _pod_state(pod))
     conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
     ready = conditions.get("Ready")
@@ -124,6 +129,12 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
     progress.state("KVCacheTier demo", f"Ready={ready['status']} {ready['reason']}: {ready['message']}")
     is_current = ready.get("observedGeneration") == tier["metadata"]["generation"]
     return bool(ready["status"] == "True" and is_current)
+
+
+def _refuse_crash_loop(pod: dict[str, Any]) -> None:
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        if container.get("restartCount", 0) >= _RESTARTS:
+            raise RuntimeError(f"container {container['name']} of {pod['metadata']['name']} ended again and again")
 
 
 def _pod_state(pod: dict[str, Any]) -> str:

@@ -10,7 +10,10 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TIER = "SharedVolumeTier"
+DISK_BYTES = "vllm:kvtier_disk_read_bytes_total"
+CACHED_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+SOURCES = ("device", "host", "disk")
+"""vLLM's own names for where cached prompt tokens came from."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV was not computed, whichever tier they came from."""
+    sources: Mapping[str, int]
+    """The same tokens by where vLLM says they came from, see `SOURCES`."""
     disk_bytes: float
     """Bytes that the shared-volume tier read into host memory for it."""
     token_ids: tuple[int, ...]
@@ -46,7 +51,7 @@ class Engine:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        before = self.metric("vllm:kv_offload_tiering_read_bytes_total", tier=TIER)
+        before, sources_before = self.metric(DISK_BYTES), self._sources()
         started = time.perf_counter()
         first = 0.0
         token_ids: list[int] = []
@@ -64,11 +69,12 @@ class Engine:
                 usage = part.get("usage") or usage
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-        after = self.metric("vllm:kv_offload_tiering_read_bytes_total", tier=TIER)
+        after, sources_after = self.metric(DISK_BYTES), self._sources()
         return Answer(
             seconds_to_first_token=first - started,
             prompt_tokens=int(str(usage.get("prompt_tokens", 0))),
             cached_tokens=int(cached or 0),
+            sources={source: sources_after[source] - sources_before[source] for source in SOURCES},
             disk_bytes=after - before,
             token_ids=tuple(token_ids),
         )
@@ -83,6 +89,9 @@ class Engine:
         with self._open("/metrics", None, timeout=30) as response:
             text = response.read().decode()
         return sum(value for found, value in _samples(text, name) if labels.items() <= found.items())
+
+    def _sources(self) -> dict[str, int]:
+        return {source: int(self.metric(CACHED_BY_SOURCE, source=source)) for source in SOURCES}
 
     def _open(self, path: str, data: bytes | None, *, timeout: float):  # type: ignore[no-untyped-def] # noqa: ANN202
         request = urllib.request.Request(  # noqa: S310 - always http to a pod of ours

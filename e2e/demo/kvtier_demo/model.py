@@ -12,6 +12,7 @@ from pathlib import Path
 
 SEED = 20240607
 VOCABULARY = 2048
+_OUTPUT_VARIETY = 0.8
 _TEXT = """cache block prefix tier engine volume request token replica prompt layer memory page chunk eviction promotion
 latency throughput storage cluster operator claim policy budget digest header checksum reader writer queue"""
 _WORDS = _TEXT.split()
@@ -73,4 +74,8 @@ def _write_weights(directory: Path) -> None:
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # rows of the output differ in length, so that the best token leads by more than the rounding of bfloat16
+        model.lm_head.weight.mul_(torch.exp(_OUTPUT_VARIETY * torch.randn(VOCABULARY, 1)))
+    model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)

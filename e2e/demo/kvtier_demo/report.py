@@ -26,7 +26,7 @@ class Row:
         return self.reference is None or self.answer.token_ids == self.reference.token_ids
 
 
-_HEADER = ("", "replica", "TTFT", "prompt", "cached", "read from disk", "tokens identical")
+_HEADER = ("", "replica", "TTFT", "prompt", "cached", "from", "read from disk", "tokens identical")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -41,6 +41,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{answer.seconds_to_first_token * 1000:.0f} ms",
                 f"{answer.prompt_tokens} tokens",
                 f"{answer.cached_tokens} tokens",
+                "+".join(source for source, tokens in answer.sources.items() if tokens) or "-",
                 f"{answer.disk_bytes / 2**20:.1f} MiB",
                 "-" if row.reference is None else "yes" if row.is_identical else "NO",
             )
@@ -76,7 +77,7 @@ def chart(rows: Sequence[Row], file: Path) -> None:
         text = f" {milliseconds:.0f} ms, {row.answer.cached_tokens} of {row.answer.prompt_tokens} tokens cached"
         axes.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(times) * 1.45)
+    axes.set_xlim(0, max(times) * 1.7)  # room for the text beside the longest bar
     axes.set_xlabel("time to first token, ms (vLLM's CPU build, a tiny model)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
