@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: each backend as the ``kv_transfer_config`` of an engine, and the environment it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier_connector.contract import CONFIG_FILE, ConnectorConfig, encode
+
+NONE = "none"
+"""vLLM without offloading."""
+FS = "fs"
+"""vLLM's TieringOffloadingSpec with its ``fs`` tier."""
+KVTIER = "kvtier"
+"""Ours."""
+LIFEBOAT = "lifeboat"
+"""lifeboatcache, as its documentation configures it for vLLM."""
+
+ALL = (KVTIER, FS, NONE, LIFEBOAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Settings that every backend shares."""
+
+    cpu_bytes: int
+    block_tokens: int
+    is_cpu_build: bool
+    """vLLM's CPU build, where only our spec can copy between the engine and the CPU tier."""
+    kvtier: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ConnectorConfig to try."""
+
+
+def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str, Any] | None:
+    """Return the engine's ``kv_transfer_config`` for blocks under the directory; None for no offloading."""
+    if backend == NONE:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    is_ours = backend == KVTIER or offload.is_cpu_build
+    spec = (
+        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}
+        if is_ours
+        else {"spec_name": "TieringOffloadingSpec"}
+    )
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            **spec,
+            "cpu_bytes_to_use": offload.cpu_bytes,
+            "block_size": offload.block_tokens,
+            "eviction_policy": "lru",
+            "secondary_tiers": [_TIERS[backend](directory, offload)],
+        },
+    }
+
+
+def _fs(directory: Path, _: Offload) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": str(directory)}
+
+
+def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
+    identity = {"model": "bench", "block_tokens": offload.block_tokens}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    config = ConnectorConfig(
+        tier="bench/bench",
+        root=str(directory / digest),
+        digest=digest,
+        identity=identity,
+        **{"max_bytes": 0, **offload.kvtier},
+    )
+    path = directory / CONFIG_FILE
+    path.write_text(encode(config), encoding="utf-8")
+    return {"type": "SharedVolumeTier", "module_path": "kvtier_connector.tier.manager", "config_file": str(path)}
+
+
+def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:
+    tier = {"name": "bench", "type": "filesystem", "enabled": True, "path": str(directory)}
+    return {
+        "type": "LifeboatTier",
+        "module_path": "lifeboat_cache.integrations.vllm_tier",
+        # Its defaults, but with room for the whole run, and no web server.
+        "lifeboat_config": {
+            "storage": {"tiers": [{**tier, "capacity_gb": 500, "min_free_gb": 1}]},
+            "dashboard": {"enabled": False},
+            "telemetry": {"prometheus": {"enabled": False}},
+        },
+    }
+
+
+_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat}
+
+
+def unpack_lifeboat(wheel: Path | None, into: Path) -> Path | None:
+    """Unpack the wheel's package without its metadata, so that its plugin does not start; None without a wheel."""
+    if wheel is None or not wheel.exists():
+        return None
+    shutil.rmtree(into, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(into, [name for name in archive.namelist() if name.startswith("lifeboat_cache/")])
+    return into
+
+
+def environment(backend: str, repository: Path, lifeboat: Path | None) -> dict[str, str]:
+    """Return the environment of an engine's process."""
+    paths = [str(repository), str(repository / "connector"), os.environ.get("PYTHONPATH", "")]
+    if backend == LIFEBOAT and lifeboat is not None:
+        paths.insert(0, str(lifeboat))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONHASHSEED": "0",
+        "PYTHONWARNINGS": "ignore",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The CPU build reserves more cores with offloading than without: other speed, and other rounding.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "LIFEBOAT_CACHE_HOME": str((lifeboat or Path(sys.prefix)) / "home"),
+    }

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The charts of the reports, as PNG files. Where matplotlib is missing, a report has tables alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from e2e.bench.stats import Summary
+
+COLOURS = {"none": "#9aa0a6", "fs": "#e8710a", "lifeboat": "#9334e6", "kvtier": "#1a73e8"}
+NAMES = {"none": "no offload (computed)", "fs": "vLLM fs", "lifeboat": "lifeboatcache", "kvtier": "kvtier"}
+
+_WHOLE = 100
+"""Larger numbers are written without decimals."""
+
+Measured = Mapping[tuple[str, int, str], Summary | None]
+
+
+def first_tokens(path: Path, title: str, measured: Measured, backends: Sequence[str], sizes: Sequence[int]) -> None:
+    """Draw the time to the first token: computed, a disk hit of each backend, and a CPU-tier hit."""
+    bars = [("cold", "none" if "none" in backends else backends[0], COLOURS["none"], "computed")]
+    bars += [("disk_hit", name, COLOURS[name], f"{NAMES[name]}: disk hit") for name in backends if name != "none"]
+    if any(name != "none" for name in backends):
+        name = "kvtier" if "kvtier" in backends else backends[-1]
+        bars.append(("cpu_hit", name, "#a8c7fa", f"{NAMES[name]}: CPU-tier hit"))
+    series = [
+        (label, colour, [measured.get((case, tokens, name)) for tokens in sizes]) for case, name, colour, label in bars
+    ]
+    labels = [_size(tokens) for tokens in sizes]
+    heading = f"Time to the first token, one request, volume: {title.partition('-')[2]}"
+    _bars(path, heading, "ms", labels, _scaled(series, 1000), xlabel="prompt tokens", is_log=True)
+
+
+def waves(path: Path, measured: Mapping[Any, Summary | None], backends: Sequence[str], keys: Sequence[Any]) -> None:
+    """Draw how long users who return together wait."""
+    series = [(NAMES[name], COLOURS[name], [measured.get((*key, name)) for key in keys]) for name in backends]
+    labels = [f"{users} users x {_size(tokens)}" for users, tokens, _ in keys]
+    _bars(path, "All first tokens after a restart", "s", labels, _scaled(series, 1), xlabel="", is_log=False)
+
+
+def _size(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def lines(path: Path, title: str, series: Mapping[str, Mapping[int, Summary]], xlabel: str) -> None:
+    """Draw throughput over threads or sizes, with the extremes as a band."""
+    pyplot = _pyplot()
+    if pyplot is None or not series:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in series.items():
+        places = sorted(points)
+        (drawn,) = axes.plot(places, [points[place].median for place in places], marker="o", label=name)
+        axes.fill_between(
+            places,
+            [points[place].low for place in places],
+            [points[place].high for place in places],
+            color=drawn.get_color(),
+            alpha=0.15,
+            linewidth=0,
+        )
+    places = sorted({place for points in series.values() for place in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel=xlabel, ylabel="GB/s")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+_Series = list[tuple[str, str, list[Summary | None]]]
+
+
+def _scaled(series: _Series, factor: float) -> _Series:
+    def scale(summary: Summary | None) -> Summary | None:
+        if summary is None:
+            return None
+        return Summary(summary.median * factor, summary.low * factor, summary.high * factor, summary.count)
+
+    return [(label, colour, [scale(value) for value in values]) for label, colour, values in series]
+
+
+def _bars(  # noqa: PLR0913 - a chart has this many parts
+    path: Path, title: str, unit: str, labels: Sequence[str], series: _Series, *, xlabel: str, is_log: bool
+) -> None:
+    pyplot = _pyplot()
+    if pyplot is None or not labels:
+        return
+    figure, axes = pyplot.subplots(figsize=(1.5 + 2.2 * max(2, len(labels)), 4.8), layout="constrained")
+    width = 0.84 / len(series)
+    for number, (label, colour, values) in enumerate(series):
+        found = [(place, value) for place, value in enumerate(values) if value is not None]
+        places = [place + (number - (len(series) - 1) / 2) * width for place, _ in found]
+        heights = [value.median for _, value in found]
+        errors = [[v.median - v.low for _, v in found], [v.high - v.median for _, v in found]]
+        bars = axes.bar(places, heights, width * 0.94, label=label, color=colour, yerr=errors, error_kw={"lw": 0.8})
+        texts = [f"{height:.0f}" if height >= _WHOLE else f"{height:.3g}" for height in heights]
+        axes.bar_label(bars, texts, fontsize=7, padding=2)
+    axes.set_xticks(range(len(labels)), labels)
+    if is_log:
+        axes.set_yscale("log")
+    axes.margins(y=0.12)
+    axes.set(title=title, xlabel=xlabel, ylabel=unit)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any | None:
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
