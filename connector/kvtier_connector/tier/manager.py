@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier as vLLM sees it: translation between its jobs and the block store, nothing else.
+
+vLLM calls every method of `SharedVolumeTier` on the scheduler's thread, where a system call on a network mount could
+stop the engine. So each method only reads and writes memory, and hands what blocks to the pool.
+
+What happens to a block is an outcome and is counted; whatever goes wrong, the engine computes instead of loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_connector import contract
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
+from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.budget import PromotionBudget
+from kvtier_connector.tier.facts import engine_facts
+from kvtier_connector.tier.jobs import Block, BlockOutcome, Job
+from kvtier_connector.tier.lookups import Lookups, Verdict
+from kvtier_connector.tier.slots import Slots
+from kvtier_connector.tier.volume import Volume
+from kvtier_connector.tier.workers import Lane, Staging, WorkerPool, default_limits
+
+logger = init_logger("vllm.kvtier.tier")
+
+PROBE_DEADLINE_SECONDS = 2.0
+"""A probe is one system call; a volume that needs longer for it is slower than computing."""
+OPEN_WAIT_SECONDS = 10.0
+"""How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
+CLOSE_WAIT_SECONDS = 5.0
+COPY_POLL_SECONDS = 0.001
+
+
+class SharedVolumeTier(SecondaryTierManager):
+    """Keeps chunks as block files on a volume that other engines share.
+
+    Fields are the scheduler's alone, except `_completed`, which the pool's threads fill, and the objects that say
+    otherwise themselves. Memory beyond vLLM's own: one chunk per I/O thread.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.DISK
+    fs: ClassVar[FileSystem] = LOCAL
+    """The system calls; tests derive a class with others."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        config_file: str,
+        enable_kv_events: bool = False,  # noqa: FBT002
+        locality: str | None = None,
+        backpressure_detector: BackpressureDetector | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Build the tier and start its threads; the engine starts even if the volume cannot be used.
+
+        Args:
+            offloading_spec: vLLM's settings of the engine.
+            primary_kv_view: The rows of the CPU tier.
+            tier_type: The name under which vLLM knows this tier.
+            config_file: Path of the document that the operator wrote, see `contract`.
+            enable_kv_events: Publish a BlockStored event for each block written, if the engine publishes events.
+            locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
+            backpressure_detector: vLLM's, if configured; it sees how long stores take.
+            unknown: Anything else in the tier's configuration, which is refused.
+
+        Raises:
+            ConfigInvalid: an option or the document cannot be used.
+        """
+        if unknown:
+            raise ConfigInvalid(
+                f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
+                "it takes config_file, enable_kv_events, locality and backpressure"
+            )
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        config = _read_config(config_file)
+        self._deadline_seconds = config.load_deadline_seconds
+        self._slots = Slots(primary_kv_view)
+        self._stats = metrics.Stats()
+        self._budget = PromotionBudget(self._slots.count)
+        self._jobs: dict[int, Job] = {}
+        self._completed: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._finished: list[Job] = []
+        self._missed: dict[str, set[bytes]] = {}
+        self._undecided: set[str] = set()
+        self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] = []
+        self._is_loading_stuck = False
+        self._is_storing_stuck = False
+        self._is_closed = False
+        facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes)
+        self._volume = Volume(config, {**config.identity, **facts}, self.fs)
+        probe_seconds = min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds)
+        self._pool = WorkerPool(
+            config.io_threads,
+            default_limits(
+                config.io_threads, probe_seconds=probe_seconds, transfer_seconds=config.load_deadline_seconds
+            ),
+            staging_bytes=self._slots.row_bytes,
+        )
+        self._lookups = Lookups(self._contains, self._pool, deadline_seconds=probe_seconds)
+        self._pool.start()
+        self._volume.start(OPEN_WAIT_SECONDS)
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = req_context.req_id
+        if not self._volume.is_readable:
+            return self._miss(key, request, metrics.INERT)
+        if self._is_loading_stuck:
+            return self._miss(key, request, metrics.STUCK)
+        verdict = self._lookups.ask(key, request)
+        if verdict is Verdict.WAITING:
+            # It shares the budget from now on, so that requests which arrive together get equal shares.
+            self._budget.join(request)
+            self._undecided.add(request)
+            return LookupResult.RETRY
+        if verdict is not Verdict.THERE:
+            return self._miss(key, request, _CAUSES[verdict])
+        if request in self._undecided:
+            # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
+            return LookupResult.RETRY
+        if not self._budget.admit(key, request):
+            return self._miss(key, request, metrics.BUDGET)
+        return LookupResult.HIT
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job = self._open_job(job_metadata, is_load=True)
+        self._budget.charge((block.key for block in job.blocks), job.request)
+        if self._is_loading_stuck:
+            job.abandon(metrics.STUCK)
+            return
+        self._pool.submit(Lane.LOAD, [functools.partial(self._load, job, index) for index in range(len(job.blocks))])
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = self._open_job(job_metadata, is_load=False)
+        if cause := self._why_not_storing():
+            job.abandon(cause)
+            return
+        self._pool.submit(Lane.STORE, [functools.partial(self._store, job, index) for index in range(len(job.blocks))])
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        # vLLM calls this once in each step, before any lookup of the step.
+        self._lookups.collect()
+        self._is_loading_stuck = self._pool.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
+        self._is_storing_stuck = self._pool.is_stuck(Lane.STORE)
+        self._abandon_late()
+        while not self._completed.empty():
+            self._finished.append(self._completed.get_nowait())
+        jobs, self._finished = self._finished, []
+        return [self._close_job(job) for job in jobs]
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.send()
+        self._budget.end_step()
+        self._undecided.clear()
+        for request in (*context.new_req_ids, *context.preempted_req_ids):
+            self._budget.release(request)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.forget(req_context.req_id)
+        self._budget.release(req_context.req_id)
+        self._missed.pop(req_context.req_id, None)
+
+    @override
+    def has_pending_work(self) -> bool:
+        return bool(self._jobs)
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    @override
+    def drain_jobs(self) -> None:
+        """Wait for every job, for as long as its deadline at most; then no thread touches the primary tier."""
+        while len(self._finished) < len(self._jobs):
+            earliest = min(job.deadline for job in self._jobs.values())
+            timeout = max(COPY_POLL_SECONDS, earliest - time.monotonic())
+            with contextlib.suppress(queue.Empty):
+                self._finished.append(self._completed.get(timeout=timeout))
+            self._abandon_late()
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        self._stats.set(metrics.ACTIVE, int(self._volume.is_readable))
+        self._stats.set(metrics.STUCK_THREADS, self._pool.count_stuck())
+        if self._volume.is_counted:
+            self._stats.set(metrics.USED_BYTES, self._volume.store.usage_bytes())
+        return self._stats.take()
+
+    @override
+    def shutdown(self) -> None:
+        """Stop within seconds, whatever the volume does: a thread that hangs is left behind and touches nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        while sum(job.abandon(metrics.SHUTDOWN) for job in self._jobs.values()):
+            time.sleep(COPY_POLL_SECONDS)
+        self._volume.close(CLOSE_WAIT_SECONDS)
+        if not self._pool.close(CLOSE_WAIT_SECONDS):
+            logger.warning("%d I/O threads still wait for the volume and are left behind", self._pool.count_stuck())
+        self._slots.release()
+
+    def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
+        blocks = [Block(key, int(slot)) for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)]
+        job = Job(
+            transfer.job_id,
+            is_load=is_load,
+            request=transfer.req_context.req_id,
+            blocks=blocks,
+            deadline=time.monotonic() + self._deadline_seconds,
+            on_complete=self._completed.put,
+        )
+        self._jobs[job.job_id] = job
+        if not blocks:
+            self._completed.put(job)
+        return job
+
+    def _close_job(self, job: Job) -> JobResult:
+        del self._jobs[job.job_id]
+        done = self._count_loaded(job) if job.is_load else self._count_stored(job)
+        is_success = len(done) == len(job.blocks)
+        if job.is_load:
+            is_done = frozenset(done)
+            self._lookups.add_failed([block.key for block in job.blocks if block.key not in is_done], job.request)
+        else:
+            self._lookups.add_known(done)
+            if done and self._is_publishing:
+                self._events.append(
+                    OffloadingEvent(keys=done, medium=self.medium, removed=False, locality=self.locality)
+                )
+        return JobResult(
+            job_id=job.job_id,
+            success=is_success,
+            successful_keys=tuple(done) if job.is_load and done and not is_success else None,
+            transfer_time=job.elapsed_seconds,
+            transfer_bytes=len(job.blocks) * self._slots.row_bytes,
+        )
+
+    def _count_loaded(self, job: Job) -> list[OffloadKey]:
+        """Count how the blocks of a load ended, and return the keys of those that landed."""
+        loaded = []
+        for block, outcome in zip(job.blocks, job.outcomes, strict=True):
+            if isinstance(outcome, Hit):
+                loaded.append(block.key)
+                self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
+            elif isinstance(outcome, Fault):
+                self._stats.count(metrics.MISSES, cause=outcome.value)
+            else:
+                self._stats.count(metrics.MISSES, cause=job.cause if outcome is None else metrics.ABSENT)
+        self._stats.count(metrics.READ_BLOCKS, len(loaded))
+        self._stats.count(metrics.READ_SECONDS, job.busy_seconds)
+        return loaded
+
+    def _count_stored(self, job: Job) -> list[OffloadKey]:
+        """Count how the blocks of a store ended, and return the keys of those that are on the volume."""
+        stored = []
+        for block, outcome in zip(job.blocks, job.outcomes, strict=True):
+            if isinstance(outcome, Stored):
+                self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
+                self._stats.count(metrics.WRITTEN_BLOCKS)
+            elif isinstance(outcome, Present):
+                self._stats.count(metrics.PRESENT_BLOCKS)
+            else:
+                cause = outcome.value if isinstance(outcome, StoreFault) else job.cause
+                self._stats.count(metrics.SHED_STORES, cause=cause)
+                continue
+            stored.append(block.key)
+        self._stats.count(metrics.WRITE_SECONDS, job.busy_seconds)
+        return stored
+
+    def _abandon_late(self) -> None:
+        now = time.monotonic()
+        for job in self._jobs.values():
+            if job.deadline <= now:
+                job.abandon(metrics.DEADLINE)
+
+    def _miss(self, key: OffloadKey, request: str, cause: str | None) -> LookupResult:
+        """Count a miss once: vLLM asks again in each step while an earlier block of the request is on its way."""
+        missed = self._missed.setdefault(request, set())
+        if cause is not None and key not in missed:
+            missed.add(key)
+            self._stats.count(metrics.MISSES, cause=cause)
+        return LookupResult.MISS
+
+    def _why_not_storing(self) -> str | None:
+        if not self._volume.is_readable:
+            return metrics.INERT
+        if not self._volume.is_writable:
+            return metrics.UNCOUNTED
+        return metrics.STUCK if self._is_storing_stuck else None
+
+    # What follows runs on the pool.
+
+    def _contains(self, key: bytes) -> bool:
+        return self._volume.store.contains(_block_key(key), self._slots.row_bytes)
+
+    def _load(self, job: Job, index: int, staging: Staging) -> None:
+        if not job.is_open(index):
+            return
+        started = time.monotonic()
+        block = job.blocks[index]
+        outcome: BlockOutcome = Fault.IO
+        try:
+            found = self._volume.store.get(_block_key(block.key), staging.array.data)
+            # From here on the slot is written, unless it is somebody else's by now.
+            if isinstance(found, Hit) and job.claim(index):
+                self._slots.copy_in(block.slot, staging.array)
+            outcome = found
+        finally:
+            job.settle(index, outcome, seconds=time.monotonic() - started)
+
+    def _store(self, job: Job, index: int, staging: Staging) -> None:
+        if not job.claim(index):
+            return
+        started = time.monotonic()
+        block = job.blocks[index]
+        outcome: BlockOutcome = StoreFault.IO
+        try:
+            self._slots.copy_out(block.slot, staging.array)
+            job.release(index)
+            outcome = self._volume.store.put(_block_key(block.key), staging.array.data)
+        finally:
+            job.settle(index, outcome, seconds=time.monotonic() - started)
+
+
+_CAUSES = {Verdict.ABSENT: metrics.ABSENT, Verdict.LATE: metrics.LATE_PROBE, Verdict.FAILED: None}
+"""A failed load was counted with its own cause already."""
+
+
+def _block_key(key: OffloadKey) -> BlockKey:
+    return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key))
+
+
+def _read_config(path: str) -> contract.ConnectorConfig:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
+    return contract.decode(text)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier's metrics as data, and the one object that observes them.
+
+vLLM carries them from the scheduler to ``/metrics``, adds its own labels (model, engine), and ends the engine's API
+server at the first name that was not declared. So names exist here only, and observing another one fails here. The
+prefix is vLLM's because it unregisters its own metrics, and only those, when a second engine starts in one process.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
+
+
+class Metric(NamedTuple):
+    """One declared metric. Prometheus appends ``_total`` to the name of a counter."""
+
+    name: str
+    documentation: str
+    labels: tuple[str, ...] = ()
+    is_gauge: bool = False
+
+
+READ_BYTES = Metric("vllm:kvtier_disk_read_bytes", "Bytes read from the shared volume, headers included.")
+READ_BLOCKS = Metric("vllm:kvtier_disk_read_blocks", "Blocks read from the shared volume and verified.")
+READ_SECONDS = Metric("vllm:kvtier_disk_read_seconds", "Time spent reading blocks, summed over threads.")
+WRITTEN_BYTES = Metric("vllm:kvtier_disk_written_bytes", "Bytes written to the shared volume, headers included.")
+WRITTEN_BLOCKS = Metric("vllm:kvtier_disk_written_blocks", "Blocks written to the shared volume.")
+WRITE_SECONDS = Metric("vllm:kvtier_disk_write_seconds", "Time spent writing blocks, summed over threads.")
+PRESENT_BLOCKS = Metric(
+    "vllm:kvtier_disk_present_blocks", "Blocks not written because the shared volume has them already."
+)
+MISSES = Metric(
+    "vllm:kvtier_disk_misses",
+    "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
+    "volume holds up every thread), budget (no room in the CPU tier), inert, deadline (a load took too long), or what "
+    "was wrong with the file.",
+    ("cause",),
+)
+SHED_STORES = Metric(
+    "vllm:kvtier_disk_shed_stores",
+    "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), stuck, deadline, or "
+    "what the volume said.",
+    ("cause",),
+)
+ACTIVE = Metric(
+    "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
+)
+STUCK_THREADS = Metric(
+    "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
+)
+USED_BYTES = Metric(
+    "vllm:kvtier_disk_used_bytes",
+    "Bytes of the tier on the shared volume, as last counted; only with a limit.",
+    is_gauge=True,
+)
+
+METRICS = (
+    READ_BYTES,
+    READ_BLOCKS,
+    READ_SECONDS,
+    WRITTEN_BYTES,
+    WRITTEN_BLOCKS,
+    WRITE_SECONDS,
+    PRESENT_BLOCKS,
+    MISSES,
+    SHED_STORES,
+    ACTIVE,
+    STUCK_THREADS,
+    USED_BYTES,
+)
+
+ABSENT = "absent"
+LATE_PROBE = "late_probe"
+STUCK = "stuck"
+BUDGET = "budget"
+INERT = "inert"
+DEADLINE = "deadline"
+SHUTDOWN = "shutdown"
+UNCOUNTED = "uncounted"
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the declarations as vLLM wants them."""
+    return {
+        metric.name: (OffloadingGaugeMetadata if metric.is_gauge else OffloadingCounterMetadata)(
+            documentation=metric.documentation, labelnames=metric.labels
+        )
+        for metric in METRICS
+    }
+
+
+class Stats:
+    """What was observed since the last `take`. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._stats = OffloadingConnectorStats()
+
+    def count(self, metric: Metric, amount: float = 1, *, cause: str | None = None) -> None:
+        """Add to a counter."""
+        if amount:
+            self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
+
+    def set(self, metric: Metric, value: float) -> None:
+        """Set a gauge."""
+        self._stats.set_gauge(self._checked(metric, None), value)
+
+    def take(self) -> OffloadingConnectorStats:
+        """Return what was observed and start over."""
+        taken, self._stats = self._stats, OffloadingConnectorStats()
+        return taken
+
+    @staticmethod
+    def _checked(metric: Metric, cause: str | None) -> str:
+        if metric not in METRICS or len(metric.labels) != (cause is not None):
+            raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
+        return metric.name

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads by name: its own tiered offloading, on one more platform and without stale memory files.
+
+Imported in the scheduler, in every worker and in the API server, so importing it starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.shm import clear_stale_regions
+from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+
+logger = init_logger("vllm.kvtier.spec")
+
+
+class KVTierSpec(TieringOffloadingSpec):
+    """vLLM's tiering: GPU, pinned host memory, then the tiers of ``secondary_tiers``.
+
+    The engine's processes share one region in /dev/shm; a worker makes it before the scheduler opens it. A region that
+    a killed engine left is removed first, or the new one would not fit beside it. One that any process holds stays.
+    """
+
+    @override
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._cpu_worker: CpuCopyWorker | None = None
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            _clear_stale_regions()
+        return super().get_manager()
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._cpu_worker is None and self._worker is None:
+            _clear_stale_regions()
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._cpu_worker is None:
+            self._cpu_worker = self._make_cpu_worker(kv_caches)
+        return self._cpu_worker
+
+    def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
+        if self.config.canonical_layout:
+            raise ConfigInvalid("canonical_layout is not supported on vLLM's CPU platform; remove it")
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=0 if self.replicated_layout else self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        try:
+            return CpuCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
+        except Exception:
+            region.cleanup()
+            raise
+
+
+def _clear_stale_regions() -> None:
+    for path in clear_stale_regions():
+        logger.info("Removed %s, left by an engine that is gone", path)

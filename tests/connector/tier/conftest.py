@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each test engines that share one directory, and closes them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+with warnings.catch_warnings():
+    # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.
+    warnings.simplefilter("ignore")
+    from rig import Rigs
+
+
+@pytest.fixture
+def rigs(tmp_path: Path) -> Iterator[Rigs]:
+    made = Rigs(tmp_path)
+    yield made
+    made.close()
+    # Memory of a region is unmapped when its last view goes.
+    gc.collect()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one vLLM engine on CPU with the disk tier, asks it for one prompt in the named ways, prints the answers as JSON.
+
+A process of its own for each engine: only a new process proves that nothing but the volume carried the blocks over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PROMPT = [(7 * position * position + 13 * position) % 31000 + 100 for position in range(2000)]
+WARM_UP = list(range(200, 300))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--tier", type=json.loads, required=True, help="one entry of secondary_tiers")
+    parser.add_argument("--spec-module", default="kvtier_connector.tier.spec")
+    parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
+    parser.add_argument("asks", nargs="+", help="labels; 'reset' before one empties the GPU's cache")
+    options = parser.parse_args()
+
+    model = options.directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    llm = LLM(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        seed=0,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "spec_name": "KVTierSpec",
+                "spec_module_path": options.spec_module,
+                "cpu_bytes_to_use": 512 << 20,
+                "eviction_policy": "lru",
+                "offload_prompt_only": True,
+                "secondary_tiers": [options.tier],
+            },
+        ),
+    )
+
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        started = time.perf_counter()
+        (output,) = llm.generate(
+            {"prompt_token_ids": prompt},
+            SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        seconds = time.perf_counter() - started
+        return {
+            "seconds": round(seconds, 3),
+            "cached_tokens": output.num_cached_tokens,
+            "tokens": list(output.outputs[0].token_ids),
+        }
+
+    ask(WARM_UP)
+    answers = {}
+    for label in options.asks:
+        if label == "reset":
+            assert llm.reset_prefix_cache()
+        else:
+            answers[label] = ask(PROMPT)
+    deadline = time.monotonic() + 60
+    suffixes = {".kvb", ".bin"}
+    while sum(path.suffix in suffixes for path in options.directory.rglob("*")) < options.blocks:
+        if time.monotonic() > deadline:
+            sys.exit(f"the volume has fewer than {options.blocks} blocks after a minute")
+        time.sleep(0.05)
+    metrics = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
+    }
+    sys.stdout.write("ANSWERS " + json.dumps({**answers, "metrics": metrics}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real tiering manager with a real CPU tier and our disk tier: everything but the model, the GPU and the scheduler.
+
+`Rig.serve` asks for a prefix step by step as vLLM's scheduler does, and `Rig.offload` stores one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from kvtier_connector import contract
+from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.tier.manager import SharedVolumeTier
+from kvtier_connector.tier.spec import KVTierSpec
+
+ROW_BYTES = 8192
+TOKENS_PER_BLOCK = 16
+DIGEST = "0123456789abcdef"
+PATIENCE_SECONDS = 20.0
+
+
+class UndecidedError(AssertionError):
+    """The request was not decided within the steps that the test allows."""
+
+
+class Served(NamedTuple):
+    hit_blocks: int
+    steps: int
+
+
+def offloading_config(**changes: Any) -> OffloadingConfig:
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=TOKENS_PER_BLOCK, layer_names=("layer.0",), group_id=0),),
+        worker_kv_bytes_per_block=ROW_BYTES,
+        enable_kv_cache_events=True,
+        extra_config={"cpu_bytes_to_use": 64 * ROW_BYTES},
+        engine_id=f"test-{uuid.uuid4().hex}",
+        model=OffloadingModelConfig(name="org/model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=TOKENS_PER_BLOCK, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+        kv_cache_layout="NHD",
+    )
+    return replace(config, **changes)
+
+
+def key(number: int, group: int = 0) -> OffloadKey:
+    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), group)
+
+
+def keys(count: int, first: int = 0) -> list[OffloadKey]:
+    return [key(number) for number in range(first, first + count)]
+
+
+def payload(of: OffloadKey) -> bytes:
+    return hashlib.sha256(of).digest() * (ROW_BYTES // 32)
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE_SECONDS} s in vain until {what}")
+        threading.Event().wait(0.002)
+
+
+class Rig:
+    """One engine without the engine."""
+
+    def __init__(
+        self,
+        config_file: Path,
+        *,
+        chunks: int,
+        fs: FileSystem = LOCAL,
+        config: OffloadingConfig | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        config = config or offloading_config()
+        spec = KVTierSpec(config)
+        region = SharedOffloadRegion(
+            engine_id=config.engine_id,
+            num_chunks=chunks,
+            rank=None,
+            kv_bytes_per_chunk=ROW_BYTES,
+            cpu_page_size=ROW_BYTES,
+        )
+        self.primary = CPUPrimaryTierOffloadingManager(num_chunks=chunks, mmap_region=region)
+        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs})
+        self.tier: SharedVolumeTier = tier_class(
+            offloading_spec=spec,
+            primary_kv_view=self.primary.get_kv_memoryview(),
+            tier_type="SharedVolumeTier",
+            config_file=str(config_file),
+            **(options or {}),
+        )
+        self.manager = TieringOffloadingManager(primary_tier=self.primary, secondary_tiers=[self.tier])
+        self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+    def request(self, request_id: str) -> ReqContext:
+        context = ReqContext(req_id=request_id)
+        self.manager.on_new_request(context)
+        return context
+
+    def finish(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+
+    def end_step(self, new: Sequence[str] = ()) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=set(new), preempted_req_ids=set()))
+
+    def settle(self) -> None:
+        """Step until no transfer is left."""
+
+        def is_idle() -> bool:
+            self.end_step()
+            return not self.manager.has_pending_work()
+
+        wait_until(is_idle, "the engine has no transfer left")
+
+    def begin_offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> ReqContext:
+        """Put blocks into the CPU tier as the GPU would, from where vLLM hands them to the disk tier."""
+        context = self.request(request_id)
+        prepared = self.manager.prepare_store(list(wanted), context)
+        assert prepared is not None
+        for stored, slot in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
+            self.row(int(slot))[:] = payload(stored)
+        self.manager.complete_store(prepared.keys_to_store, context)
+        return context
+
+    def offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> None:
+        context = self.begin_offload(wanted, request_id)
+        self.settle()
+        self.finish(context)
+
+    def find_prefix(self, wanted: Sequence[OffloadKey], context: ReqContext) -> int | None:
+        """Return the length of the prefix that can be loaded, None while that is not decided: as vLLM's scheduler."""
+        found, is_deferred = 0, False
+        for wanted_key in wanted:
+            result = self.manager.lookup(wanted_key, context)
+            if result is LookupResult.MISS:
+                break
+            if result is not LookupResult.HIT:
+                is_deferred = True
+            if result is not LookupResult.RETRY:
+                found += 1
+        return None if is_deferred else found
+
+    def serve(
+        self, wanted: Sequence[OffloadKey], request_id: str = "reader", *, max_steps: int | None = None
+    ) -> Served:
+        """Run a request until its prefix is decided, load that, and compare every byte."""
+        context = self.request(request_id)
+        steps = 0
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (found := self.find_prefix(wanted, context)) is None:
+            steps += 1
+            self.end_step()
+            if max_steps is not None and steps > max_steps:
+                raise UndecidedError(f"{request_id}: not decided after {steps} steps")
+            if time.monotonic() > deadline:
+                raise UndecidedError(f"{request_id}: not decided after {PATIENCE_SECONDS} s and {steps} steps")
+            # A step of an engine takes a millisecond at least.
+            threading.Event().wait(0.001)
+        self.load(wanted[:found], context)
+        self.end_step(new=[request_id])
+        self.finish(context)
+        self.end_step()
+        return Served(found, steps)
+
+    def load(self, wanted: Sequence[OffloadKey], context: ReqContext) -> None:
+        if not wanted:
+            return
+        spec = self.manager.prepare_load(list(wanted), context)
+        for loaded, slot in zip(wanted, spec.chunk_ids, strict=True):
+            assert bytes(self.row(int(slot))) == payload(loaded), "the CPU tier holds other bytes than were written"
+        self.manager.complete_load(list(wanted), context)
+
+    def row(self, slot: int) -> memoryview:
+        return self.primary.get_kv_memoryview().cast("B")[slot * ROW_BYTES : (slot + 1) * ROW_BYTES]
+
+    def metric(self, name: str, *labels: str) -> float:
+        """Return a metric of the disk tier, summed since the start; 0 if it was never observed."""
+        stats = self.tier.get_stats()
+        if stats is not None:
+            for metric, values in stats.data["data"].items():
+                for label_values, value in values.items():
+                    slot = (metric, tuple(label_values))
+                    is_counter = stats.data["types"][metric] == "counter"
+                    self._observed[slot] = value + (self._observed.get(slot, 0) if is_counter else 0)
+        return self._observed.get((name, labels), 0)
+
+
+class Rigs:
+    """Makes engines on one shared directory, and closes those that were not closed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "volume" / DIGEST
+        self._directory = directory
+        self._made: list[Rig] = []
+
+    def config_file(self, **changes: Any) -> Path:
+        config = contract.ConnectorConfig(
+            **{
+                "tier": "ns/tier",
+                "root": str(self.root),
+                "digest": DIGEST,
+                "identity": {"model_name": "org/model"},
+                "max_bytes": 0,
+                "io_threads": 4,
+                "load_deadline_seconds": 20.0,
+                **changes,
+            }
+        )
+        path = self._directory / f"{uuid.uuid4().hex}.json"
+        path.write_text(contract.encode(config))
+        return path
+
+    def make(
+        self,
+        *,
+        chunks: int = 64,
+        fs: FileSystem = LOCAL,
+        config: OffloadingConfig | None = None,
+        options: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Rig:
+        rig = Rig(self.config_file(**changes), chunks=chunks, fs=fs, config=config, options=options)
+        self._made.append(rig)
+        return rig
+
+    def block_file(self, of: OffloadKey) -> Path:
+        name = f"{get_offload_block_hash(of).hex()}_g{get_offload_group_idx(of)}.kvb"
+        return next((self.root / "blocks").rglob(name))
+
+    def write(self, wanted: Sequence[OffloadKey]) -> None:
+        """Put blocks on the volume without an engine."""
+        store = BlockStore(self.root)
+        for block in wanted:
+            store.put(BlockKey(get_offload_block_hash(block), get_offload_group_idx(block)), memoryview(payload(block)))
+
+    def close(self) -> None:
+        for rig in self._made:
+            rig.close()

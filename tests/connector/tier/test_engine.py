@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines, one after the other, on one directory: what one computed the next one reads.
+
+Timings are printed, never asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_connector import contract
+
+DIGEST = "00ff00ff00ff00ff"
+CONNECTOR = Path(contract.__file__).parents[1]
+SCRIPT = Path(__file__).with_name("engine_script.py")
+BLOCKS = 15
+"""2000 tokens fill 15 blocks of 128, the engine's own block size on CPU."""
+CACHED_TOKENS = BLOCKS * 128
+
+
+def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
+    config = directory / contract.CONFIG_FILE
+    config.write_text(
+        contract.encode(
+            contract.ConnectorConfig(
+                tier="tests/engine",
+                root=str(directory / "volume" / DIGEST),
+                digest=DIGEST,
+                identity={"model_name": "small-llama"},
+                max_bytes=1 << 30,
+            )
+        )
+    )
+    tier = {
+        "type": "SharedVolumeTier",
+        "module_path": "kvtier_connector.tier.manager",
+        "config_file": str(config),
+    }
+    finished = subprocess.run(
+        [
+            sys.executable,
+            str(SCRIPT),
+            f"--directory={directory}",
+            f"--tier={json.dumps(tier)}",
+            f"--blocks={blocks}",
+            *asks,
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(CONNECTOR),
+            "PYTHONHASHSEED": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    answers = [line for line in finished.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert len(answers) == 1, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
+    parsed: dict[str, Any] = json.loads(answers[0].removeprefix("ANSWERS "))
+    return parsed
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers_the_same(tmp_path: Path) -> None:
+    first = run_engine(tmp_path, "cold", "reset", "cpu", blocks=BLOCKS)
+    second = run_engine(tmp_path, "disk")
+    files = sorted((tmp_path / "volume").rglob("*.kvb"))
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        file.write_bytes(content)
+    third = run_engine(tmp_path, "corrupt")
+
+    for label, answer in (
+        ("cold", first["cold"]),
+        ("cpu", first["cpu"]),
+        ("disk", second["disk"]),
+        ("corrupt", third["corrupt"]),
+    ):
+        sys.stdout.write(f"{label:8} {answer['seconds']:7.3f} s  {answer['cached_tokens']:5} tokens cached\n")
+    sys.stdout.write(f"{second['metrics']}\n")
+    assert first["cold"]["cached_tokens"] == 0
+    assert first["cpu"]["cached_tokens"] == CACHED_TOKENS
+    assert second["disk"]["cached_tokens"] == CACHED_TOKENS
+    assert third["corrupt"]["cached_tokens"] == 0
+    expected = first["cold"]["tokens"]
+    assert expected == first["cpu"]["tokens"] == second["disk"]["tokens"] == third["corrupt"]["tokens"]
+    assert second["metrics"]["vllm:kvtier_disk_read_blocks"] == BLOCKS
+    assert second["metrics"]["vllm:kvtier_disk_active"] == 1
+    assert third["metrics"]["vllm:kvtier_disk_misses"] >= 1

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier on a volume that hangs, fails, is full or is missing: the engine serves, and no byte is wrong."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rig import DIGEST, ROW_BYTES, Rigs, key, keys, wait_until
+from slow_fs import FailingFs, GatedFs
+from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash
+
+from kvtier_connector.tier.slots import Slots
+from kvtier_connector.tier.workers import Bytes
+
+
+def is_read_of(*hanging: bytes) -> Callable[[str, str], bool]:
+    names = [get_offload_block_hash(of).hex() for of in hanging]
+    return lambda call, path: call == "preadv" and any(name in path for name in names)
+
+
+def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    fs = GatedFs(is_read_of(key(4)))
+    reader = rigs.make(fs=fs, load_deadline_seconds=0.3)
+
+    assert reader.serve(keys(6)).hit_blocks == 4
+    assert reader.metric("vllm:kvtier_disk_misses", "deadline") == 1
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 5
+    fs.open_gate()
+
+
+def test_a_late_read_never_lands_in_a_slot_that_was_given_to_another_block(rigs: Rigs) -> None:
+    # One slot: what is stored after the failed load takes the very slot that the late read was meant for.
+    rigs.write([key(1)])
+    fs = GatedFs(is_read_of(key(1)))
+    rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
+    assert rig.serve([key(1)], "late").hit_blocks == 0
+    assert fs.waiting == 1
+    holder = rig.begin_offload([key(2)], "other")
+    rig.settle()
+
+    fs.open_gate()
+    wait_until(lambda: fs.waiting == 0, "the late read returns")
+    rig.tier.shutdown()  # joins the threads, so the late read has done whatever it does
+    rig.load([key(2)], holder)
+
+
+def test_a_late_write_never_stores_the_bytes_of_another_block(rigs: Rigs) -> None:
+    fs = GatedFs(lambda call, path: call == "pwritev" and path.endswith(".partial") and "blocks" in path)
+    rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
+    rig.offload([key(1)], "late")
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") == 1
+    rig.offload([key(2)], "other")
+    fs.open_gate()
+    rig.tier.shutdown()
+
+    assert rigs.make().serve([key(1)]).hit_blocks == 1
+
+
+@pytest.mark.parametrize("copy", ["copy_out", "copy_in"])
+def test_a_job_past_its_deadline_is_not_reported_while_its_slot_is_being_copied(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    # Reported earlier, the slot would go to another block in the middle of the copy.
+    began, go = threading.Event(), threading.Event()
+    real = getattr(Slots, copy)
+
+    def slow(slots: Slots, slot: int, buffer: Bytes) -> None:
+        began.set()
+        go.wait(20)
+        real(slots, slot, buffer)
+
+    monkeypatch.setattr(Slots, copy, slow)
+    rigs.write([key(1)])
+    rig = rigs.make(load_deadline_seconds=0.2)
+    if copy == "copy_out":
+        context = rig.begin_offload([key(2)])
+    else:
+        context = rig.request("r")
+        while not began.is_set():
+            rig.find_prefix([key(1)], context)
+            rig.end_step()
+    assert began.wait(20)
+    past = time.monotonic() + 0.3
+    wait_until(lambda: time.monotonic() > past, "the deadline has passed")
+    for _ in range(5):
+        rig.end_step()
+        assert rig.manager.has_pending_work()
+
+    go.set()
+    rig.settle()
+    rig.finish(context)
+
+
+def test_input_output_errors_are_misses_and_the_request_is_decided(rigs: Rigs) -> None:
+    rigs.write(keys(3))
+    fs = FailingFs(OSError(errno.EIO, "broken"), lambda call, _: call == "preadv")
+    fs.is_failing = False
+    rig = rigs.make(fs=fs)
+    fs.is_failing = True
+
+    assert rig.serve(keys(3), "broken").hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "io") == 3
+    fs.is_failing = False
+    assert rig.serve(keys(3), "mended").hit_blocks == 3
+
+
+def test_a_full_volume_stops_stores_and_keeps_loads(rigs: Rigs) -> None:
+    rigs.write(keys(3))
+    fs = FailingFs(OSError(errno.ENOSPC, "full"), lambda call, _: call == "pwritev")
+    fs.is_failing = False
+    rig = rigs.make(fs=fs)
+    fs.is_failing = True
+    rig.offload(keys(2, first=10))
+
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_space") == 2
+    assert rig.serve(keys(3)).hit_blocks == 3
+
+
+def test_one_probe_that_hangs_does_not_hold_up_other_requests(rigs: Rigs) -> None:
+    rigs.write(keys(4))
+    name = get_offload_block_hash(key(0)).hex()
+    fs = GatedFs(lambda call, path: call == "stat" and name in path)
+    rig = rigs.make(fs=fs)
+    stuck = rig.request("stuck")
+    assert rig.find_prefix([key(0)], stuck) is None
+    rig.end_step()
+    wait_until(lambda: fs.waiting == 1, "the probe hangs")
+
+    assert rig.serve(keys(3, first=1), "free").hit_blocks == 3
+    assert fs.waiting == 1
+    assert rig.find_prefix([key(0)], stuck) is None
+    fs.open_gate()
+    rig.finish(stuck)
+
+
+def test_a_probe_that_never_answers_is_a_miss(rigs: Rigs) -> None:
+    rigs.write(keys(1))
+    fs = GatedFs(lambda call, path: call == "stat" and "blocks" in path)
+    rig = rigs.make(fs=fs, load_deadline_seconds=0.2)
+
+    assert rig.serve(keys(1)).hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "late_probe") == 1
+    fs.open_gate()
+
+
+def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_back(rigs: Rigs) -> None:
+    rigs.write(keys(8))
+    fs = GatedFs(lambda call, path: call == "preadv" and "blocks" in path)
+    rig = rigs.make(fs=fs, load_deadline_seconds=0.2)
+    assert rig.serve(keys(8), "first").hit_blocks == 0
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") > 0, "threads count as stuck")
+
+    assert rig.serve(keys(8), "second", max_steps=0).hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "stuck") > 0
+    fs.open_gate()
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") == 0, "the threads are free")
+    assert rig.serve(keys(8), "third").hit_blocks == 8
+
+
+def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_connector.tier.manager.CLOSE_WAIT_SECONDS", 0.1)
+    rigs.write(keys(2))
+    fs = GatedFs(is_read_of(key(0), key(1)))
+    rig = rigs.make(fs=fs)
+    context = rig.request("r")
+    while fs.waiting < 2:
+        rig.find_prefix(keys(2), context)
+        rig.end_step()
+
+    closing = threading.Thread(target=rig.tier.shutdown)
+    closing.start()
+    closing.join(15)
+    assert not closing.is_alive()
+    assert fs.waiting == 2
+    fs.open_gate()
+
+
+def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
+    rigs.write(keys(2))
+    fs = GatedFs(is_read_of(key(0), key(1)))
+    rig = rigs.make(fs=fs, load_deadline_seconds=0.5)
+    context = rig.request("r")
+    while fs.waiting < 2:
+        rig.find_prefix(keys(2), context)
+        rig.end_step()
+    rig.manager.reset_cache()
+
+    assert fs.waiting == 2
+    assert rig.find_prefix(keys(2), context) == 0
+    rig.finish(context)
+    fs.open_gate()
+
+
+def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    rig = rigs.make(root=str(tmp_path / "file" / DIGEST))
+
+    assert rig.serve(keys(2)).hit_blocks == 0
+    rig.offload(keys(2))
+    assert rig.metric("vllm:kvtier_disk_active") == 0
+
+
+def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_used_when_it_answers(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    rigs.write(keys(2))
+    fs = GatedFs(lambda call, path: path.endswith("tier.json"))
+    rig = rigs.make(fs=fs)
+    assert rig.serve(keys(2), "before", max_steps=0).hit_blocks == 0
+    fs.open_gate()
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is open")
+
+    assert rig.serve(keys(2), "after").hit_blocks == 2
+
+
+def test_nothing_is_written_before_a_limited_volume_was_counted(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    rigs.write(keys(2))
+    fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
+    rig = rigs.make(fs=fs, max_bytes=100 * ROW_BYTES)
+    wait_until(lambda: fs.waiting > 0, "the count has begun")
+    rig.offload(keys(1, first=10))
+
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "uncounted") == 1
+    fs.open_gate()
+
+
+def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs) -> None:
+    rigs.write(keys(2))
+    rig = rigs.make()
+    context = rig.request("r")
+    while rig.tier.lookup(key(0), context) is not LookupResult.HIT:
+        rig.end_step()
+    rigs.block_file(key(0)).unlink()
+
+    assert rig.find_prefix(keys(1), context) is None
+    rig.settle()
+    assert rig.find_prefix(keys(1), context) == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "absent") == 1
+    rig.finish(context)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier under vLLM's own tiering manager, on a volume that works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rig import ROW_BYTES, Rig, Rigs, key, keys, offloading_config, payload
+from vllm.v1.kv_offload.base import LookupResult, Medium
+from vllm.v1.kv_offload.config import OffloadingModelConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_connector.errors import ConfigInvalid
+
+
+def test_what_one_engine_stores_another_one_loads_byte_by_byte(rigs: Rigs) -> None:
+    writer, reader = rigs.make(), rigs.make()
+    writer.offload(keys(40))
+
+    assert reader.serve(keys(40)).hit_blocks == 40
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 40
+    assert writer.metric("vllm:kvtier_disk_written_blocks") == 40
+    assert reader.metric("vllm:kvtier_disk_active") == 1
+
+
+def test_a_hit_is_attributed_to_disk(rigs: Rigs) -> None:
+    rigs.make().offload(keys(1))
+    reader = rigs.make()
+    context = reader.request("r")
+    while reader.find_prefix(keys(1), context) is None:
+        reader.end_step()
+
+    assert reader.manager.get_load_source(key(0), context) is CacheHitSource.DISK
+    reader.finish(context)
+
+
+def test_a_block_that_nobody_stored_is_a_miss(rigs: Rigs) -> None:
+    reader = rigs.make()
+    assert reader.serve(keys(5)).hit_blocks == 0
+    assert reader.metric("vllm:kvtier_disk_misses", "absent") > 0
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_absent(rigs: Rigs) -> None:
+    wanted = keys(6)
+    rigs.make().offload([*wanted[:3], *wanted[4:]])
+    assert rigs.make().serve(wanted).hit_blocks == 3
+
+
+def test_blocks_of_different_groups_with_one_hash_are_different_blocks(rigs: Rigs) -> None:
+    wanted = [key(1, group=0), key(1, group=1)]
+    rigs.make().offload(wanted)
+    assert rigs.make().serve(wanted).hit_blocks == 2
+
+
+def test_an_own_store_is_known_without_asking_the_volume(rigs: Rigs) -> None:
+    rig = rigs.make()
+    rig.offload(keys(3))
+    context = rig.request("r")
+
+    assert rig.tier.lookup(key(0), context) is LookupResult.HIT
+    rig.finish(context)
+
+
+def test_storing_what_the_volume_has_already_writes_nothing(rigs: Rigs) -> None:
+    first, second = rigs.make(), rigs.make()
+    first.offload(keys(4))
+    second.offload(keys(4))
+
+    assert second.metric("vllm:kvtier_disk_written_blocks") == 0
+    assert second.metric("vllm:kvtier_disk_present_blocks") == 4
+
+
+def test_a_lookup_asks_the_volume_again_for_the_next_request(rigs: Rigs) -> None:
+    reader = rigs.make()
+    assert reader.serve(keys(2), "before").hit_blocks == 0
+    rigs.make().offload(keys(2))
+    assert reader.serve(keys(2), "after").hit_blocks == 2
+
+
+def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs) -> None:
+    rigs.make().offload(keys(8))
+    damaged = rigs.block_file(key(5))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+
+    reader = rigs.make()
+    assert reader.serve(keys(8)).hit_blocks == 5
+    assert reader.metric("vllm:kvtier_disk_misses", "checksum") == 1
+    # Those that landed behind the damage are in the CPU tier: partial success is kept.
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 7
+    assert not damaged.exists()
+
+
+def test_a_damaged_block_is_written_anew_when_it_was_computed_again(rigs: Rigs) -> None:
+    rigs.make().offload(keys(2))
+    rigs.block_file(key(1)).write_bytes(b"")
+    repairer = rigs.make()
+    assert repairer.serve(keys(2)).hit_blocks == 1
+    repairer.offload(keys(2))
+
+    assert rigs.make().serve(keys(2)).hit_blocks == 2
+
+
+def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
+    rig = rigs.make(max_bytes=3 * (ROW_BYTES + 4096))
+    rig.offload(keys(5))
+
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 2
+    rig.manager.reset_cache()
+    assert sum(rig.serve([key(number)], f"r{number}").hit_blocks for number in range(5)) == 3
+
+
+def test_the_limit_counts_what_was_there_before_the_engine_started(rigs: Rigs) -> None:
+    rigs.make().offload(keys(3))
+    rig = rigs.make(max_bytes=3 * (ROW_BYTES + 4096))
+    rig.offload(keys(2, first=10))
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 2
+
+
+def test_each_job_is_reported_once(rigs: Rigs) -> None:
+    rig = rigs.make()
+    contexts = [rig.begin_offload(keys(4, first=10 * number), f"r{number}") for number in range(5)]
+    reported: list[int] = []
+    original = rig.tier.get_finished_jobs
+
+    def spy() -> object:
+        results = list(original())
+        reported.extend(result.job_id for result in results)
+        return results
+
+    rig.tier.get_finished_jobs = spy
+    rig.settle()
+    for context in contexts:
+        rig.finish(context)
+
+    assert sorted(reported) == list(range(5))
+    assert not rig.tier.has_pending_work()
+
+
+def test_draining_leaves_no_transfer_at_work_and_every_result_to_be_taken(rigs: Rigs) -> None:
+    rig = rigs.make()
+    context = rig.begin_offload(keys(20))
+    rig.tier.drain_jobs()
+    results = list(rig.tier.get_finished_jobs())
+
+    assert [(result.job_id, result.success) for result in results] == [(0, True)]
+    assert list(rig.tier.get_finished_jobs()) == []
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
+    # vLLM's manager was bypassed, so its record of the job is dropped by hand.
+    rig.manager._jobs.clear()
+    rig.finish(context)
+
+
+def test_the_cache_can_be_reset_while_stores_are_under_way(rigs: Rigs) -> None:
+    rig = rigs.make()
+    context = rig.begin_offload(keys(20))
+    rig.manager.reset_cache()
+
+    assert rig.serve(keys(20)).hit_blocks == 20
+    rig.finish(context)
+
+
+def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs) -> None:
+    rig = rigs.make(options={"enable_kv_events": True, "locality": "REMOTE"})
+    rig.offload(keys(3))
+    (event,) = rig.tier.take_events()
+
+    assert (set(event.keys), event.medium, event.removed) == (set(keys(3)), Medium.STORAGE, False)
+    assert event.locality.value == "REMOTE"
+    assert list(rig.tier.take_events()) == []
+
+
+def test_no_events_are_kept_unless_they_are_asked_for(rigs: Rigs) -> None:
+    rig = rigs.make()
+    rig.offload(keys(3))
+    assert list(rig.tier.take_events()) == []
+
+
+def test_unknown_options_are_refused_by_name(rigs: Rigs) -> None:
+    with pytest.raises(ConfigInvalid, match="does not know n_read_threads, root_dir"):
+        rigs.make(options={"root_dir": "/x", "n_read_threads": 4})
+
+
+def test_a_config_file_that_cannot_be_read_is_refused_by_name() -> None:
+    with pytest.raises(ConfigInvalid, match=r"config_file /nowhere/connector\.json"):
+        Rig(Path("/nowhere/connector.json"), chunks=4)
+
+
+def test_another_model_is_refused_but_its_engine_serves(rigs: Rigs) -> None:
+    rigs.make().offload(keys(3))
+    stranger = rigs.make(config=offloading_config(model=OffloadingModelConfig(name="org/other", dtype="bfloat16")))
+
+    assert stranger.serve(keys(3)).hit_blocks == 0
+    stranger.offload(keys(2, first=50))
+    assert stranger.metric("vllm:kvtier_disk_active") == 0
+    assert stranger.metric("vllm:kvtier_disk_misses", "inert") > 0
+    assert stranger.metric("vllm:kvtier_disk_shed_stores", "inert") == 2
+    assert rigs.make().serve(keys(2, first=50)).hit_blocks == 0
+
+
+def test_the_tier_file_says_what_the_operator_and_the_engine_know(rigs: Rigs) -> None:
+    rigs.make()
+    identity = json.loads((rigs.root / "tier.json").read_text())["identity"]
+
+    assert identity["model_name"] == "org/model"
+    assert identity["engine.kv_dtype"] == "bfloat16"
+    assert identity["engine.bytes_per_chunk"] == ROW_BYTES
+    assert identity["engine.topology"]["tensor_parallel"] == 1
+    assert identity["engine.groups"] == [{"tokens_per_block": 16, "layers": ["layer.0"]}]
+
+
+def test_an_engine_with_another_hash_seed_is_a_stranger(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    rigs.make()
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert rigs.make().metric("vllm:kvtier_disk_active") == 0
+
+
+def test_shutting_down_twice_is_the_same_as_once(rigs: Rigs) -> None:
+    rig = rigs.make()
+    rig.offload(keys(2))
+    rig.tier.shutdown()
+    rig.tier.shutdown()
+
+
+def test_rows_are_read_and_written_whole(rigs: Rigs) -> None:
+    rigs.write(keys(1))
+    assert len(payload(key(0))) == ROW_BYTES
+    assert rigs.make().serve(keys(1)).hit_blocks == 1

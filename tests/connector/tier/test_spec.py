@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads by name: built as vLLM builds it, on the CPU platform."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from rig import ROW_BYTES, Rigs, keys, offloading_config
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
+
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+from kvtier_connector.tier.manager import SharedVolumeTier
+from kvtier_connector.tier.metrics import METRICS
+from kvtier_connector.tier.spec import KVTierSpec
+
+
+def extra_config(rigs: Rigs) -> dict[str, object]:
+    return {
+        "cpu_bytes_to_use": 8 * ROW_BYTES,
+        "secondary_tiers": [
+            {
+                "type": "SharedVolumeTier",
+                "module_path": "kvtier_connector.tier.manager",
+                "config_file": str(rigs.config_file()),
+            }
+        ],
+    }
+
+
+def one_tensor() -> CanonicalKVCaches:
+    tensor = torch.zeros((4, ROW_BYTES), dtype=torch.int8)
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, ROW_BYTES)], [[CanonicalKVCacheRef(0, ROW_BYTES)]])
+
+
+def test_worker_and_manager_of_one_engine_share_one_region(rigs: Rigs) -> None:
+    config = offloading_config(extra_config=extra_config(rigs))
+    # The worker first, as in an engine; the scheduler's clearing must leave its region alone.
+    worker = KVTierSpec(config).get_worker(one_tensor())
+    manager = KVTierSpec(config).get_manager()
+
+    assert isinstance(worker, CpuCopyWorker)
+    (tier,) = manager.secondary_tiers
+    assert isinstance(tier, SharedVolumeTier)
+    assert Path(f"/dev/shm/vllm_offload_{config.engine_id}.mmap").exists()
+    manager.shutdown()
+    worker.shutdown()
+    assert not Path(f"/dev/shm/vllm_offload_{config.engine_id}.mmap").exists()
+
+
+def test_a_region_that_a_dead_engine_left_is_removed_before_the_new_one_is_made(rigs: Rigs) -> None:
+    stale = Path(f"/dev/shm/vllm_offload_test-stale-{uuid.uuid4().hex}.mmap")
+    stale.write_bytes(bytes(4096))
+    worker = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
+
+    assert not stale.exists()
+    worker.shutdown()
+
+
+def test_the_metrics_of_the_tier_are_declared_through_the_spec(rigs: Rigs) -> None:
+    declared = KVTierSpec.build_metric_definitions(extra_config(rigs))
+    assert {metric.name for metric in METRICS} <= set(declared)
+
+
+def test_a_manager_built_by_the_spec_offloads_and_finds(rigs: Rigs) -> None:
+    manager = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_manager()
+    context = ReqContext(req_id="r")
+    manager.on_new_request(context)
+    prepared = manager.prepare_store(keys(2), context)
+    manager.complete_store(prepared.keys_to_store, context)
+    manager.reset_cache()
+
+    assert len(list((rigs.root / "blocks").rglob("*.kvb"))) == 2
+    manager.shutdown()
+
+
+def test_the_canonical_layout_is_refused_on_cpu(rigs: Rigs) -> None:
+    spec = KVTierSpec(offloading_config(canonical_layout=True, extra_config=extra_config(rigs)))
+    with pytest.raises(ConfigInvalid, match="canonical_layout"):
+        spec.get_worker(one_tensor())
+
+
+def test_an_option_that_the_tier_does_not_know_stops_the_engine_with_its_name(rigs: Rigs) -> None:
+    config = extra_config(rigs)
+    config["secondary_tiers"][0]["n_threads"] = 3
+    with pytest.raises(ConfigInvalid, match="n_threads"):
+        KVTierSpec(offloading_config(extra_config=config)).get_manager()
