@@ -17,11 +17,11 @@ demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the pr
 	@$(RUN) kvtier_demo --data $(DATA)/demo
 
 test: venv ## every test that needs no GPU and no Docker
-	$(RUN) pytest tests
+	$(RUN) pytest tests -m "not gpu"
 
 check: venv lint types imports fresh ## what CI checks besides the tests
 
-lint: venv
+lint: venv ## ruff: rules and format
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
@@ -29,7 +29,7 @@ format: venv ## let ruff rewrite what it can
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-types: venv
+types: venv ## mypy --strict
 	$(RUN) mypy
 
 imports: venv ## who may import whom
@@ -54,7 +54,7 @@ bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's C
 	PYTHONPATH=. .venv/bin/python e2e/bench/engine_cpu.py --data $(DATA)/bench
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU and vLLM installed
-	$(PYTHON) -m pytest tests -m gpu
+	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
 
 lock: ## resolve the locked versions anew
 	$(PYTHON) .ci/lock.py

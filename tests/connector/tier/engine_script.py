@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one vLLM engine on CPU with the disk tier, asks it for one prompt in the named ways, prints the answers as JSON.
+"""Runs one vLLM engine with the disk tier, asks it for one prompt in the named ways, prints the answers as JSON.
 
 A process of its own for each engine: only a new process proves that nothing but the volume carried the blocks over.
 """
@@ -16,42 +16,23 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-PROMPT = [(7 * position * position + 13 * position) % 31000 + 100 for position in range(2000)]
+PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
 WARM_UP = list(range(200, 300))
+CHUNK_TOKENS = 128
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tier", type=json.loads, required=True, help="one entry of secondary_tiers")
     parser.add_argument("--spec-module", default="kvtier_connector.tier.spec")
     parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
     parser.add_argument("asks", nargs="+", help="labels; 'reset' before one empties the GPU's cache")
     options = parser.parse_args()
 
-    model = options.directory / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(MODEL))
     llm = LLM(
-        model=str(model),
-        load_format="dummy",
+        model=str(options.model),
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="bfloat16",
@@ -66,6 +47,7 @@ def main() -> None:
                 "spec_name": "KVTierSpec",
                 "spec_module_path": options.spec_module,
                 "cpu_bytes_to_use": 512 << 20,
+                "block_size": CHUNK_TOKENS,
                 "eviction_policy": "lru",
                 "offload_prompt_only": True,
                 "secondary_tiers": [options.tier],

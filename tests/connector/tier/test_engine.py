@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from kvtier_connector import contract
+from kvtier_demo.model import make_model
 
 DIGEST = "00ff00ff00ff00ff"
 CONNECTOR = Path(contract.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("engine_script.py")
 BLOCKS = 15
-"""2000 tokens fill 15 blocks of 128, the engine's own block size on CPU."""
+"""2000 tokens fill 15 chunks of 128."""
 CACHED_TOKENS = BLOCKS * 128
 
 
@@ -48,13 +49,14 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
             sys.executable,
             str(SCRIPT),
             f"--directory={directory}",
+            f"--model={directory / 'model'}",
             f"--tier={json.dumps(tier)}",
             f"--blocks={blocks}",
             *asks,
         ],
         env={
             **os.environ,
-            "PYTHONPATH": str(CONNECTOR),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CONNECTOR), os.environ.get("PYTHONPATH")])),
             "PYTHONHASHSEED": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -73,6 +75,17 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers_the_same(tmp_path: Path) -> None:
+    check_the_same_answers(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_path: Path) -> None:
+    check_the_same_answers(tmp_path)
+
+
+def check_the_same_answers(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
     first = run_engine(tmp_path, "cold", "reset", "cpu", blocks=BLOCKS)
     second = run_engine(tmp_path, "disk")
     files = sorted((tmp_path / "volume").rglob("*.kvb"))
