@@ -17,6 +17,11 @@ from kvtier_connector.errors import ConfigInvalid
 CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
 
+BLOCK_FORMAT_VERSION = 1
+"""Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
+
+MOST_IO_THREADS = 256
+
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
 
@@ -46,7 +51,7 @@ class ConnectorConfig:
             (self.root.startswith("/"), "root", "must be an absolute path"),
             (self.digest != "" and self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
-            (1 <= self.io_threads <= 256, "io_threads", "must be between 1 and 256"),
+            (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
             (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
         )
         for is_valid, field, remedy in checks:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
+
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.format import CHECKSUM_BYTES, FORMAT_VERSION, HEADER_BYTES, Fault, decode_header

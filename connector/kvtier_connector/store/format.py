@@ -12,6 +12,7 @@ import zlib
 from typing import NamedTuple
 
 from blake3 import blake3
+
 from kvtier_connector.store.layout import MAX_HASH_BYTES, BlockKey, is_valid
 
 ALIGNMENT = 4096

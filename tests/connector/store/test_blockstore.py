@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, whole_file
+from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
+
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, block_path
-from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, whole_file
-from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
+from store_faults import CrashError, CrashingFs
+
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
@@ -19,8 +22,6 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import TIER_FILE, block_path
 from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
-from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
-from store_faults import CrashError, CrashingFs
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store_contract import NOW_NS, key, pages, payload, whole_file
+
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import (
@@ -25,7 +27,6 @@ from kvtier_connector.store.format import (
 )
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, block_path
-from store_contract import NOW_NS, key, pages, payload, whole_file
 
 DATA = Path(__file__).parents[1] / "data"
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"

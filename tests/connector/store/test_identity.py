@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_faults import FailingFs, WatchedFs
+
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.check import check
 from kvtier_connector.store.identity import claim, read
 from kvtier_connector.store.layout import TIER_FILE
-from store_faults import FailingFs, WatchedFs
 
 IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
 CONNECTOR = Path(sys.modules["kvtier_connector.store.identity"].__file__ or "").parents[2]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kvtier_connector import install as install_module
 from kvtier_connector.install import install
 

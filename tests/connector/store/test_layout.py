@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtier_connector.store.layout import (
     MAX_GROUP,
     BlockKey,

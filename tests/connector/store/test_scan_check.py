@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
+from store_faults import FailingFs, WatchedFs
+
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store import check as check_module
 from kvtier_connector.store.blockstore import BlockStore
@@ -21,8 +24,6 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
-from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
-from store_faults import FailingFs, WatchedFs
 
 TOKEN = "0123456789abcdef" * 2
 CONNECTOR = Path(check_module.__file__ or "").parents[2]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from kvtier_connector import shm
 from kvtier_connector.shm import clear_stale_regions
 
