@@ -45,6 +45,17 @@ class ConnectorConfig:
     load_deadline_seconds: float = 30.0
     """A load that has not finished by then is answered as a miss and recomputed."""
 
+    refresh_seconds: float = 1.0
+    """What another pod stored is known here after this long, without asking the volume."""
+    rescan_seconds: float = 300.0
+    """How often the whole root is walked, which finds what no pod told of."""
+    scan_threads: int = 4
+    """Directories that a walk reads at once."""
+    direct_io: bool | None = None
+    """Whether to bypass the page cache; None asks the volume."""
+    mode_file: str = ""
+    """Path of the mounted file that says ReadWrite, ReadOnly or Bypass; empty means ReadWrite for ever."""
+
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
         checks = (
@@ -53,6 +64,10 @@ class ConnectorConfig:
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
             (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
             (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
+            (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
+            (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
+            (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (self.mode_file == "" or self.mode_file.startswith("/"), "mode_file", "must be an absolute path"),
         )
         for is_valid, field, remedy in checks:
             if not is_valid:

@@ -2,5 +2,6 @@
 """Keeps KV blocks as files on a shared volume: format, layout, reading, writing, walking and checking.
 
 Needs the standard library and blake3, never vLLM or torch: engines, the janitor and the check command all use it.
-No threads live here; every class says which of its methods may be called from several threads.
+Threads live here only while a root is walked in parallel; every class says which of its methods may be called from
+several threads.
 """

@@ -29,13 +29,13 @@ from kvtier_connector.store.fs import (
     make_directories,
     new_page,
     new_token,
-    read_block,
     read_page,
     write_block,
 )
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path, partial_path, quarantine_path
-from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.usage import Usage
+from kvtier_connector.store.verify import read_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +211,16 @@ class BlockStore:
 
         One system call, and the bytes are not verified: `get` may still answer otherwise.
         """
+        return self.look_up(key, payload_bytes) is True
+
+    def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
+        """Answer as `contains` does, but `Fault.IO` where the volume gives no answer."""
         try:
             size = self._fs.stat(self._path(key)).st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:
+            return Fault.IO
         return size > HEADER_BYTES if payload_bytes is None else size == HEADER_BYTES + payload_bytes
 
     def delete(self, key: BlockKey) -> bool:
@@ -238,8 +244,12 @@ class BlockStore:
         """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
         return self._usage.total()
 
-    def refresh_usage(self) -> int:
+    def refresh_usage(self, visit: Callable[[BlockEntry | Leftover], None] | None = None, *, threads: int = 1) -> int:
         """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
+
+        Args:
+            visit: Told of every file, by the calling thread; what it raises ends the walk, and the old count stays.
+            threads: How many directories are read at once, since a network volume answers each after a while.
 
         Raises:
             StoreUnavailable: the root cannot be walked.
@@ -247,11 +257,21 @@ class BlockStore:
         with self._scanning:
             self._usage.begin_scan()
             found = 0
-            for entry in scan(Path(self._root), fs=self._fs):
+            for entry in scan_parallel(Path(self._root), fs=self._fs, clock=self._clock, threads=threads):
                 if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
                     found += entry.size
+                if visit is not None:
+                    visit(entry)
             self._usage.end_scan(found)
         return self._usage.total()
+
+    def learn_stored(self, payload_bytes: int) -> None:
+        """Count a block that another process wrote, without waiting for the next walk."""
+        self._usage.learn(HEADER_BYTES + payload_bytes)
+
+    def learn_gone(self, payload_bytes: int) -> None:
+        """Stop counting a block that another process removed."""
+        self._usage.forget(HEADER_BYTES + payload_bytes)
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"
@@ -264,21 +284,8 @@ class BlockStore:
         return page
 
     def _read(self, fd: int, key: BlockKey, target: memoryview, *, is_direct: bool) -> Hit | Fault:
-        page = self._page()
-        bytes_read = read_block(self._fs, fd, (page, target), is_direct=is_direct)
-        header = decode_header(page[:bytes_read])
-        if isinstance(header, Fault):
-            return header
-        if header.key != key:
-            return Fault.KEY
-        if header.payload_bytes != target.nbytes:
-            is_short = self._fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
-            return Fault.TRUNCATED if is_short else Fault.LENGTH
-        if bytes_read < HEADER_BYTES + target.nbytes:
-            return Fault.TRUNCATED
-        if checksum(target) != header.checksum:
-            return Fault.CHECKSUM
-        return Hit(bytes_read)
+        found = read_verified(self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct)
+        return found if isinstance(found, Fault) else Hit(found)
 
     def _quarantine(self, fd: int, key: BlockKey, fault: Fault) -> None:
         """Move the open file away, unless the name means another file by now; give up quietly where that fails."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify everything under a root and list what is wrong: ``python -m kvtier_connector.store.check DIR``.
+"""Verify everything under a directory and list what is wrong: ``python -m kvtier_connector.store.check DIR``.
 
 Reads every byte and changes nothing; engines and the janitor may be at work meanwhile. Exit code 1 means problems.
+Files are verified on threads of their own, which end with the check.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,16 +26,18 @@ from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.format import CHECKSUM_BYTES, FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.layout import TIER_FILE, BlockKey
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan
-
-_PIECE_BYTES = 4 << 20
+from kvtier_connector.store.progress import Progress
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
+from kvtier_connector.store.verify import PIECE_BYTES
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
     LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
     LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
 }
+_MOST_THREADS = 16
 
 
 class Problem(NamedTuple):
@@ -58,23 +65,65 @@ def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PA
     return list(inspect(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
 
 
-def inspect(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> Report:
-    """Verify every file under the root."""
+def inspect(
+    root: Path,
+    *,
+    fs: FileSystem = LOCAL,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    threads: int = 1,
+    on_block: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """Verify every file under the root of one generation.
+
+    Args:
+        root: The directory of ``tier.json``.
+        fs: The system calls.
+        partial_age_seconds: Younger partial files belong to a writer at work.
+        threads: How many files are verified at once.
+        on_block: Told the size of each file that was verified, by the calling thread.
+    """
     problems = _identity_problems(fs, root)
     blocks = size = 0
     try:
-        for entry in scan(root, fs=fs, partial_age_seconds=partial_age_seconds):
-            if not isinstance(entry, BlockEntry):
-                problems.append(Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]))
+        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads):
+            if isinstance(entry, Problem):
+                problems.append(entry)
                 continue
             blocks += 1
             size += entry.size
-            fault = verify(fs, f"{root}/{entry.path}", entry.key)
+            on_block(entry.size)
             if fault is not None:
                 problems.append(Problem(entry.path, fault.value, f"a reader would answer {fault.name}"))
     except ConnectorError as error:
         problems.append(Problem("", "unreadable", str(error)))
     return Report(blocks, size, tuple(sorted(problems)))
+
+
+def inspect_all(
+    directory: Path,
+    *,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    threads: int = 1,
+    on_block: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """Verify every generation at or below the directory; paths in the report are relative to the directory."""
+    try:
+        roots = find_generations(directory)
+    except ConnectorError as error:
+        return Report(0, 0, (Problem("", "unreadable", str(error)),))
+    blocks = size = 0
+    problems: list[Problem] = []
+    # A directory without any is checked as one, and the report says what it lacks.
+    for root in roots or [directory]:
+        report = inspect(root, partial_age_seconds=partial_age_seconds, threads=threads, on_block=on_block)
+        prefix = root.relative_to(directory)
+        blocks += report.blocks
+        size += report.bytes
+        problems += [
+            problem if root == directory else problem._replace(path=str(prefix / problem.path))
+            for problem in report.problems
+        ]
+    return Report(blocks, size, tuple(problems))
 
 
 def verify(fs: FileSystem, path: str, key: BlockKey) -> Fault | None:
@@ -94,6 +143,25 @@ def verify(fs: FileSystem, path: str, key: BlockKey) -> Fault | None:
             fs.close(fd)
 
 
+def _verify_all(
+    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int
+) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
+    """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
+    waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
+        for entry in scan_parallel(root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads):
+            if not isinstance(entry, BlockEntry):
+                yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
+                continue
+            waiting.append((entry, pool.submit(verify, fs, f"{root}/{entry.path}", entry.key)))
+            if len(waiting) >= 4 * threads:
+                oldest, future = waiting.popleft()
+                yield oldest, future.result()
+        while waiting:
+            oldest, future = waiting.popleft()
+            yield oldest, future.result()
+
+
 def _verify_open(fs: FileSystem, fd: int, key: BlockKey) -> Fault | None:
     page = memoryview(bytearray(HEADER_BYTES))
     header = decode_header(page[: read_page(fs, fd, page)])
@@ -104,7 +172,7 @@ def _verify_open(fs: FileSystem, fd: int, key: BlockKey) -> Fault | None:
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
-    piece = memoryview(bytearray(_PIECE_BYTES))
+    piece = memoryview(bytearray(PIECE_BYTES))
     hasher = blake3()
     offset = HEADER_BYTES
     while count := fs.preadv(fd, [piece], offset):
@@ -129,11 +197,40 @@ def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvtier_connector.store.check", description=(__doc__ or "").split(":")[0]
+    options = _parser().parse_args(arguments)
+    is_shown = sys.stderr.isatty() if options.progress is None else options.progress
+    progress = Progress(sys.stderr if is_shown else None, now=time.monotonic)
+    report = inspect_all(
+        options.directory,
+        partial_age_seconds=options.partial_age,
+        threads=options.threads,
+        on_block=progress.add,
     )
-    parser.add_argument("directory", type=Path, help="root of one generation of a tier: the directory of tier.json")
+    progress.end()
+    sys.stdout.write(_as_json(report) if options.json else _as_text(report))
+    return 1 if report.problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvtier_connector.store.check",
+        description=(__doc__ or "").split(":")[0],
+        epilog="exit code: 0 all is well, 1 there are problems, 2 the command line is wrong",
+    )
+    parser.add_argument("directory", type=Path, help="a generation (the directory of tier.json), or any above")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--threads",
+        type=_threads,
+        default=min(_MOST_THREADS, 2 * (os.cpu_count() or 1)),
+        metavar="N",
+        help="files read at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show on stderr how far it is (default: if that is a terminal)",
+    )
     parser.add_argument(
         "--partial-age",
         type=float,
@@ -141,10 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="partial files younger than this belong to a writer at work (default: %(default)s)",
     )
-    options = parser.parse_args(arguments)
-    report = inspect(options.directory, partial_age_seconds=options.partial_age)
-    sys.stdout.write(_as_json(report) if options.json else _as_text(report))
-    return 1 if report.problems else 0
+    return parser
+
+
+def _threads(text: str) -> int:
+    """Read a number of threads; argparse turns the error into a message."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
 
 
 def _as_json(report: Report) -> str:

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier_connector.store.format import ALIGNMENT, HEADER_BYTES
 from kvtier_connector.store.layout import partial_path
@@ -24,6 +24,9 @@ DIRECTORY_MODE = 0o750
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """A volume is shared: a planted link must not be followed, and a planted pipe must not block the thread."""
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+"""For a file whose name only this process makes, so that a first write that failed can be repeated."""
+NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -171,18 +174,37 @@ def abandon(fs: FileSystem, fd: int, path: str) -> None:
             fs.unlink(path)
 
 
-def read_block(fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool) -> int:
-    """Read a file from its start into a header page and a payload; return the bytes read, fewer if the file ends."""
+def read_block(  # noqa: PLR0913 - all but three have a default or are keywords
+    fs: FileSystem,
+    fd: int,
+    buffers: tuple[memoryview, memoryview],
+    *,
+    is_direct: bool,
+    piece_bytes: int = 0,
+    is_wanted: Callable[[int], bool] | None = None,
+) -> int:
+    """Read a file from its start into a header page and a payload; return the bytes read, fewer if the file ends.
+
+    Args:
+        fs: The system calls.
+        fd: The open file.
+        buffers: The page and the memory for the payload.
+        is_direct: Whether the file was opened with O_DIRECT.
+        piece_bytes: How much of the payload one call asks for, a multiple of the page; 0 asks for all of it.
+        is_wanted: Told after each call how many bytes from the start are there; False stops.
+    """
     wanted = sum(buffer.nbytes for buffer in buffers)
     step = ALIGNMENT if is_direct else 1
     done = 0
     while done < wanted:
-        reached = done + fs.preadv(fd, _rest(buffers, done), done)
+        reached = done + fs.preadv(fd, _rest(buffers, done, piece_bytes), done)
         # O_DIRECT continues at page boundaries only, so the last piece may be read twice.
         next_start = reached if reached == wanted else reached - reached % step
         if next_start <= done:
             return reached
         done = next_start
+        if is_wanted is not None and not is_wanted(done):
+            return done
     return done
 
 
@@ -205,6 +227,9 @@ def write_block(fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview],
         done = next_start
 
 
-def _rest(buffers: tuple[memoryview, memoryview], done: int) -> list[memoryview]:
+def _rest(buffers: tuple[memoryview, memoryview], done: int, piece_bytes: int = 0) -> list[memoryview]:
+    """Return what is still to be moved, but no more of the payload than a piece."""
     page, payload = buffers
-    return [page[done:], payload] if done < page.nbytes else [payload[done - page.nbytes :]]
+    start = max(0, done - page.nbytes)
+    part = payload[start : start + piece_bytes] if piece_bytes else payload[start:]
+    return [page[done:], part] if done < page.nbytes else [part]

@@ -13,6 +13,8 @@ BLOCKS = "blocks"
 """Directory of the block files."""
 QUARANTINE = "quarantine"
 """Directory of the block files that failed verification, kept for a person to look at until they are removed."""
+JOURNAL = "journal"
+"""Directory of the journals, in which processes tell each other what they did."""
 TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
 
@@ -27,6 +29,7 @@ _BLOCK = re.compile(
     r"(?P<hash>(?P=first)(?P=second)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
     re.ASCII,
 )
+_JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
 _PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
 
 
@@ -35,6 +38,14 @@ class BlockKey(NamedTuple):
 
     hash: bytes
     group: int
+
+
+class JournalName(NamedTuple):
+    """Names one segment of a journal. Segments of one writer are filled one after the other."""
+
+    writer: str
+    """32 hex digits that no other process has."""
+    number: int
 
 
 def is_valid(key: BlockKey) -> bool:
@@ -82,3 +93,14 @@ def is_partial(name: str) -> bool:
 def quarantine_path(key: BlockKey, reason: str, token: str) -> str:
     """Return where a damaged block file is moved: its name, why, and a token, since a block can be damaged twice."""
     return f"{QUARANTINE}/{block_name(key)}.{reason}.{token}"
+
+
+def journal_path(name: JournalName) -> str:
+    """Return the path of a segment: ``journal/<writer>.<number, 8 digits>.kvj``."""
+    return f"{JOURNAL}/{name.writer}.{name.number:08d}.kvj"
+
+
+def parse_journal_path(relative: str) -> JournalName | None:
+    """Return the name of a path made by `journal_path`, None for any other path."""
+    match = _JOURNAL.fullmatch(relative)
+    return None if match is None else JournalName(match["writer"], int(match["number"]))

@@ -9,14 +9,23 @@ from __future__ import annotations
 import enum
 import os
 import stat
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.layout import QUARANTINE, TIER_FILE, BlockKey, is_partial, parse_block_path
+from kvtier_connector.store.layout import (
+    QUARANTINE,
+    TIER_FILE,
+    BlockKey,
+    is_partial,
+    parse_block_path,
+    parse_journal_path,
+)
 
 PARTIAL_AGE_SECONDS = 3600.0
 """A partial file this old has no writer any more: no write of one block takes an hour."""
@@ -67,12 +76,29 @@ def scan(
     Raises:
         StoreUnavailable: a directory or a file cannot be looked at.
     """
+    yield from scan_parallel(root, fs=fs, partial_age_seconds=partial_age_seconds, clock=clock)
+
+
+def scan_parallel(
+    root: Path,
+    *,
+    fs: FileSystem = LOCAL,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    clock: Callable[[], int] = time.time_ns,
+    threads: int = 1,
+) -> Iterator[BlockEntry | Leftover]:
+    """Do as `scan` does, with this many directories read at once: a network volume answers each only after a while.
+
+    The threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
+    """
     youngest_ns = clock() - int(partial_age_seconds * 1e9)
+    directories = _Directories(fs, str(root))
     try:
-        for path, status in _walk(fs, str(root), ""):
-            entry = _classify(path, status)
-            if entry is not None and (not _is_partial(entry) or entry.mtime_ns <= youngest_ns):
-                yield entry
+        for found in directories.list_all() if threads <= 1 else _walk_parallel(directories, threads):
+            for path, status in found:
+                entry = _classify(path, status)
+                if entry is not None and (not _is_partial(entry) or entry.mtime_ns <= youngest_ns):
+                    yield entry
     except OSError as error:
         raise StoreUnavailable(f"{root}: cannot be walked: {error}") from error
 
@@ -85,7 +111,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    if path == TIER_FILE and is_file:
+    if is_file and (path == TIER_FILE or parse_journal_path(path) is not None):
         return None
     # An NFS client keeps a removed file under such a name while somebody has it open, then removes it by itself.
     if name.startswith(".nfs"):
@@ -98,18 +124,107 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     return Leftover(kind, path, size, mtime_ns)
 
 
-def _walk(fs: FileSystem, root: str, relative: str) -> Iterator[tuple[str, os.stat_result]]:
-    try:
-        entries = fs.scandir(f"{root}/{relative}" if relative else root)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        path = f"{relative}/{entry.name}" if relative else entry.name
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(fs, root, path)
-            continue
+_Found = list[tuple[str, os.stat_result]]
+"""Paths relative to the root, and what they are."""
+
+
+class _Directories:
+    """Lists one directory after the other; stateless, so any thread may."""
+
+    def __init__(self, fs: FileSystem, root: str) -> None:
+        self._fs = fs
+        self._root = root
+
+    def list_one(self, relative: str) -> tuple[list[str], _Found]:
+        """Return the directories in this one, and its files."""
         try:
-            status = fs.stat(f"{root}/{path}")
-        except FileNotFoundError:
-            continue
-        yield path, status
+            entries = self._fs.scandir(f"{self._root}/{relative}" if relative else self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return [], []
+        directories, found = [], []
+        for entry in entries:
+            path = f"{relative}/{entry.name}" if relative else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(path)
+                continue
+            try:
+                found.append((path, self._fs.stat(f"{self._root}/{path}")))
+            except FileNotFoundError:
+                continue
+        return directories, found
+
+    def list_all(self) -> Iterator[_Found]:
+        """Yield the files of one directory after the other."""
+        pending = [""]
+        while pending:
+            directories, found = self.list_one(pending.pop())
+            # The last one next: so what is pending stays as small as the tree is deep and wide, not as it is large.
+            pending.extend(reversed(directories))
+            yield found
+
+
+_MOST_READY = 64
+"""Directories whose files nobody has taken yet; the threads wait then, so that memory stays bounded."""
+
+
+class _ParallelWalk:
+    """What the threads of one walk share; `changed` guards every field and is not held over a system call."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.pending = [""]
+        self.busy = 0
+        self.ready: deque[_Found] = deque()
+        self.error: OSError | None = None
+        self.is_stopped = False
+
+    def has_ended(self) -> bool:
+        return self.is_stopped or (not self.pending and not self.busy)
+
+    def may_start(self) -> bool:
+        return bool(self.pending) and len(self.ready) < _MOST_READY
+
+
+def _walk_parallel(directories: _Directories, threads: int) -> Iterator[_Found]:
+    walk = _ParallelWalk()
+    for number in range(threads):
+        threading.Thread(target=_work, args=(walk, directories), name=f"kvtier-walk-{number}", daemon=True).start()
+    try:
+        while True:
+            with walk.changed:
+                walk.changed.wait_for(lambda: walk.ready or walk.error or walk.has_ended())
+                if walk.error is not None:
+                    raise walk.error
+                if not walk.ready:
+                    return
+                found = walk.ready.popleft()
+                walk.changed.notify_all()
+            yield found
+    finally:
+        with walk.changed:
+            walk.is_stopped = True
+            walk.changed.notify_all()
+
+
+def _work(walk: _ParallelWalk, directories: _Directories) -> None:
+    while True:
+        with walk.changed:
+            walk.changed.wait_for(lambda: walk.may_start() or walk.has_ended())
+            if walk.has_ended():
+                return
+            relative = walk.pending.pop()
+            walk.busy += 1
+        error: OSError | None = None
+        below: list[str] = []
+        found: _Found = []
+        try:
+            below, found = directories.list_one(relative)
+        except OSError as raised:
+            error = raised
+        with walk.changed:
+            walk.busy -= 1
+            walk.error = walk.error or error
+            walk.pending.extend(reversed(below))
+            if found:
+                walk.ready.append(found)
+            walk.changed.notify_all()

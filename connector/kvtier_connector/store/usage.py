@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes a store takes on the volume, as far as this process knows, and whether one more block still fits.
 
-What other processes write is learnt at the next scan only; in between, the sum can be off by what they did.
+What other processes write is learnt from their journals, if the caller reads them, and at each scan; in between, the
+sum can be off by what they did.
 """
 
 from __future__ import annotations
@@ -45,13 +46,19 @@ class Usage:
         with self._lock:
             self._reserved -= count
 
+    def learn(self, count: int) -> None:
+        """Add a file that another process wrote."""
+        with self._lock:
+            self._known += count
+            self._written_since_scan_began += count
+
     def forget(self, count: int) -> None:
         """Subtract a file that was removed."""
         with self._lock:
             self._known = max(0, self._known - count)
 
     def begin_scan(self) -> None:
-        """Remember own writes from now on: the scan may have passed their directories already."""
+        """Remember writes from now on: the scan may have passed their directories already."""
         with self._lock:
             self._written_since_scan_began = 0
 

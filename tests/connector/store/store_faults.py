@@ -88,6 +88,11 @@ class CrashingFs(WatchedFs):
     def has_crashed(self) -> bool:
         return self.steps > self._step
 
+    def crash_after(self, steps: int, *, torn_bytes: int = 0) -> None:
+        """Die this many calls from now."""
+        self._step = self.steps + steps
+        self._torn_bytes = torn_bytes
+
     def before(self, call: str, path: str | None) -> None:
         self.steps += 1
         self.calls.append(call)

@@ -48,7 +48,8 @@ headers = st.builds(
 
 def table() -> list[tuple[int, int, str]]:
     """Return offset, length and name of each field as FORMAT.md has them."""
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", FORMAT_MD.read_text(), re.MULTILINE)
+    section = FORMAT_MD.read_text().partition("## A block file")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", section, re.MULTILINE)
     return [(int(offset), int(size), name) for offset, size, name in rows]
 
 

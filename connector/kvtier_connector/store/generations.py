@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the generations below a directory: the directory may be one itself, a tier, or the root of a volume.
+
+Reads names only. No thread lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.layout import BLOCKS, TIER_FILE
+
+MOST_LEVELS = 6
+"""A path inside the claim, the tier and the digest; deeper directories belong to somebody else."""
+
+
+def find_generations(directory: Path, *, fs: FileSystem = LOCAL) -> list[Path]:
+    """Return every directory at or below this one that has a ``tier.json`` or blocks, in the order of their paths.
+
+    Raises:
+        StoreUnavailable: a directory cannot be looked at.
+    """
+    try:
+        return sorted(_find(fs, directory, MOST_LEVELS))
+    except OSError as error:
+        raise StoreUnavailable(f"{directory}: cannot be walked: {error}") from error
+
+
+def _find(fs: FileSystem, directory: Path, levels: int) -> Iterator[Path]:
+    try:
+        entries = fs.scandir(str(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if {TIER_FILE, BLOCKS} & {entry.name for entry in entries}:
+        # A generation holds no other: its thousands of directories need not be looked at.
+        yield directory
+        return
+    for entry in entries:
+        if levels > 1 and entry.is_dir(follow_symlinks=False):
+            yield from _find(fs, directory / entry.name, levels - 1)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that share a root tell each other what they stored, used and removed, in one append-only file each.
+
+What a journal says is news, not truth: the files are. A record that is lost costs a block computed again, or a miss,
+until the next walk of the root. Nothing here runs by itself: a background thread of the caller flushes and reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.fs import (
+    FIRST_WRITE_FLAGS,
+    LOCAL,
+    NEXT_WRITE_FLAGS,
+    READ_FLAGS,
+    FileSystem,
+    make_directories,
+    new_token,
+)
+from kvtier_connector.store.layout import JOURNAL, BlockKey, JournalName, journal_path, parse_journal_path
+from kvtier_connector.store.records import (
+    RECORD_BYTES,
+    Op,
+    Record,
+    decode_record,
+    encode_head,
+    encode_record,
+    is_head,
+)
+
+_READ_BYTES = 4096 * RECORD_BYTES
+_MOST_STALLS = 3
+"""Reads after which a record that stays unreadable is damaged, and not on its way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalLimits:
+    """How much a writer keeps in memory and on the volume."""
+
+    used_window_seconds: float = 60.0
+    """A block that is used again within half of this is not noted again; after all of it, it is."""
+    buffered_records: int = 1 << 16
+    """While the volume does not take them, older records than this many are dropped and counted."""
+    segment_bytes: int = 4 << 20
+    """A segment that would grow beyond it is left, and the next one begun."""
+    segments: int = 16
+    """The writer removes its own segments before these last ones."""
+
+
+class JournalWriter:
+    """Appends to the journal of this process.
+
+    `append` may be called from any thread and only touches memory. `flush` makes the system calls: one thread at a time
+    gets in, and `_flushing` is held meanwhile; `_lock` guards what both touch and is never held over a system call.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fs: FileSystem = LOCAL,
+        limits: JournalLimits = JournalLimits(),
+        clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the settings; nothing is written before the first flush of a record."""
+        self.writer = new_token()
+        """Names this process's journal; a reader of the same process leaves it out."""
+        self._root = str(root)
+        self._fs = fs
+        self._limits = limits
+        self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
+        self._pending: deque[bytes] = deque()
+        self._dropped = 0
+        self._recent: set[BlockKey] = set()
+        self._less_recent: set[BlockKey] = set()
+        self._turned_at = now()
+        self._flushing = threading.Lock()
+        self._number = 0
+        self._offset = 0
+
+    def append(self, op: Op, key: BlockKey, payload_bytes: int) -> None:
+        """Note what was done; it is written at the next flush. A repeated USED is left out."""
+        record = encode_record(Record(op, key, payload_bytes, self._clock()))
+        with self._lock:
+            if op is not Op.GONE and self._was_seen(key) and op is Op.USED:
+                return
+            self._pending.append(record)
+            self._trim()
+
+    @property
+    def dropped(self) -> int:
+        """How many records were given up because the volume did not take them."""
+        return self._dropped
+
+    @property
+    def pending(self) -> int:
+        """How many records wait for the next flush."""
+        return len(self._pending)
+
+    def flush(self) -> int:
+        """Write what was noted and return how many records that were; what cannot be written is tried again next time.
+
+        Raises:
+            StoreUnavailable: the volume does not take it.
+        """
+        with self._flushing:
+            with self._lock:
+                batch = list(self._pending)
+                self._pending.clear()
+            if not batch:
+                return 0
+            try:
+                self._write(b"".join(batch))
+            except OSError as error:
+                with self._lock:
+                    self._pending.extendleft(reversed(batch))
+                    self._trim()
+                raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be written: {error}") from error
+        return len(batch)
+
+    def _was_seen(self, key: BlockKey) -> bool:
+        """Note the block as used now, and say whether it had been already; the caller holds `_lock`."""
+        now = self._now()
+        is_over = now - self._turned_at >= self._limits.used_window_seconds / 2
+        if is_over or len(self._recent) >= self._limits.buffered_records:
+            self._less_recent, self._recent, self._turned_at = self._recent, set(), now
+        if key in self._recent or key in self._less_recent:
+            return True
+        self._recent.add(key)
+        return False
+
+    def _trim(self) -> None:
+        while len(self._pending) > self._limits.buffered_records:
+            self._pending.popleft()
+            self._dropped += 1
+
+    def _write(self, data: bytes) -> None:
+        if self._offset and self._offset + len(data) > self._limits.segment_bytes:
+            self._begin_segment()
+        try:
+            self._append(data)
+        except FileNotFoundError:
+            # Somebody took this segment for a dead process's, or removed the tree under us.
+            if self._offset:
+                self._begin_segment()
+            make_directories(self._fs, f"{self._root}/{JOURNAL}")
+            self._append(data)
+
+    def _begin_segment(self) -> None:
+        self._number += 1
+        self._offset = 0
+        if (oldest := self._number - self._limits.segments) >= 0:
+            with contextlib.suppress(OSError):
+                self._fs.unlink(self._path(oldest))
+
+    def _append(self, data: bytes) -> None:
+        """Write at the place where the last whole write ended, over what a failed one may have left there."""
+        if self._offset == 0:
+            data = encode_head(self.writer, self._clock()) + data
+        # Opened anew each time: an NFS client sends what was written when the file is closed, and others see it then.
+        fd = self._fs.open(self._path(self._number), FIRST_WRITE_FLAGS if self._offset == 0 else NEXT_WRITE_FLAGS)
+        try:
+            rest = memoryview(data)
+            done = 0
+            while done < rest.nbytes:
+                done += self._fs.pwritev(fd, [rest[done:]], self._offset + done)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+            raise
+        self._fs.close(fd)
+        self._offset += len(data)
+
+    def _path(self, number: int) -> str:
+        return f"{self._root}/{journal_path(JournalName(self.writer, number))}"
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Where the reader is in one segment."""
+
+    offset: int
+    stalls: int = 0
+    is_over: bool = False
+    """Nothing will be added: its writer has begun the next segment, or a later release wrote it."""
+
+
+class JournalReader:
+    """Follows the journals of all processes but one, from the moment of `start` on.
+
+    Owned by one thread at a time; the caller sees to that.
+    """
+
+    def __init__(self, root: Path, *, fs: FileSystem = LOCAL, but: str = "") -> None:
+        """Store the settings; `but` is the writer whose journal is left out, the caller's own."""
+        self._root = str(root)
+        self._fs = fs
+        self._but = but
+        self._tails: dict[JournalName, _Tail] = {}
+        self._is_started = False
+        self.damaged = 0
+        """How many records could not be read, because their bytes are wrong."""
+
+    def start(self) -> None:
+        """Remember where the journals end now; a second call does nothing.
+
+        Walk the root after this and not before: then each block is found by the walk, or is in a journal, or both.
+
+        Raises:
+            StoreUnavailable: the journals cannot be looked at.
+        """
+        if self._is_started:
+            return
+        try:
+            for name in self._list():
+                size = self._fs.stat(self._path(name)).st_size
+                self._tails[name] = _Tail(size - size % RECORD_BYTES)
+        except FileNotFoundError:
+            self._tails.clear()
+        except OSError as error:
+            self._tails.clear()
+            raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be looked at: {error}") from error
+        self._is_started = True
+
+    def read(self) -> Iterator[list[Record]]:
+        """Yield what was added since the last read, in the order of each journal: one listing, and one read a journal.
+
+        Raises:
+            StoreUnavailable: at the end, if a journal could not be read; the others were.
+        """
+        self.start()
+        failed: OSError | None = None
+        try:
+            names = self._list()
+        except OSError as error:
+            raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
+        last = {name.writer: name.number for name in names}
+        self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
+        for name, tail in self._tails.items():
+            if tail.is_over:
+                continue
+            try:
+                yield from self._follow(name, tail)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failed = error
+                continue
+            # Listed before it was read: the writer had begun the next one by then, so what was read was all.
+            tail.is_over = tail.is_over or (name.number < last[name.writer] and tail.stalls == 0)
+        if failed is not None:
+            raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be read: {failed}") from failed
+
+    def _list(self) -> list[JournalName]:
+        try:
+            entries = self._fs.scandir(f"{self._root}/{JOURNAL}")
+        except FileNotFoundError:
+            return []
+        names = (parse_journal_path(f"{JOURNAL}/{entry.name}") for entry in entries)
+        return sorted(name for name in names if name is not None and name.writer != self._but)
+
+    def _path(self, name: JournalName) -> str:
+        return f"{self._root}/{journal_path(name)}"
+
+    def _follow(self, name: JournalName, tail: _Tail) -> Iterator[list[Record]]:
+        buffer = memoryview(bytearray(_READ_BYTES))
+        fd = self._fs.open(self._path(name), READ_FLAGS)
+        try:
+            while True:
+                count = self._fs.preadv(fd, [buffer], tail.offset)
+                data = buffer[: count - count % RECORD_BYTES]
+                if tail.offset == 0 and data:
+                    if not is_head(data):
+                        # A head is written with its first records: half a one is on its way, or is a later release's.
+                        tail.stalls += 1
+                        tail.is_over = tail.stalls > _MOST_STALLS
+                        return
+                    tail.offset = RECORD_BYTES
+                    data = data[RECORD_BYTES:]
+                records = self._take(tail, data)
+                if records:
+                    yield records
+                if count < _READ_BYTES or tail.stalls:
+                    return
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+
+    def _take(self, tail: _Tail, data: memoryview) -> list[Record]:
+        """Return the records up to the first that cannot be read; go past it if it stays so."""
+        records: list[Record] = []
+        is_skipping = tail.stalls >= _MOST_STALLS
+        for start in range(0, data.nbytes, RECORD_BYTES):
+            record = decode_record(data[start : start + RECORD_BYTES])
+            if record is None:
+                if not is_skipping:
+                    tail.stalls += 1
+                    return records
+                self.damaged += 1
+            else:
+                tail.stalls = 0
+                records.append(record)
+            tail.offset += RECORD_BYTES
+        if data:
+            tail.stalls = 0
+        return records
+
+
+def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:
+    """Return path relative to the root, size and time of the last write of each journal.
+
+    Raises:
+        StoreUnavailable: they cannot be looked at.
+    """
+    found = []
+    try:
+        for entry in fs.scandir(f"{root}/{JOURNAL}"):
+            path = f"{JOURNAL}/{entry.name}"
+            if parse_journal_path(path) is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = fs.stat(f"{root}/{path}")
+                found.append((path, status.st_size, status.st_mtime_ns))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
+    return sorted(found)

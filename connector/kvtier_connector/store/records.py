@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a journal: one head, then records of the same length, each with its own checksum.
+
+Pure: bytes in, values out. FORMAT.md beside the package documents every offset; the two change together.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import NamedTuple
+
+from kvtier_connector.store.layout import MAX_HASH_BYTES, BlockKey, is_valid
+
+RECORD_BYTES = 96
+"""Of a record, and of the head: so a record's place says its number, and a torn tail is what does not fill one."""
+JOURNAL_MAGIC = b"KVTJ"
+JOURNAL_VERSION = 1
+
+_CRC = struct.Struct("<I")
+_CRC_OFFSET = RECORD_BYTES - _CRC.size
+_HEAD = struct.Struct("<4sIII16sQ52x")
+_RECORD = struct.Struct(f"<BBxxIQQ{MAX_HASH_BYTES}s4x")
+
+
+class Op(enum.IntEnum):
+    """What a process did with a block."""
+
+    STORED = 1
+    """It wrote the block."""
+    USED = 2
+    """It read the block, or wanted to write it and found it there; at most one in a while for each block."""
+    GONE = 3
+    """It removed the block, or moved it to quarantine."""
+
+
+class Record(NamedTuple):
+    """One line of a journal."""
+
+    op: int
+    """An `Op`, or a number of a later release, to be ignored."""
+    key: BlockKey
+    payload_bytes: int
+    """Of the block. With GONE, what was freed: 0 if the file was only moved."""
+    time_ns: int
+    """Nanoseconds since 1970 by the writer's clock; hosts may disagree, so it is for recency and nothing else."""
+
+
+def encode_record(record: Record) -> bytes:
+    """Return the bytes that `decode_record` reads; raise ValueError for what does not fit."""
+    key = record.key
+    if not is_valid(key):
+        raise ValueError(f"{record!r}: the key does not fit the format")
+    try:
+        fields = _RECORD.pack(record.op, len(key.hash), key.group, record.payload_bytes, record.time_ns, key.hash)
+    except struct.error as error:
+        raise ValueError(f"{record!r}: {error}") from error
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def decode_record(data: bytes | memoryview) -> Record | None:
+    """Return the record, None if these bytes are none: half-written, damaged or zeros."""
+    if len(data) != RECORD_BYTES or _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
+        return None
+    op, hash_bytes, group, payload_bytes, time_ns, padded = _RECORD.unpack_from(data)
+    key = BlockKey(padded[:hash_bytes], group)
+    return Record(op, key, payload_bytes, time_ns) if hash_bytes <= MAX_HASH_BYTES and is_valid(key) else None
+
+
+def encode_head(writer: str, created_ns: int) -> bytes:
+    """Return the first bytes of a journal of this writer."""
+    fields = _HEAD.pack(JOURNAL_MAGIC, JOURNAL_VERSION, RECORD_BYTES, 0, bytes.fromhex(writer), created_ns)
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def is_head(data: bytes | memoryview) -> bool:
+    """Say whether a journal that begins so can be read by this release."""
+    if len(data) < RECORD_BYTES or _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
+        return False
+    magic, version, record_bytes, flags, _, _ = _HEAD.unpack_from(data)
+    return bool((magic, version, record_bytes, flags) == (JOURNAL_MAGIC, JOURNAL_VERSION, RECORD_BYTES, 0))

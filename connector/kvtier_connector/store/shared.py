@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one root as an engine uses them: a `BlockStore` that remembers what is there and tells other processes.
+
+No thread lives here. The caller's background threads call `synchronize` and `rescan`; its I/O threads call `get`, `put`
+and `probe`; the thread that must never wait calls `state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreOutcome
+from kvtier_connector.store.counters import Counters, Operation, Totals
+from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.index import BlockIndex, Presence
+from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.leftovers import remove_old_journals
+from kvtier_connector.store.records import Op, Record
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
+
+JOURNAL_AGE_SECONDS = 24 * 3600.0
+"""Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronized:
+    """What one `synchronize` did."""
+
+    written: int
+    """Records of ours."""
+    read: int
+    """Records of others."""
+    problem: str
+    """Why not all of it could be done; empty if it could."""
+
+
+class _StoppedError(Exception):
+    """The caller of `rescan` wants no more."""
+
+
+class SharedStore:
+    """Every method may be called from any thread, but only `state` and the properties never wait for the volume.
+
+    `_following` lets one thread at a time read the journals, `_walking` one walk; everything else guards itself. The
+    index can be wrong, see its docstring: a `get` of what is PRESENT may miss, and what is not found is ABSENT from
+    then on.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords with defaults
+        self,
+        root: Path,
+        *,
+        fs: FileSystem = LOCAL,
+        direct: bool | None = None,
+        max_bytes: int = 0,
+        scan_threads: int = 4,
+        clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the settings; nothing is read or written yet.
+
+        Args:
+            root: Where `claim` put the tier.
+            fs: The system calls.
+            direct: As for `BlockStore`.
+            max_bytes: As for `BlockStore`.
+            scan_threads: How many directories `rescan` reads at once.
+            clock: Nanoseconds since 1970, for what is written.
+            now: Seconds that never go back, for everything that is measured.
+        """
+        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes)
+        self._root = root
+        self._fs = fs
+        self._scan_threads = scan_threads
+        self._clock = clock
+        self._now = now
+        self._index = BlockIndex(now=now)
+        self._journal = JournalWriter(root, fs=fs, clock=clock, now=now)
+        self._reader = JournalReader(root, fs=fs, but=self._journal.writer)
+        self._following = threading.Lock()
+        self._walking = threading.Lock()
+        self._counters = Counters()
+
+    def state(self, key: BlockKey) -> Presence:
+        """Say from memory whether the volume has the block."""
+        return self._index.state(key)
+
+    def get(self, key: BlockKey, into: memoryview) -> Outcome:
+        """Do as `BlockStore.get` does, and remember the answer."""
+        started = self._now()
+        outcome = self.blocks.get(key, into)
+        seconds = self._now() - started
+        if isinstance(outcome, Hit):
+            self._index.add(key)
+            self._journal.append(Op.USED, key, into.nbytes)
+            self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
+            return outcome
+        # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
+        self._index.discard(key)
+        if isinstance(outcome, Fault) and outcome.is_damage:
+            self._journal.append(Op.GONE, key, 0)
+        label = "miss" if isinstance(outcome, Miss) else outcome.value
+        self._counters.add(Operation.GET, label, moved_bytes=0, seconds=seconds)
+        return outcome
+
+    def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
+        """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
+        started = self._now()
+        is_known = self._index.state(key) is Presence.PRESENT
+        outcome = Present() if is_known else self.blocks.put(key, payload)
+        seconds = self._now() - started
+        if isinstance(outcome, Stored):
+            self._index.add(key)
+            self._journal.append(Op.STORED, key, payload.nbytes)
+            self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
+        elif isinstance(outcome, Present):
+            self._index.add(key)
+            self._journal.append(Op.USED, key, payload.nbytes)
+            self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
+        else:
+            self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)
+        return outcome
+
+    def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
+        """Remove a block and tell the other processes; say whether it was there.
+
+        Raises:
+            StoreUnavailable: the volume refused.
+        """
+        was_there = self.blocks.delete(key)
+        self._index.discard(key)
+        if was_there:
+            self._journal.append(Op.GONE, key, payload_bytes)
+        return was_there
+
+    def forget(self, key: BlockKey) -> None:
+        """Treat the block as ABSENT until somebody tells of it again: its load did not end in time."""
+        self._index.discard(key)
+
+    def probe(self, keys: Sequence[BlockKey], *, most_calls: int = 32) -> Fault | None:
+        """Ask the volume about those keys whose state is UNKNOWN, one system call each; `state` answers afterwards.
+
+        The keys are those of one prompt in order: it ends at the first that is absent, since a prefix ends there, and
+        after `most_calls`. A volume that does not answer is a fault, and the rest stays UNKNOWN.
+        """
+        calls = 0
+        for key in keys:
+            state = self._index.state(key)
+            if state is Presence.ABSENT:
+                return None
+            if state is Presence.PRESENT:
+                continue
+            if calls == most_calls:
+                return None
+            calls += 1
+            started = self._now()
+            found = self.blocks.look_up(key)
+            label = found.value if isinstance(found, Fault) else "hit" if found else "miss"
+            self._counters.add(Operation.PROBE, label, moved_bytes=0, seconds=self._now() - started)
+            if isinstance(found, Fault):
+                return found
+            if not found:
+                self._index.discard(key)
+                return None
+            self._index.add(key)
+        return None
+
+    def synchronize(self, *, may_write: bool = True) -> Synchronized:
+        """Write what this process did, and learn what the others did; call it every half of the refresh time.
+
+        What another process stores is known here after its next call and our next call. With `may_write` False nothing
+        is written, and what was noted waits, up to a limit. The first call only finds out where the journals end.
+        """
+        problems = []
+        written = read = 0
+        if may_write:
+            try:
+                written = self._journal.flush()
+            except StoreUnavailable as error:
+                problems.append(str(error))
+        with self._following:
+            try:
+                for records in self._reader.read():
+                    read += len(records)
+                    for record in records:
+                        self._learn(record)
+                self._index.renew()
+            except StoreUnavailable as error:
+                self._index.lapse()
+                problems.append(str(error))
+        return Synchronized(written, read, "; ".join(problems))
+
+    def rescan(self, *, is_stopped: Callable[[], bool] = lambda: False, may_write: bool = True) -> bool:
+        """Walk the root: then the index is complete and the usage exact. Call it at the start and now and then.
+
+        What crashed processes left behind is removed on the way: partial files after an hour, journals after a day.
+
+        Args:
+            is_stopped: Asked at each file; True ends the walk, and nothing is forgotten.
+            may_write: False removes nothing.
+
+        Returns:
+            Whether the walk went to the end.
+
+        Raises:
+            StoreUnavailable: the root cannot be walked.
+        """
+        with self._walking:
+            with self._following:
+                # First, so that what is stored while we walk is found by the walk or is in a journal.
+                self._reader.start()
+            return self._walk(is_stopped, may_write=may_write)
+
+    def _walk(self, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
+        def visit(entry: BlockEntry | Leftover) -> None:
+            if is_stopped():
+                raise _StoppedError
+            if isinstance(entry, BlockEntry):
+                self._index.add(entry.key)
+            elif entry.kind is LeftoverKind.PARTIAL and may_write:
+                with contextlib.suppress(OSError):
+                    self._fs.unlink(f"{self._root}/{entry.path}")
+
+        self._index.begin_walk()
+        try:
+            self.blocks.refresh_usage(visit, threads=self._scan_threads)
+        except _StoppedError:
+            return False
+        self._index.end_walk()
+        if may_write:
+            with contextlib.suppress(StoreUnavailable):
+                remove_old_journals(self._root, JOURNAL_AGE_SECONDS, fs=self._fs, clock=self._clock)
+        return True
+
+    def usage_bytes(self) -> int:
+        """Return the bytes of blocks and quarantined files, as far as this process knows."""
+        return self.blocks.usage_bytes()
+
+    def totals(self) -> Totals:
+        """Return what was done so far, by operation and outcome."""
+        return self._counters.totals()
+
+    @property
+    def known_blocks(self) -> int:
+        """How many blocks are known to be there."""
+        return len(self._index)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block that is not known to be there is known not to be."""
+        return self._index.is_complete
+
+    @property
+    def journal_dropped(self) -> int:
+        """How many records of ours were given up because the volume did not take them."""
+        return self._journal.dropped
+
+    @property
+    def journal_damaged(self) -> int:
+        """How many records of others could not be read."""
+        return self._reader.damaged
+
+    def _learn(self, record: Record) -> None:
+        if record.op in {Op.STORED, Op.USED}:
+            if self._index.add(record.key):
+                self.blocks.learn_stored(record.payload_bytes)
+        elif record.op == Op.GONE:
+            was_present = self._index.discard(record.key)
+            if was_present and record.payload_bytes:
+                self.blocks.learn_gone(record.payload_bytes)

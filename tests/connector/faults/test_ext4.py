@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store on an ext4 of its own: O_DIRECT, a volume that is really full, and one that becomes read-only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
+
+from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
+from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.store.check import check
+from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.shared import SharedStore
+
+
+class TestStoreOnExt4WithDirectIo(BlockStoreContract):
+    @pytest.fixture
+    def base(self, ext4: Path) -> Path:
+        return ext4
+
+    @pytest.fixture
+    def direct(self) -> bool | None:
+        return True
+
+
+@pytest.fixture
+def root(ext4: Path) -> Path:
+    root = ext4 / "d1gest"
+    claim(root, {}, "d1gest")
+    return root
+
+
+def test_ext4_takes_direct_io_and_blocks_are_written_and_read_with_it(root: Path) -> None:
+    flags: list[int] = []
+
+    class Listing(FileSystem):
+        def open(self, path: str, how: int) -> int:
+            flags.append(how)
+            return super().open(path, how)
+
+    assert DirectIo(LOCAL, str(root), direct=None).is_supported()
+    store = BlockStore(root, fs=Listing())
+    store.put(key(1), payload(1))
+    assert flags[-1] & os.O_DIRECT
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert flags[-1] & os.O_DIRECT
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path, *, direct: bool) -> None:
+    seconds = [0.0]
+    store, breaker = SharedStore(root, direct=direct), Breaker(now=lambda: seconds[0])
+    store.synchronize()
+    store.rescan()
+    megabyte = 1 << 20
+    outcomes = []
+    for number in range(100):
+        outcomes.append(store.put(key(number), payload(number, megabyte)))
+        breaker.record_store(outcomes[-1])
+        if breaker.view(Direction.STORE).state is State.OPEN:
+            break
+    assert outcomes[-1] is StoreFault.NO_SPACE
+    assert len(outcomes) > 40
+    assert not list(root.rglob("*.partial"))
+    assert isinstance(store.get(key(0), pages(size=megabyte)), Hit)
+    assert store.usage_bytes() == store.blocks.refresh_usage()
+    # A journal has to fit too; if it does not, it waits.
+    store.synchronize()
+    assert store.delete(key(0), payload_bytes=megabyte)
+    assert store.delete(key(1), payload_bytes=megabyte)
+    seconds[0] += 1
+    assert breaker.admit(Direction.STORE)
+    breaker.record_store(store.put(key(200), payload(200, megabyte)))
+    assert breaker.view(Direction.STORE).state is State.CLOSED
+    assert store.synchronize().problem == ""
+    assert check(root, partial_age_seconds=0) == []
+
+
+def test_an_ext4_that_becomes_read_only_keeps_loads_and_recovers(ext4: Path, root: Path) -> None:
+    store = SharedStore(root)
+    store.synchronize()
+    store.rescan()
+    store.put(key(1), payload(1))
+    assert subprocess.run(["mount", "-o", "remount,ro", str(ext4)], check=False).returncode == 0
+    assert store.put(key(2), payload(2)) is StoreFault.READ_ONLY
+    assert store.put(key(1), payload(1)) == Present()
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert "Read-only" in store.synchronize().problem
+    started = SharedStore(root)
+    assert started.synchronize().problem == ""
+    assert started.rescan()
+    assert started.state(key(1)) is Presence.PRESENT
+    assert subprocess.run(["mount", "-o", "remount,rw", str(ext4)], check=False).returncode == 0
+    assert store.synchronize().problem == ""
+    assert store.put(key(2), payload(2)) == Stored(BLOCK_BYTES)
+    assert check(root, partial_age_seconds=0) == []

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands on a volume that holds several tiers, and on one generation."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from store_contract import BLOCK_BYTES, key, payload
+from store_faults import FailingFs
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store import check as check_command
+from kvtier_connector.store import inspect as inspect_command
+from kvtier_connector.store.check import inspect, inspect_all
+from kvtier_connector.store.generations import find_generations
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import block_path, partial_path
+from kvtier_connector.store.progress import Progress
+from kvtier_connector.store.shared import SharedStore
+
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """Return the root of a volume with two tiers, one of them with two generations, and something else."""
+    for path, blocks in (("kv/ns.llama/aaa", 3), ("kv/ns.llama/bbb", 2), ("ns.qwen/ccc", 1)):
+        root = tmp_path / path
+        claim(root, {"model": path}, root.name)
+        store = SharedStore(root)
+        for number in range(blocks):
+            store.put(key(number), payload(number))
+        store.synchronize()
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "somebody").write_text("else")
+    return tmp_path
+
+
+def test_every_generation_of_a_volume_is_found(volume: Path) -> None:
+    found = [str(path.relative_to(volume)) for path in find_generations(volume)]
+    assert found == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
+    assert find_generations(volume / "ns.qwen/ccc") == [volume / "ns.qwen/ccc"]
+    assert find_generations(volume / "nothing") == []
+
+
+def test_a_generation_without_its_description_is_found_by_its_blocks(volume: Path) -> None:
+    (volume / "ns.qwen/ccc/tier.json").unlink()
+    assert volume / "ns.qwen/ccc" in find_generations(volume)
+    assert [problem.path for problem in inspect_all(volume).problems] == ["ns.qwen/ccc/tier.json"]
+
+
+def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, path: "qwen" in str(path))
+    with pytest.raises(StoreUnavailable, match="broken"):
+        find_generations(volume, fs=fs)
+
+
+def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
+    assert inspect_all(volume).problems == ()
+    assert inspect_all(volume).blocks == 6
+    (volume / "kv/ns.llama/bbb" / block_path(key(0))).write_bytes(b"damaged")
+    report = inspect_all(volume)
+    assert [(problem.path, problem.kind) for problem in report.problems] == [
+        (f"kv/ns.llama/bbb/{block_path(key(0))}", "truncated")
+    ]
+    assert len(inspect_all(volume / "kv").problems) == 1
+    assert inspect_all(volume / "ns.qwen").problems == ()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads: int) -> None:
+    root = volume / "kv/ns.llama/aaa"
+    store = SharedStore(root)
+    for number in range(100):
+        store.put(key(number), payload(number, 4096))
+    for number in range(0, 100, 7):
+        with (root / block_path(key(number))).open("r+b") as file:
+            file.seek(5000)
+            file.write(b"damaged")
+    sizes: list[int] = []
+    report = inspect(root, threads=threads, on_block=sizes.append)
+    assert report == inspect(root)
+    assert len(report.problems) == 15
+    assert (len(sizes), sum(sizes)) == (report.blocks, report.bytes) == (100, 100 * 8192)
+
+
+def test_the_check_command_shows_its_progress_if_asked(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main([str(volume), "--progress", "--threads", "2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"6 blocks, {6 * BLOCK_BYTES} bytes, 0 problems\n"
+    assert "6 blocks, 0.00 GB" in captured.err
+    assert check_command.main([str(volume), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["blocks"] == 6
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "many"])
+def test_the_check_command_refuses_a_number_of_threads_that_is_none(volume: Path, threads: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        check_command.main([str(volume), "--threads", threads])
+    assert caught.value.code == 2
+
+
+def test_progress_is_shown_now_and_then_and_at_the_end() -> None:
+    stream, seconds = io.StringIO(), [0.0]
+    progress = Progress(stream, now=lambda: seconds[0])
+    for _ in range(100):
+        seconds[0] += 0.01
+        progress.add(10**9)
+    progress.end()
+    lines = stream.getvalue().strip().split("\r")
+    assert len([line for line in lines if line]) == 6
+    assert lines[-1] == "100 blocks, 100.00 GB, 100.00 GB/s"
+
+
+def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
+    volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = volume / "kv/ns.llama/aaa"
+    (root / partial_path(block_path(key(0)), TOKEN)).write_bytes(b"half")
+    (root / "quarantine").mkdir()
+    (root / f"quarantine/00_g0.kvb.checksum.{TOKEN}").write_bytes(b"12345")
+    two_days_ago = time.time_ns() - 2 * 86_400 * 10**9
+    os.utime(root / block_path(key(0)), ns=(two_days_ago, two_days_ago))
+    assert inspect_command.main([str(volume), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["volume"]["bytes"] > document["volume"]["free"] > 0
+    first, second, third = document["generations"]
+    assert [each["path"] for each in (first, second, third)] == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
+    assert first["identity"] == {"model": "kv/ns.llama/aaa"}
+    assert first["blocks"] == {"files": 3, "bytes": 3 * BLOCK_BYTES}
+    assert {name: heap["files"] for name, heap in first["ages"].items()} == {
+        "1 h": 2,
+        "1 d": 0,
+        "7 d": 1,
+        "30 d": 0,
+        "older": 0,
+    }
+    assert first["newest_seconds"] < 3600
+    assert first["oldest_seconds"] > 86_400
+    assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}
+    assert first["leftovers"]["quarantined"] == {"files": 1, "bytes": 5}
+    assert first["journals"]["files"] == 1
+    assert third["blocks"]["files"] == 1
+
+
+def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = volume / "ns.qwen/ccc"
+    assert inspect_command.main([str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("free; 1 generations")
+    assert "  blocks      1, 68.0 KiB" in lines
+    assert "    up to 1 h   1, 68.0 KiB" in lines
+    assert "  journals    1, 192 B" in lines
+
+
+def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (volume / "ns.qwen/ccc/tier.json").write_text("{")
+    assert inspect_command.main([str(volume)]) == 1
+    assert "not JSON" in capsys.readouterr().out
+    assert inspect_command.main([str(volume / "nothing")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_inspect_looks_at_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_command.main([str(tmp_path)]) == 0
+    assert "0 generations" in capsys.readouterr().out
