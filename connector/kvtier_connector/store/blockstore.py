@@ -35,7 +35,7 @@ from kvtier_connector.store.fs import (
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path, partial_path, quarantine_path
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.usage import Usage
-from kvtier_connector.store.verify import read_verified
+from kvtier_connector.store.verify import Take, read_verified, stream_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +157,28 @@ class BlockStore:
         target = into.cast("B")
         if target.readonly or target.nbytes == 0:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
-        path = self._path(key)
-        direct = self._direct.flag(target)
-        try:
-            fd = self._fs.open(path, READ_FLAGS | direct)
-        except (FileNotFoundError, NotADirectoryError):
-            return Miss()
-        except OSError:
-            return Fault.IO
-        try:
-            outcome = self._read(fd, key, target, is_direct=bool(direct))
-            if isinstance(outcome, Fault) and outcome.is_damage:
-                # Before the close: the open file keeps its inode number from being given to another.
-                self._quarantine(fd, key, outcome)
-        except OSError:
-            return Fault.IO
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
-        return outcome
+
+        def read(fd: int, is_direct: bool) -> int | Fault:
+            return read_verified(self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct)
+
+        return self._open_and_read(key, self._direct.flag(target), read) or Fault.IO
+
+    def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
+        """Read a block through a writable buffer of its payload's length, and hand the payload on.
+
+        Through the page cache it comes in pieces that are verified at the end only: what was taken is worth nothing
+        unless the answer is a Hit. The system writes to nothing but `buffer`. None means that `take` ended the read.
+        """
+        whole = buffer.cast("B")
+
+        def read(fd: int, is_direct: bool) -> int | Fault | None:
+            page = self._page()
+            if not is_direct:
+                return stream_verified(self._fs, fd, key, page=page, buffer=whole, take=take)
+            found = read_verified(self._fs, fd, key, page=page, target=whole, is_direct=True)
+            return found if isinstance(found, Fault) or take(0, whole) else None
+
+        return self._open_and_read(key, self._direct.flag(whole), read)
 
     def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
@@ -283,9 +286,26 @@ class BlockStore:
             page = self._of_thread.page = new_page()
         return page
 
-    def _read(self, fd: int, key: BlockKey, target: memoryview, *, is_direct: bool) -> Hit | Fault:
-        found = read_verified(self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct)
-        return found if isinstance(found, Fault) else Hit(found)
+    def _open_and_read(
+        self, key: BlockKey, direct: int, read: Callable[[int, bool], int | Fault | None]
+    ) -> Outcome | None:
+        try:
+            fd = self._fs.open(self._path(key), READ_FLAGS | direct)
+        except (FileNotFoundError, NotADirectoryError):
+            return Miss()
+        except OSError:
+            return Fault.IO
+        try:
+            found = read(fd, bool(direct))
+            if isinstance(found, Fault) and found.is_damage:
+                # Before the close: the open file keeps its inode number from being given to another.
+                self._quarantine(fd, key, found)
+        except OSError:
+            return Fault.IO
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        return Hit(found) if isinstance(found, int) else found
 
     def _quarantine(self, fd: int, key: BlockKey, fault: Fault) -> None:
         """Move the open file away, unless the name means another file by now; give up quietly where that fails."""

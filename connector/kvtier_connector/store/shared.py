@@ -25,6 +25,7 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
+from kvtier_connector.store.verify import Take
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
@@ -97,19 +98,30 @@ class SharedStore:
         """Do as `BlockStore.get` does, and remember the answer."""
         started = self._now()
         outcome = self.blocks.get(key, into)
+        self._remember(key, outcome, into.nbytes, started)
+        return outcome
+
+    def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
+        """Do as `BlockStore.stream` does, and remember the answer."""
+        started = self._now()
+        outcome = self.blocks.stream(key, buffer, take)
+        if outcome is not None:
+            self._remember(key, outcome, buffer.nbytes, started)
+        return outcome
+
+    def _remember(self, key: BlockKey, outcome: Outcome, payload_bytes: int, started: float) -> None:
         seconds = self._now() - started
         if isinstance(outcome, Hit):
             self._index.add(key)
-            self._journal.append(Op.USED, key, into.nbytes)
+            self._journal.append(Op.USED, key, payload_bytes)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
-            return outcome
+            return
         # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
         self._index.discard(key)
         if isinstance(outcome, Fault) and outcome.is_damage:
             self._journal.append(Op.GONE, key, 0)
         label = "miss" if isinstance(outcome, Miss) else outcome.value
         self._counters.add(Operation.GET, label, moved_bytes=0, seconds=seconds)
-        return outcome
 
     def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""

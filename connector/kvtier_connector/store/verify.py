@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from blake3 import blake3
 
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
-from kvtier_connector.store.fs import FileSystem, read_block
+from kvtier_connector.store.fs import FileSystem, read_block, read_page
 from kvtier_connector.store.layout import BlockKey
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 """Through the page cache, this much is read and hashed before more is read: it is still in the core's cache then."""
+
+Take = Callable[[int, memoryview], bool]
+"""Takes the payload's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
 
 
 class _Verifier:
@@ -79,3 +84,49 @@ def read_verified(  # noqa: PLR0913 - keywords
     if bytes_read < HEADER_BYTES + target.nbytes:
         return Fault.TRUNCATED
     return bytes_read if verifier.digest() == verifier.header.checksum else Fault.CHECKSUM
+
+
+def stream_verified(  # noqa: PLR0913 - keywords
+    fs: FileSystem, fd: int, key: BlockKey, *, page: memoryview, buffer: memoryview, take: Take
+) -> int | Fault | None:
+    """Hand a block on piece by piece while it is in the core's cache, for files opened without O_DIRECT.
+
+    The buffer is as long as the payload, but only its start is used. What was taken is worth nothing unless the answer
+    is the number of bytes read; None means that `take` ended it.
+    """
+    payload_bytes = buffer.nbytes
+    piece_bytes = min(PIECE_BYTES, payload_bytes)
+    filled = fs.preadv(fd, [page, buffer[: min(piece_bytes, payload_bytes)]], 0) - HEADER_BYTES
+    if filled < 0:
+        filled = 0
+        if (header_bytes := read_page(fs, fd, page)) < HEADER_BYTES:
+            return Fault.TRUNCATED if header_bytes else Fault.EMPTY
+    header = _expect(fs, fd, key, page, payload_bytes)
+    if isinstance(header, Fault):
+        return header
+    hasher = blake3()
+    done = 0
+    while True:
+        if filled:
+            piece = buffer[:filled]
+            hasher.update(piece)
+            if not take(done, piece):
+                return None
+            done += filled
+        if done == payload_bytes:
+            return HEADER_BYTES + done if hasher.digest() == header.checksum else Fault.CHECKSUM
+        filled = fs.preadv(fd, [buffer[: min(piece_bytes, payload_bytes - done)]], HEADER_BYTES + done)
+        if not filled:
+            return Fault.TRUNCATED
+
+
+def _expect(fs: FileSystem, fd: int, key: BlockKey, page: memoryview, payload_bytes: int) -> Header | Fault:
+    header = decode_header(page)
+    if isinstance(header, Fault):
+        return header
+    if header.key != key:
+        return Fault.KEY
+    if header.payload_bytes != payload_bytes:
+        is_short = fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
+        return Fault.TRUNCATED if is_short else Fault.LENGTH
+    return header

@@ -350,15 +350,23 @@ class SharedVolumeTier(SecondaryTierManager):
             return
         started = time.monotonic()
         block = job.blocks[index]
-        outcome: BlockOutcome = Fault.IO
+        outcome: BlockOutcome | None = Fault.IO
+
+        def take(offset: int, piece: memoryview) -> bool:
+            # The slot may be somebody else's by now. What it holds counts only once the block is settled as a hit.
+            if not job.claim(index):
+                return False
+            try:
+                self._slots.copy_in(block.slot, piece, offset)
+            finally:
+                job.release(index)
+            return True
+
         try:
-            found = self._volume.store.get(_block_key(block.key), staging.array.data)
-            # From here on the slot is written, unless it is somebody else's by now.
-            if isinstance(found, Hit) and job.claim(index):
-                self._slots.copy_in(block.slot, staging.array)
-            outcome = found
+            outcome = self._volume.store.stream(_block_key(block.key), staging.array.data, take)
         finally:
-            job.settle(index, outcome, seconds=time.monotonic() - started)
+            if outcome is not None:
+                job.settle(index, outcome, seconds=time.monotonic() - started)
 
     def _store(self, job: Job, index: int, staging: Staging) -> None:
         if not job.claim(index):

@@ -24,20 +24,24 @@ class Slots:
             raise ValueError("the primary tier must be a contiguous table of one row per chunk")
         self.count: int = view.shape[0]
         self.row_bytes: int = view.strides[0]
-        self._bytes = view.cast("B")
+        self._bytes: Bytes | None = np.frombuffer(view.cast("B"), dtype=np.uint8)
 
     def copy_out(self, slot: int, target: Bytes) -> None:
         """Copy a row into a buffer."""
-        np.copyto(target, self._row(slot))
+        np.copyto(target, self._part(slot, 0, self.row_bytes))
 
-    def copy_in(self, slot: int, source: Bytes) -> None:
-        """Copy a buffer into a row."""
-        np.copyto(self._row(slot), source)
+    def copy_in(self, slot: int, source: memoryview, offset: int = 0) -> None:
+        """Copy a buffer into a row, from an offset on."""
+        np.copyto(self._part(slot, offset, source.nbytes), source)
 
     def release(self) -> None:
         """Let go of vLLM's memory, which it unmaps next."""
-        self._bytes.release()
+        self._bytes = None
 
-    def _row(self, slot: int) -> Bytes:
-        start = slot * self.row_bytes
-        return np.frombuffer(self._bytes[start : start + self.row_bytes], dtype=np.uint8)
+    def _part(self, slot: int, offset: int, size: int) -> Bytes:
+        if self._bytes is None:
+            raise ValueError("the primary tier was released")
+        if offset + size > self.row_bytes:
+            raise ValueError(f"{size} bytes at {offset} do not fit a row of {self.row_bytes}")
+        start = slot * self.row_bytes + offset
+        return self._bytes[start : start + size]

@@ -44,11 +44,15 @@ class LaneLimits:
 
 
 def default_limits(threads: int, *, probe_seconds: float, transfer_seconds: float) -> dict[Lane, LaneLimits]:
-    """Return limits for a pool: loads leave a thread to the probes, probes and stores take half of it at most."""
+    """Return limits for a pool: probes and stores take half of it at most, loads all of it when nothing else waits.
+
+    A probe goes before the next load, so it waits for one block at most; if loads hang on every thread, there is
+    nothing to probe for.
+    """
     half = max(1, threads // 2)
     return {
         Lane.PROBE: LaneLimits(half, probe_seconds),
-        Lane.LOAD: LaneLimits(max(1, threads - max(1, threads // 8)), transfer_seconds),
+        Lane.LOAD: LaneLimits(threads, transfer_seconds),
         Lane.STORE: LaneLimits(half, transfer_seconds),
     }
 
@@ -142,8 +146,11 @@ class WorkerPool:
 
     def _work(self, staging: Staging) -> None:
         thread = threading.get_ident()
+        lane: Lane | None = None
         while True:
             with self._changed:
+                if lane is not None:
+                    self._end_task(lane, thread)
                 while (lane := self._next_lane()) is None:
                     if self._is_closed:
                         return
@@ -158,7 +165,10 @@ class WorkerPool:
             finally:
                 # A task is referenced by nothing else; keeping it would keep its job until the next one comes.
                 del task
-                with self._changed:
-                    del self._running[lane][thread]
-                    # A waiter may have been passed over because this lane was full.
-                    self._changed.notify()
+
+    def _end_task(self, lane: Lane, thread: int) -> None:
+        was_full = len(self._running[lane]) >= self._limits[lane].threads
+        del self._running[lane][thread]
+        if was_full and self._queues[lane]:
+            # A waiter may have been passed over because the lane was full; this thread takes one task only.
+            self._changed.notify()

@@ -70,10 +70,10 @@ def test_a_job_past_its_deadline_is_not_reported_while_its_slot_is_being_copied(
     began, go = threading.Event(), threading.Event()
     real = getattr(Slots, copy)
 
-    def slow(slots: Slots, slot: int, buffer: Bytes) -> None:
+    def slow(slots: Slots, slot: int, buffer: Bytes, *offset: int) -> None:
         began.set()
         go.wait(20)
-        real(slots, slot, buffer)
+        real(slots, slot, buffer, *offset)
 
     monkeypatch.setattr(Slots, copy, slow)
     rigs.write([key(1)])
