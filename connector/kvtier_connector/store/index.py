@@ -61,6 +61,7 @@ class BlockIndex:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._negatives: OrderedDict[bytes, float] = OrderedDict()
         self._generation = 0
+        self._walk_began = now()
         self._is_walked = False
         self._is_current = True
 
@@ -93,6 +94,16 @@ class BlockIndex:
             self._negatives.pop(name, None)
         return is_new
 
+    def find(self, key: BlockKey) -> None:
+        """Note that the walk found the block, unless it was discarded since the walk began, after the walk saw it."""
+        name = _compact(key)
+        with self._lock:
+            expires = self._negatives.get(name)
+            is_gone = expires is not None and expires - self._negative_seconds >= self._walk_began
+            if not is_gone:
+                self._shards[key.hash[0]][name] = self._generation
+                self._negatives.pop(name, None)
+
     def discard(self, key: BlockKey) -> bool:
         """Note that the volume does not have the block, or none that can be read; say whether it was thought to.
 
@@ -108,9 +119,10 @@ class BlockIndex:
         return was_present
 
     def begin_walk(self) -> None:
-        """Begin to tell, with `add`, of every block that a walk of the whole root finds."""
+        """Begin to tell, with `find`, of every block that a walk of the whole root finds."""
         with self._lock:
             self._generation = (self._generation + 1) % _GENERATIONS
+            self._walk_began = self._now()
 
     def end_walk(self) -> int:
         """Forget what neither the walk found nor anybody told of since it began; return how many those were."""

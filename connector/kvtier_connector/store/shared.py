@@ -236,7 +236,7 @@ class SharedStore:
             if is_stopped():
                 raise _StoppedError
             if isinstance(entry, BlockEntry):
-                self._index.add(entry.key)
+                self._index.find(entry.key)
             elif entry.kind is LeftoverKind.PARTIAL and may_write:
                 with contextlib.suppress(OSError):
                     self._fs.unlink(f"{self._root}/{entry.path}")

@@ -65,6 +65,7 @@ class Job:
         self._lock = threading.Lock()
         self._states = [_State.OPEN] * len(self.blocks)
         self._outcomes: list[BlockOutcome | None] = [None] * len(self.blocks)
+        self._begun = [False] * len(self.blocks)
         self._unsettled = len(self.blocks)
         self._started: float | None = None
         self._busy_seconds = 0.0
@@ -75,6 +76,7 @@ class Job:
         """Say whether the block is still wanted."""
         with self._lock:
             self._start_clock()
+            self._begun[index] = True
             return self._states[index] is _State.OPEN
 
     def claim(self, index: int) -> bool:
@@ -103,6 +105,17 @@ class Job:
         if is_last:
             self._on_complete(self)
 
+    def refuse(self, index: int, cause: str) -> None:
+        """Give up on one block that was not begun."""
+        with self._lock:
+            if self._states[index] is not _State.OPEN:
+                return
+            self._cause = cause
+            self._states[index] = _State.ABANDONED
+            is_last = self._count_down(1)
+        if is_last:
+            self._on_complete(self)
+
     def abandon(self, cause: str) -> int:
         """Give up on the blocks that are not settled; return how many are left, because their slot is being copied.
 
@@ -123,6 +136,15 @@ class Job:
     def outcomes(self) -> list[BlockOutcome | None]:
         """How each block ended, None if it was abandoned; read it of a completed job only."""
         return self._outcomes
+
+    @property
+    def hung(self) -> list[Block]:
+        """The blocks that were at the volume when they were abandoned."""
+        return [
+            block
+            for block, begun, outcome in zip(self.blocks, self._begun, self._outcomes, strict=True)
+            if begun and outcome is None
+        ]
 
     @property
     def cause(self) -> str:

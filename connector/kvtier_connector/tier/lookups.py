@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks the volume has, answered at once from memory or later by a probe on the pool.
+"""Which blocks the volume has, answered at once from the index or, where that does not know, by a probe on the pool.
 
-Every method is the scheduler's; probes only put results in a queue. A verdict lives as long as it can be trusted:
-
-- "there" for `TRUST_SECONDS`, for every request: blocks do not vanish often, and a load that finds none is a miss;
-- "not there" for the request that asked, so that it is computed once and another request asks anew;
-- "there, but it could not be loaded" is "not there" for the request whose load failed, which is then computed.
-  The next request asks the volume again. So each request fails at most one load per block, and none waits in a loop.
+Every method is the scheduler's; probes only put results in a queue. What the index says of a block goes for everybody.
+What is kept here goes for one request: "not there", so that it is computed and not asked about in each step, and
+"there, but it could not be loaded". So each request fails at most one load per block, and none waits in a loop.
 """
 
 from __future__ import annotations
@@ -14,15 +11,13 @@ from __future__ import annotations
 import enum
 import queue
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvtier_connector.store.index import Presence
 from kvtier_connector.tier.workers import Lane, Staging, Task, WorkerPool
 
-TRUST_SECONDS = 60.0
-MAX_KNOWN = 1 << 18
-"""About 50 MB of keys; the oldest are asked about again."""
 KEYS_PER_PROBE = 32
 """A prompt of thousands of blocks is spread over the threads, and a call that hangs takes few keys with it."""
 
@@ -58,18 +53,19 @@ class Lookups:
 
     def __init__(
         self,
+        state: Callable[[bytes], Presence],
         contains: Callable[[bytes], bool],
         pool: WorkerPool,
         *,
         deadline_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the settings; `contains` may block and is called on the pool."""
+        """Store the settings; `contains` may block and is called on the pool, `state` must not."""
+        self._state = state
         self._contains = contains
         self._pool = pool
         self._deadline_seconds = deadline_seconds
         self._clock = clock
-        self._known: OrderedDict[bytes, float] = OrderedDict()
         self._negative: dict[str, dict[bytes, Verdict]] = {}
         self._probes: dict[bytes, _Probe] = {}
         self._unsent: list[tuple[bytes, int]] = []
@@ -82,9 +78,12 @@ class Lookups:
         negative = self._negative.get(request)
         if negative is not None and key in negative:
             return negative[key]
-        known_at = self._known.get(key)
-        if known_at is not None and self._clock() - known_at < TRUST_SECONDS:
+        state = self._state(key)
+        if state is Presence.PRESENT:
             return Verdict.THERE
+        if state is Presence.ABSENT:
+            self._negative.setdefault(request, {})[key] = Verdict.ABSENT
+            return Verdict.ABSENT
         probe = self._probes.get(key)
         if probe is None:
             probe = _Probe(self._next_number)
@@ -119,20 +118,10 @@ class Lookups:
             for key, number in self._sent.popleft().probes:
                 self._settle(key, number, Verdict.LATE)
 
-    def add_known(self, keys: Iterable[bytes]) -> None:
-        """Note blocks that the volume has for certain: this engine wrote or found them just now."""
-        now = self._clock()
-        for key in keys:
-            self._known[key] = now
-            self._known.move_to_end(key)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-
     def add_failed(self, keys: Sequence[bytes], request: str) -> None:
-        """Note blocks that could not be loaded: this request does without, others ask the volume again."""
+        """Note blocks that could not be loaded: this request does without."""
         for key in keys:
             self._negative.setdefault(request, {})[key] = Verdict.FAILED
-            self._known.pop(key, None)
 
     def forget(self, request: str) -> None:
         """Drop what only this request was told or waits for."""
@@ -153,7 +142,7 @@ class Lookups:
             return
         probe = self._probes.pop(key)
         if verdict is Verdict.THERE:
-            self.add_known((key,))
+            # The index knows it by now.
             return
         for request in probe.requests:
             self._negative.setdefault(request, {})[key] = verdict

@@ -31,8 +31,6 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -40,18 +38,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.breaker import Breaker, Direction, State
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.budget import PromotionBudget
+from kvtier_connector.tier.budget import Admission, PromotionBudget
 from kvtier_connector.tier.facts import engine_facts
-from kvtier_connector.tier.jobs import Block, BlockOutcome, Job
+from kvtier_connector.tier.jobs import Block, Job
 from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.slots import Slots
+from kvtier_connector.tier.transfers import Transfers, block_key, count_loaded, count_stored
 from kvtier_connector.tier.volume import Volume
-from kvtier_connector.tier.workers import Lane, Staging, WorkerPool, default_limits
+from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits, share_interpreter
 
 logger = init_logger("vllm.kvtier.tier")
 
@@ -61,6 +60,8 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 CLOSE_WAIT_SECONDS = 5.0
 COPY_POLL_SECONDS = 0.001
+MOST_QUEUED_STORE_BYTES = 2 << 30
+"""Blocks that wait to be written hold their slots in the CPU tier; what comes on top is not written."""
 
 
 class SharedVolumeTier(SecondaryTierManager):
@@ -121,6 +122,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] = []
         self._is_loading_stuck = False
+        self._why_not_loading: str | None = metrics.INERT
         self._is_storing_stuck = False
         self._is_closed = False
         facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes)
@@ -133,7 +135,11 @@ class SharedVolumeTier(SecondaryTierManager):
             ),
             staging_bytes=self._slots.row_bytes,
         )
-        self._lookups = Lookups(self._contains, self._pool, deadline_seconds=probe_seconds)
+        self._breaker = Breaker()
+        self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
+        self._queued_store_blocks = 0
+        self._lookups = Lookups(self._state, self._contains, self._pool, deadline_seconds=probe_seconds)
+        share_interpreter()
         self._pool.start()
         self._volume.start(OPEN_WAIT_SECONDS)
 
@@ -149,14 +155,10 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request = req_context.req_id
-        if not self._volume.is_readable:
-            return self._miss(key, request, metrics.INERT)
-        if self._is_loading_stuck:
-            return self._miss(key, request, metrics.STUCK)
+        if cause := self._why_not_loading:
+            return self._miss(key, request, cause)
         verdict = self._lookups.ask(key, request)
         if verdict is Verdict.WAITING:
-            # It shares the budget from now on, so that requests which arrive together get equal shares.
-            self._budget.join(request)
             self._undecided.add(request)
             return LookupResult.RETRY
         if verdict is not Verdict.THERE:
@@ -164,9 +166,10 @@ class SharedVolumeTier(SecondaryTierManager):
         if request in self._undecided:
             # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
             return LookupResult.RETRY
-        if not self._budget.admit(key, request):
+        admission = self._budget.admit(key, request)
+        if admission is Admission.COMPUTE:
             return self._miss(key, request, metrics.BUDGET)
-        return LookupResult.HIT
+        return LookupResult.HIT if admission is Admission.FETCH else LookupResult.RETRY
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -175,15 +178,20 @@ class SharedVolumeTier(SecondaryTierManager):
         if self._is_loading_stuck:
             job.abandon(metrics.STUCK)
             return
-        self._pool.submit(Lane.LOAD, [functools.partial(self._load, job, index) for index in range(len(job.blocks))])
+        self._pool.submit(
+            Lane.LOAD, [functools.partial(self._transfers.load, job, index) for index in range(len(job.blocks))]
+        )
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._open_job(job_metadata, is_load=False)
+        self._queued_store_blocks += len(job.blocks)
         if cause := self._why_not_storing():
             job.abandon(cause)
             return
-        self._pool.submit(Lane.STORE, [functools.partial(self._store, job, index) for index in range(len(job.blocks))])
+        self._pool.submit(
+            Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in range(len(job.blocks))]
+        )
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -191,6 +199,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._lookups.collect()
         self._is_loading_stuck = self._pool.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
         self._is_storing_stuck = self._pool.is_stuck(Lane.STORE)
+        self._why_not_loading = self._find_why_not_loading()
         self._abandon_late()
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
@@ -234,6 +243,17 @@ class SharedVolumeTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         self._stats.set(metrics.ACTIVE, int(self._volume.is_readable))
         self._stats.set(metrics.STUCK_THREADS, self._pool.count_stuck())
+        self._stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.view(Direction.LOAD).state])
+        self._stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.view(Direction.STORE).state])
+        self._stats.set(metrics.MODE, _MODES[self._volume.mode])
+        loading = sum(len(job.blocks) for job in self._jobs.values() if job.is_load)
+        self._stats.set(metrics.QUEUED_LOAD_BYTES, loading * self._slots.row_bytes)
+        self._stats.set(metrics.QUEUED_STORE_BYTES, self._queued_store_blocks * self._slots.row_bytes)
+        self._stats.set(metrics.QUEUED_JOBS, len(self._jobs))
+        oldest = min((job.deadline for job in self._jobs.values()), default=time.monotonic() + self._deadline_seconds)
+        self._stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, time.monotonic() + self._deadline_seconds - oldest))
+        self._stats.set(metrics.KNOWN_BLOCKS, self._volume.store.known_blocks)
+        self._stats.set(metrics.WAITING_REQUESTS, self._budget.waiting)
         if self._volume.is_counted:
             self._stats.set(metrics.USED_BYTES, self._volume.store.usage_bytes())
         return self._stats.take()
@@ -268,13 +288,15 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
-        done = self._count_loaded(job) if job.is_load else self._count_stored(job)
+        done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
             is_done = frozenset(done)
             self._lookups.add_failed([block.key for block in job.blocks if block.key not in is_done], job.request)
+            for block in job.hung:
+                self._volume.store.forget(block_key(block.key))
         else:
-            self._lookups.add_known(done)
+            self._queued_store_blocks -= len(job.blocks)
             if done and self._is_publishing:
                 self._events.append(
                     OffloadingEvent(keys=done, medium=self.medium, removed=False, locality=self.locality)
@@ -286,38 +308,6 @@ class SharedVolumeTier(SecondaryTierManager):
             transfer_time=job.elapsed_seconds,
             transfer_bytes=len(job.blocks) * self._slots.row_bytes,
         )
-
-    def _count_loaded(self, job: Job) -> list[OffloadKey]:
-        """Count how the blocks of a load ended, and return the keys of those that landed."""
-        loaded = []
-        for block, outcome in zip(job.blocks, job.outcomes, strict=True):
-            if isinstance(outcome, Hit):
-                loaded.append(block.key)
-                self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
-            elif isinstance(outcome, Fault):
-                self._stats.count(metrics.MISSES, cause=outcome.value)
-            else:
-                self._stats.count(metrics.MISSES, cause=job.cause if outcome is None else metrics.ABSENT)
-        self._stats.count(metrics.READ_BLOCKS, len(loaded))
-        self._stats.count(metrics.READ_SECONDS, job.busy_seconds)
-        return loaded
-
-    def _count_stored(self, job: Job) -> list[OffloadKey]:
-        """Count how the blocks of a store ended, and return the keys of those that are on the volume."""
-        stored = []
-        for block, outcome in zip(job.blocks, job.outcomes, strict=True):
-            if isinstance(outcome, Stored):
-                self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
-                self._stats.count(metrics.WRITTEN_BLOCKS)
-            elif isinstance(outcome, Present):
-                self._stats.count(metrics.PRESENT_BLOCKS)
-            else:
-                cause = outcome.value if isinstance(outcome, StoreFault) else job.cause
-                self._stats.count(metrics.SHED_STORES, cause=cause)
-                continue
-            stored.append(block.key)
-        self._stats.count(metrics.WRITE_SECONDS, job.busy_seconds)
-        return stored
 
     def _abandon_late(self) -> None:
         now = time.monotonic()
@@ -331,63 +321,47 @@ class SharedVolumeTier(SecondaryTierManager):
         if cause is not None and key not in missed:
             missed.add(key)
             self._stats.count(metrics.MISSES, cause=cause)
+            self._stats.count(metrics.REFUSED_PROMOTIONS, int(cause == metrics.BUDGET))
         return LookupResult.MISS
 
+    def _find_why_not_loading(self) -> str | None:
+        if not self._volume.mode.may_load:
+            return metrics.BYPASSED
+        if not self._volume.is_readable:
+            return metrics.INERT
+        if self._is_loading_stuck:
+            return metrics.STUCK
+        return None if self._breaker.has_room(Direction.LOAD) else metrics.BREAKER
+
     def _why_not_storing(self) -> str | None:
+        if not self._volume.mode.may_store:
+            return metrics.BYPASSED
         if not self._volume.is_readable:
             return metrics.INERT
         if not self._volume.is_writable:
             return metrics.UNCOUNTED
-        return metrics.STUCK if self._is_storing_stuck else None
+        if self._is_storing_stuck:
+            return metrics.STUCK
+        if not self._breaker.has_room(Direction.STORE):
+            return metrics.BREAKER
+        is_full = self._queued_store_blocks * self._slots.row_bytes > MOST_QUEUED_STORE_BYTES
+        return metrics.QUEUE_FULL if is_full else None
+
+    def _state(self, key: bytes) -> Presence:
+        return self._volume.store.state(block_key(key))
 
     # What follows runs on the pool.
 
     def _contains(self, key: bytes) -> bool:
-        return self._volume.store.contains(_block_key(key), self._slots.row_bytes)
-
-    def _load(self, job: Job, index: int, staging: Staging) -> None:
-        if not job.is_open(index):
-            return
-        started = time.monotonic()
-        block = job.blocks[index]
-        outcome: BlockOutcome | None = Fault.IO
-
-        def take(offset: int, piece: memoryview) -> bool:
-            # The slot may be somebody else's by now. What it holds counts only once the block is settled as a hit.
-            if not job.claim(index):
-                return False
-            try:
-                self._slots.copy_in(block.slot, piece, offset)
-            finally:
-                job.release(index)
-            return True
-
-        try:
-            outcome = self._volume.store.stream(_block_key(block.key), staging.array.data, take)
-        finally:
-            if outcome is not None:
-                job.settle(index, outcome, seconds=time.monotonic() - started)
-
-    def _store(self, job: Job, index: int, staging: Staging) -> None:
-        if not job.claim(index):
-            return
-        started = time.monotonic()
-        block = job.blocks[index]
-        outcome: BlockOutcome = StoreFault.IO
-        try:
-            self._slots.copy_out(block.slot, staging.array)
-            job.release(index)
-            outcome = self._volume.store.put(_block_key(block.key), staging.array.data)
-        finally:
-            job.settle(index, outcome, seconds=time.monotonic() - started)
+        named = block_key(key)
+        self._volume.store.probe((named,))
+        return self._volume.store.state(named) is Presence.PRESENT
 
 
+_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 _CAUSES = {Verdict.ABSENT: metrics.ABSENT, Verdict.LATE: metrics.LATE_PROBE, Verdict.FAILED: None}
 """A failed load was counted with its own cause already."""
-
-
-def _block_key(key: OffloadKey) -> BlockKey:
-    return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key))
 
 
 def _read_config(path: str) -> contract.ConnectorConfig:

@@ -35,14 +35,14 @@ PRESENT_BLOCKS = Metric(
 MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
-    "volume holds up every thread), budget (no room in the CPU tier), inert, deadline (a load took too long), or what "
-    "was wrong with the file.",
+    "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), mode, inert, "
+    "deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), stuck, deadline, or "
-    "what the volume said.",
+    "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), mode, queue_full "
+    "(too much waits to be written), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 ACTIVE = Metric(
@@ -55,6 +55,28 @@ USED_BYTES = Metric(
     "vllm:kvtier_disk_used_bytes",
     "Bytes of the tier on the shared volume, as last counted; only with a limit.",
     is_gauge=True,
+)
+LOAD_BREAKER = Metric(
+    "vllm:kvtier_disk_load_breaker", "0 while loads are let through, 1 on trial, 2 while they are not.", is_gauge=True
+)
+STORE_BREAKER = Metric(
+    "vllm:kvtier_disk_store_breaker", "0 while stores are let through, 1 on trial, 2 while they are not.", is_gauge=True
+)
+MODE = Metric("vllm:kvtier_disk_mode", "0 in mode ReadWrite, 1 in ReadOnly, 2 in Bypass.", is_gauge=True)
+QUEUED_LOAD_BYTES = Metric("vllm:kvtier_disk_queued_load_bytes", "Bytes of loads not finished yet.", is_gauge=True)
+QUEUED_STORE_BYTES = Metric("vllm:kvtier_disk_queued_store_bytes", "Bytes of stores not finished yet.", is_gauge=True)
+QUEUED_JOBS = Metric("vllm:kvtier_disk_queued_jobs", "Loads and stores not finished yet.", is_gauge=True)
+OLDEST_JOB_SECONDS = Metric(
+    "vllm:kvtier_disk_oldest_job_seconds", "Age of the oldest load or store not finished yet.", is_gauge=True
+)
+KNOWN_BLOCKS = Metric(
+    "vllm:kvtier_disk_known_blocks", "Blocks that the engine knows the shared volume has.", is_gauge=True
+)
+WAITING_REQUESTS = Metric(
+    "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded.", is_gauge=True
+)
+REFUSED_PROMOTIONS = Metric(
+    "vllm:kvtier_disk_refused_promotions", "Blocks on the shared volume that were computed for want of room."
 )
 
 METRICS = (
@@ -70,6 +92,16 @@ METRICS = (
     ACTIVE,
     STUCK_THREADS,
     USED_BYTES,
+    LOAD_BREAKER,
+    STORE_BREAKER,
+    MODE,
+    QUEUED_LOAD_BYTES,
+    QUEUED_STORE_BYTES,
+    QUEUED_JOBS,
+    OLDEST_JOB_SECONDS,
+    KNOWN_BLOCKS,
+    WAITING_REQUESTS,
+    REFUSED_PROMOTIONS,
 )
 
 ABSENT = "absent"
@@ -80,6 +112,9 @@ INERT = "inert"
 DEADLINE = "deadline"
 SHUTDOWN = "shutdown"
 UNCOUNTED = "uncounted"
+BREAKER = "breaker"
+BYPASSED = "mode"
+QUEUE_FULL = "queue_full"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the shared volume without ever holding up the engine: an engine without its disk tier still serves.
 
-Claiming the directory and counting its bytes are system calls on a network mount, so they run on a thread of their own.
-Until they are done, and for ever if the directory belongs to somebody else, the tier is inert: every lookup is a miss.
+Whatever waits for the volume or for a mounted file runs on threads of its own: one claims the directory and walks it,
+one tells other engines and hears from them, one reads the mode. They are apart because each can hang, and the mode must
+be heard of most when the volume hangs. Until the directory is claimed, and for ever if it belongs to somebody else, the
+tier is inert: every lookup is a miss.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,14 @@ from vllm.logger import init_logger
 from kvtier_connector.contract import ConnectorConfig
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store import identity
-from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.mode import Mode, ModeFile
+from kvtier_connector.store.shared import SharedStore
 
 logger = init_logger("vllm.kvtier.volume")
 
 RETRY_SECONDS = 30.0
-RECOUNT_SECONDS = 300.0
-"""What other pods and the janitor do to the volume is learnt this often; own writes are counted as they happen."""
+MODE_SECONDS = 5.0
 
 
 class Volume:
@@ -38,17 +41,33 @@ class Volume:
         self._config = config
         self._claimed = dict(claimed)
         self._fs = fs
-        self.store = BlockStore(Path(config.root), fs=fs, max_bytes=config.max_bytes)
+        self.store = SharedStore(
+            Path(config.root),
+            fs=fs,
+            direct=config.direct_io,
+            max_bytes=config.max_bytes,
+            scan_threads=config.scan_threads,
+        )
+        # The file is mounted from a ConfigMap and not on the volume.
+        self._mode_file = ModeFile(config.mode_file, seconds=min(MODE_SECONDS, config.refresh_seconds))
+        self._problem = ""
         self._is_readable = False
         self._is_writable = False
         self._refusal = "the volume has not answered yet"
         self._settled = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-volume", daemon=True)
+        work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
+        if config.mode_file:
+            work["mode"] = self._watch
+        self._threads = [
+            threading.Thread(target=self._guard, args=(action,), name=f"kvtier-{name}", daemon=True)
+            for name, action in work.items()
+        ]
 
     def start(self, wait_seconds: float) -> None:
         """Begin to open it, and wait this long at most for the first answer."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         if not self._settled.wait(wait_seconds):
             state = (
                 "stores begin when it is counted" if self._is_readable else "serving without the disk tier until then"
@@ -60,8 +79,15 @@ class Volume:
     def close(self, timeout_seconds: float) -> None:
         """Stop; a thread that hangs in a system call is left behind."""
         self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def mode(self) -> Mode:
+        """What the volume may be used for now."""
+        return self._mode_file.mode
 
     @property
     def is_readable(self) -> bool:
@@ -83,20 +109,60 @@ class Volume:
         """Why the volume is not readable; empty if it is."""
         return self._refusal
 
-    def _run(self) -> None:
+    def _guard(self, action: Callable[[], None]) -> None:
         try:
-            if self._claim() and self._config.max_bytes:
-                self._count()
+            action()
         except Exception:
-            # The edge of the thread: without it the tier would stay inert and nobody would know why.
-            logger.exception("kvtier %s: serving without the disk tier", self._config.tier)
+            # The edge of the thread: without it the tier would stay as it is and nobody would know why.
+            logger.exception("kvtier %s: the disk tier is not kept up to date any more", self._config.tier)
         finally:
             self._settled.set()
-        while self._is_readable and self._config.max_bytes and not self._closed.wait(RECOUNT_SECONDS):
-            self._count()
+
+    def _run(self) -> None:
+        self._refresh_mode()
+        if not self._claim():
+            return
+        if not self._config.max_bytes:
+            self._settled.set()
+        while not self._closed.is_set():
+            if self.mode.may_load:
+                self._walk()
+                self._settled.set()
+            self._closed.wait(self._config.rescan_seconds)
+
+    def _follow(self) -> None:
+        while not self._closed.wait(self._config.refresh_seconds / 2):
+            if self._is_readable and self.mode.may_load:
+                self._synchronize()
+        if self._is_readable and self.mode.may_load:
+            # What was stored last is worth telling, too.
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        problem = self.store.synchronize(may_write=self.mode.may_store).problem
+        if problem and problem != self._problem:
+            logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
+        self._problem = problem
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(MODE_SECONDS, self._config.refresh_seconds)):
+            self._refresh_mode()
+
+    def _refresh_mode(self) -> None:
+        before, problem = self._mode_file.mode, self._mode_file.problem
+        mode = self._mode_file.refresh()
+        if mode is not before:
+            logger.info("kvtier %s: mode %s", self._config.tier, mode.value)
+        if self._mode_file.problem not in {"", problem}:
+            logger.warning("kvtier %s: %s", self._config.tier, self._mode_file.problem)
 
     def _claim(self) -> bool:
         while not self._closed.is_set():
+            if not self.mode.may_load:
+                self._refusal = "the mode is Bypass"
+                self._settled.set()
+                self._closed.wait(min(MODE_SECONDS, self._config.refresh_seconds))
+                continue
             try:
                 identity.claim(Path(self._config.root), self._claimed, self._config.digest, fs=self._fs)
             except IdentityMismatch as error:
@@ -122,10 +188,11 @@ class Volume:
             logger.error("kvtier %s: serving without the disk tier: %s", self._config.tier, message)
         self._refusal = message
 
-    def _count(self) -> None:
+    def _walk(self) -> None:
         try:
-            self.store.refresh_usage()
+            is_whole = self.store.rescan(is_stopped=self._closed.is_set, may_write=self.mode.may_store)
         except StoreUnavailable as error:
-            logger.warning("kvtier %s: the volume cannot be counted: %s", self._config.tier, error)
+            logger.warning("kvtier %s: the volume cannot be walked: %s", self._config.tier, error)
             return
-        self._is_writable = True
+        if is_whole:
+            self._is_writable = True

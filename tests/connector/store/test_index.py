@@ -237,3 +237,28 @@ def test_no_two_of_many_keys_are_taken_for_one_another() -> None:
     for digest in hashes[:10_000]:
         index.add(BlockKey(digest, 0))
     assert all(index.state(BlockKey(digest, 0)) is UNKNOWN for digest in hashes[10_000:])
+
+
+def test_a_walk_does_not_bring_back_a_block_that_was_discarded_meanwhile() -> None:
+    index = BlockIndex(now=lambda: 5.0)
+    index.begin_walk()
+    index.add(key(1))
+    index.discard(key(1))
+    index.find(key(1))
+    index.find(key(2))
+    index.end_walk()
+
+    assert index.state(key(1)) is Presence.ABSENT
+    assert index.state(key(2)) is Presence.PRESENT
+
+
+def test_the_next_walk_finds_a_block_that_was_discarded_before_it() -> None:
+    now = [5.0]
+    index = BlockIndex(now=lambda: now[0])
+    index.discard(key(1))
+    now[0] = 6.0
+    index.begin_walk()
+    index.find(key(1))
+    index.end_walk()
+
+    assert index.state(key(1)) is Presence.PRESENT

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
-from rig import ROW_BYTES, Rig, Rigs, key, keys, offloading_config, payload
+from rig import ROW_BYTES, Rig, Rigs, key, keys, offloading_config, payload, wait_until
 from vllm.v1.kv_offload.base import LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -16,8 +17,9 @@ from kvtier_connector.errors import ConfigInvalid
 
 
 def test_what_one_engine_stores_another_one_loads_byte_by_byte(rigs: Rigs) -> None:
-    writer, reader = rigs.make(), rigs.make()
+    writer = rigs.make()
     writer.offload(keys(40))
+    reader = rigs.make()
 
     assert reader.serve(keys(40)).hit_blocks == 40
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 40
@@ -72,11 +74,12 @@ def test_storing_what_the_volume_has_already_writes_nothing(rigs: Rigs) -> None:
     assert second.metric("vllm:kvtier_disk_present_blocks") == 4
 
 
-def test_a_lookup_asks_the_volume_again_for_the_next_request(rigs: Rigs) -> None:
-    reader = rigs.make()
+def test_what_another_engine_stores_is_known_after_the_refresh_time(rigs: Rigs) -> None:
+    reader = rigs.make(refresh_seconds=0.05)
     assert reader.serve(keys(2), "before").hit_blocks == 0
-    rigs.make().offload(keys(2))
-    assert reader.serve(keys(2), "after").hit_blocks == 2
+    rigs.make(refresh_seconds=0.05).offload(keys(2))
+    attempts = itertools.count()
+    wait_until(lambda: reader.serve(keys(2), f"after {next(attempts)}").hit_blocks == 2, "the reader heard of it")
 
 
 def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs) -> None:

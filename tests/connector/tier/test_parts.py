@@ -11,9 +11,10 @@ from rig import wait_until
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 from kvtier_connector.store.format import Fault
+from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.jobs import Block, Job
-from kvtier_connector.tier.lookups import TRUST_SECONDS, Lookups, Verdict
+from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.workers import Lane, Staging, Task, WorkerPool, default_limits
 
@@ -173,13 +174,19 @@ class Volume:
         self.now = 0.0
         self.asked: list[bytes] = []
         self.pool = make_pool(2)
-        self.lookups = Lookups(self._contains, self.pool, deadline_seconds=5, clock=lambda: self.now)
+        self.index: dict[bytes, Presence] = {}
+        self.lookups = Lookups(self._state, self._contains, self.pool, deadline_seconds=5, clock=lambda: self.now)
         self.gate = threading.Event()
         self.gate.set()
+
+    def _state(self, key: bytes) -> Presence:
+        return self.index.get(key, Presence.UNKNOWN)
 
     def _contains(self, key: bytes) -> bool:
         self.asked.append(key)
         self.gate.wait(20)
+        if key in self.present:
+            self.index[key] = Presence.PRESENT
         return key in self.present
 
     def ask(self, key: bytes, request: str) -> Verdict:
@@ -196,13 +203,20 @@ class Volume:
         return verdict
 
 
-def test_a_block_that_is_there_is_known_to_every_request_for_a_while() -> None:
+def test_a_block_that_the_index_has_is_there_at_once_and_without_a_probe() -> None:
+    volume = Volume()
+    volume.index = {b"k": Presence.PRESENT, b"l": Presence.ABSENT}
+    assert volume.lookups.ask(b"k", "a") is Verdict.THERE
+    assert volume.lookups.ask(b"l", "a") is Verdict.ABSENT
+    volume.lookups.send()
+    assert volume.asked == []
+
+
+def test_a_block_that_a_probe_found_is_known_to_every_request() -> None:
     volume = Volume(b"k")
     assert volume.ask(b"k", "a") is Verdict.THERE
     assert volume.lookups.ask(b"k", "b") is Verdict.THERE
-    volume.now += TRUST_SECONDS + 1
-    assert volume.ask(b"k", "b") is Verdict.THERE
-    assert volume.asked == [b"k", b"k"]
+    assert volume.asked == [b"k"]
 
 
 def test_a_block_that_is_absent_is_so_for_the_request_that_asked() -> None:
@@ -222,7 +236,7 @@ def test_requests_that_ask_for_one_block_together_cause_one_probe() -> None:
     assert volume.asked == [b"k"]
 
 
-def test_a_block_that_could_not_be_loaded_is_asked_about_again_by_others_only() -> None:
+def test_a_block_that_could_not_be_loaded_is_not_loaded_again_for_the_same_request() -> None:
     volume = Volume(b"k")
     volume.ask(b"k", "a")
     volume.lookups.add_failed([b"k"], "a")
@@ -231,11 +245,12 @@ def test_a_block_that_could_not_be_loaded_is_asked_about_again_by_others_only() 
     assert volume.ask(b"k", "a") is Verdict.FAILED
 
 
-def test_an_answer_after_the_deadline_changes_nothing() -> None:
+def test_an_answer_after_the_deadline_changes_nothing_for_the_request_that_waited() -> None:
     volume = Volume(b"k")
     volume.gate.clear()
     volume.lookups.ask(b"k", "a")
     volume.lookups.send()
+    wait_until(lambda: volume.asked == [b"k"], "the probe is under way")
     volume.now += 6
     assert volume.ask(b"k", "a") is Verdict.LATE
     volume.gate.set()
@@ -243,7 +258,7 @@ def test_an_answer_after_the_deadline_changes_nothing() -> None:
     volume.lookups.collect()
 
     assert volume.lookups.ask(b"k", "a") is Verdict.LATE
-    assert volume.lookups.ask(b"k", "b") is Verdict.WAITING
+    assert volume.lookups.ask(b"k", "b") is Verdict.THERE
 
 
 def test_a_request_that_ends_before_its_answer_leaves_nothing_behind() -> None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes or checks METRICS.md, the tier's metrics: ``python -m kvtier_connector.tier.metrics_reference --write``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvtier_connector.tier.metrics import METRICS, Metric
+
+REFERENCE = Path(__file__).parents[2] / "METRICS.md"
+
+_HEAD = """\
+# Metrics of the disk tier
+
+vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added. Written by
+`python -m kvtier_connector.tier.metrics_reference --write`; do not edit.
+
+| Metric | Kind | Labels | Meaning |
+|---|---|---|---|
+"""
+
+
+def render() -> str:
+    """Return the document."""
+    return _HEAD + "".join(map(_row, METRICS))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the document, or say whether it is up to date."""
+    parser = argparse.ArgumentParser(prog="metrics_reference", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help=f"write {REFERENCE.name}")
+    action.add_argument("--check", action="store_true", help="exit with 1 if it would change")
+    if parser.parse_args(arguments).write:
+        REFERENCE.write_text(render(), encoding="utf-8")
+        return 0
+    is_fresh = REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == render()
+    if not is_fresh:
+        sys.stderr.write(f"{REFERENCE} is stale; run this with --write\n")
+    return 0 if is_fresh else 1
+
+
+def _row(metric: Metric) -> str:
+    name = metric.name if metric.is_gauge else f"{metric.name}_total"
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{name}` | {'gauge' if metric.is_gauge else 'counter'} | {labels} | {metric.documentation} |\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
