@@ -23,7 +23,6 @@ from kvtier_connector.store.layout import QUARANTINE, block_path
 from kvtier_connector.store.shared import SharedStore
 
 PRESENT, ABSENT, UNKNOWN = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
-TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.fixture
