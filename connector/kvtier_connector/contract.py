@@ -47,8 +47,8 @@ class ConnectorConfig:
 
     refresh_seconds: float = 1.0
     """What another pod stored is known here after this long, without asking the volume."""
-    rescan_seconds: float = 300.0
-    """How often the whole root is walked, which finds what no pod told of."""
+    rescan_seconds: float = 1800.0
+    """How often the whole root is walked, which finds what no pod told of; a million files take half a minute."""
     scan_threads: int = 4
     """Directories that a walk reads at once."""
     direct_io: bool | None = None

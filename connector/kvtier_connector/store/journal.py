@@ -91,11 +91,10 @@ class JournalWriter:
 
     def append(self, op: Op, key: BlockKey, payload_bytes: int) -> None:
         """Note what was done; it is written at the next flush. A repeated USED is left out."""
-        record = encode_record(Record(op, key, payload_bytes, self._clock()))
         with self._lock:
             if op is not Op.GONE and self._was_seen(key) and op is Op.USED:
                 return
-            self._pending.append(record)
+            self._pending.append(encode_record(Record(op, key, payload_bytes, self._clock())))
             self._trim()
 
     @property

@@ -20,10 +20,9 @@ from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import HEADER_BYTES, Fault
-from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
+from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, block_path
-from kvtier_connector.store.verify import PIECE_BYTES
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 
@@ -265,63 +264,6 @@ def test_a_hit_costs_three_system_calls(root: Path) -> None:
 
     BlockStore(root, fs=Listing(), direct=False).get(key(1), pages())
     assert calls == ["open", "preadv", "close"]
-
-
-PIECES = 5
-LARGE = PIECES * PIECE_BYTES - 4096
-
-
-@pytest.mark.parametrize(("direct", "reads"), [(False, PIECES), (True, 1)])
-def test_a_large_block_is_read_in_pieces_through_the_page_cache_only(root: Path, *, direct: bool, reads: int) -> None:
-    if direct and not DirectIo(LOCAL, str(root), direct=None).is_supported():
-        pytest.skip("the temporary directory does not take O_DIRECT")
-    calls: list[str] = []
-
-    class Listing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            calls.append(call)
-
-    store = BlockStore(root, fs=Listing(), direct=direct)
-    store.put(key(1), payload(1, LARGE))
-    calls.clear()
-    into = pages(size=LARGE)
-    assert store.get(key(1), into) == Hit(HEADER_BYTES + LARGE)
-    assert into == payload(1, LARGE)
-    assert calls == ["open", *["preadv"] * reads, "close"]
-
-
-@pytest.mark.parametrize("piece", range(PIECES))
-@pytest.mark.parametrize("kind", ["flipped", "truncated"])
-def test_damage_in_any_piece_of_a_large_block_is_noticed(root: Path, piece: int, kind: str) -> None:
-    BlockStore(root).put(key(1), payload(1, LARGE))
-    at = HEADER_BYTES + piece * PIECE_BYTES + 17
-    with (root / block_path(key(1))).open("r+b") as file:
-        if kind == "truncated":
-            file.truncate(at)
-        else:
-            file.seek(at)
-            file.write(b"?")
-    outcome = BlockStore(root, direct=False).get(key(1), pages(size=LARGE))
-    assert outcome is (Fault.TRUNCATED if kind == "truncated" else Fault.CHECKSUM)
-    for path in (root / QUARANTINE).iterdir():
-        path.unlink()
-
-
-def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(root: Path) -> None:
-    BlockStore(root).put(key(1), payload(1, LARGE))
-    with (root / block_path(key(1))).open("r+b") as file:
-        file.write(b"what")
-    reads: list[str] = []
-
-    class Listing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "preadv":
-                reads.append(call)
-
-    assert BlockStore(root, fs=Listing(), direct=False).get(key(1), pages(size=LARGE)) is Fault.MAGIC
-    assert len(reads) == 1
-    for path in (root / QUARANTINE).iterdir():
-        path.unlink()
 
 
 def test_usage_counts_writes_that_a_scan_may_have_missed(root: Path) -> None:

@@ -6,13 +6,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
-import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from store_contract import NOW_NS, key
 from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
@@ -20,31 +16,17 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter, list_journals
 from kvtier_connector.store.layout import (
-    MAX_GROUP,
-    BlockKey,
     JournalName,
     journal_path,
-    parse_block_path,
-    parse_journal_path,
 )
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import (
     RECORD_BYTES,
     Op,
     Record,
-    decode_record,
-    encode_head,
-    encode_record,
-    is_head,
 )
 
-FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
 WRITER = "0123456789abcdef" * 2
-
-keys = st.builds(BlockKey, st.binary(min_size=3, max_size=64), st.integers(0, MAX_GROUP))
-records = st.builds(
-    Record, op=st.integers(0, 255), key=keys, payload_bytes=st.integers(0, 2**64 - 1), time_ns=st.integers(0, 2**64 - 1)
-)
 
 
 class Clock:
@@ -81,65 +63,6 @@ def numbers_of(found: list[Record]) -> list[int]:
 def only_file(root: Path) -> Path:
     (path,) = (root / "journal").iterdir()
     return path
-
-
-@given(records)
-def test_a_record_is_read_back(record: Record) -> None:
-    data = encode_record(record)
-    assert len(data) == RECORD_BYTES
-    assert decode_record(data) == record
-
-
-@given(records, st.integers(0, RECORD_BYTES * 8 - 1))
-def test_a_flipped_bit_makes_a_record_unreadable(record: Record, bit: int) -> None:
-    data = bytearray(encode_record(record))
-    data[bit // 8] ^= 1 << bit % 8
-    assert decode_record(bytes(data)) is None
-
-
-@given(st.binary(max_size=2 * RECORD_BYTES))
-def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
-    decode_record(data)
-    is_head(data)
-
-
-def test_zeros_are_no_record_and_no_head() -> None:
-    assert decode_record(bytes(RECORD_BYTES)) is None
-    assert not is_head(bytes(RECORD_BYTES))
-
-
-@pytest.mark.parametrize("offset", [0, 4, 8, 12])
-def test_a_head_of_another_version_length_or_flags_is_not_read(offset: int) -> None:
-    head = bytearray(encode_head(WRITER, NOW_NS))
-    assert is_head(bytes(head))
-    head[offset] ^= 0x40
-    head[-4:] = zlib.crc32(head[:-4]).to_bytes(4, "little")
-    assert not is_head(bytes(head))
-
-
-def test_the_document_has_the_offsets_of_the_records() -> None:
-    text = FORMAT_MD.read_text().partition("## Journals")[2]
-    rows = [
-        (int(offset), int(size), name)
-        for offset, size, name in re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", text, re.MULTILINE)
-    ]
-    record = Record(2, BlockKey(b"\xaa" * 40, 7), 11, 13)
-    data = encode_record(record)
-    numbers = {
-        name: int.from_bytes(data[offset : offset + size], "little")
-        for offset, size, name in rows[: next(i for i, row in enumerate(rows) if i and row[0] == 0)]
-    }
-    assert (numbers["operation"], numbers["hash length"], numbers["group"]) == (2, 40, 7)
-    assert (numbers["payload length"], numbers["time"]) == (11, 13)
-    assert numbers["record checksum"] == zlib.crc32(data[:92])
-    assert sum(size for _, size, _ in rows) == 2 * RECORD_BYTES
-
-
-@given(st.integers(0, 99_999_999))
-def test_the_path_of_a_journal_gives_its_name_back(number: int) -> None:
-    name = JournalName(WRITER, number)
-    assert parse_journal_path(journal_path(name)) == name
-    assert parse_block_path(journal_path(name)) is None
 
 
 def test_what_one_process_notes_another_reads_once(tmp_path: Path) -> None:

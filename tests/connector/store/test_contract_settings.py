@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the store in the operator's document: all have defaults, and what cannot be used is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_connector.contract import ConnectorConfig, decode, encode
+from kvtier_connector.errors import ConfigInvalid
+
+REQUIRED = {"tier": "ns/name", "root": "/kv/abc", "digest": "abc", "identity": {}, "max_bytes": 0}
+
+
+def test_a_document_without_the_stores_settings_is_read_and_written_back() -> None:
+    config = ConnectorConfig(**REQUIRED)
+    assert decode(encode(config)) == config
+    assert (config.refresh_seconds, config.direct_io, config.mode_file) == (1.0, None, "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("refresh_seconds", 0),
+        ("refresh_seconds", -1.0),
+        ("rescan_seconds", 0),
+        ("scan_threads", 0),
+        ("scan_threads", 257),
+        ("mode_file", "mode"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigInvalid, match=field):
+        ConnectorConfig(**REQUIRED, **{field: value})
