@@ -50,7 +50,7 @@ from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.transfers import Transfers, block_key, count_loaded, count_stored
 from kvtier_connector.tier.volume import Volume
-from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits, share_interpreter
+from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
 
 logger = init_logger("vllm.kvtier.tier")
 
@@ -60,8 +60,9 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 CLOSE_WAIT_SECONDS = 5.0
 COPY_POLL_SECONDS = 0.001
-MOST_QUEUED_STORE_BYTES = 2 << 30
-"""Blocks that wait to be written hold their slots in the CPU tier; what comes on top is not written."""
+STORE_QUEUE_SHARE = 0.5
+"""Blocks that wait to be written hold their slots: at most this share of the CPU tier. What comes on top is not
+written."""
 
 
 class SharedVolumeTier(SecondaryTierManager):
@@ -139,7 +140,6 @@ class SharedVolumeTier(SecondaryTierManager):
         self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
         self._queued_store_blocks = 0
         self._lookups = Lookups(self._state, self._contains, self._pool, deadline_seconds=probe_seconds)
-        share_interpreter()
         self._pool.start()
         self._volume.start(OPEN_WAIT_SECONDS)
 
@@ -344,7 +344,7 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.STUCK
         if not self._breaker.has_room(Direction.STORE):
             return metrics.BREAKER
-        is_full = self._queued_store_blocks * self._slots.row_bytes > MOST_QUEUED_STORE_BYTES
+        is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
 
     def _state(self, key: bytes) -> Presence:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import mmap
-import sys
 import threading
 import time
 from collections import deque
@@ -24,15 +23,6 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.kvtier.workers")
 
 Bytes = npt.NDArray[np.uint8]
-
-SWITCH_SECONDS = 0.0002
-"""The scheduler looks up hundreds of blocks in each step and lets no thread run meanwhile, for 5 ms by default, while a
-thread of ours needs the interpreter for microseconds between two pieces of a block."""
-
-
-def share_interpreter() -> None:
-    """Let a thread that wants to run ask for its turn sooner; only a process with busy threads notices."""
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
 
 
 class Lane(enum.IntEnum):

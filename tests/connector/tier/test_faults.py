@@ -303,10 +303,9 @@ def test_an_engine_that_starts_in_bypass_does_not_touch_the_volume(rigs: Rigs, t
     assert fs.calls == []
 
 
-def test_stores_are_shed_when_too_much_waits_to_be_written(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.MOST_QUEUED_STORE_BYTES", 4 * ROW_BYTES)
+def test_stores_are_shed_when_too_much_waits_to_be_written(rigs: Rigs) -> None:
     fs = GatedFs(lambda call, path: call == "pwritev" and ".kvb" in path)
-    rig = rigs.make(fs=fs)
+    rig = rigs.make(fs=fs, chunks=7)
     kept = rig.begin_offload(keys(4), "kept")
     shed = rig.begin_offload(keys(1, first=10), "shed")
     rig.end_step()
