@@ -61,8 +61,8 @@ OPEN_WAIT_SECONDS = 10.0
 CLOSE_WAIT_SECONDS = 5.0
 COPY_POLL_SECONDS = 0.001
 STORE_QUEUE_SHARE = 0.5
-"""Blocks that wait to be written hold their slots: at most this share of the CPU tier. What comes on top is not
-written."""
+"""Blocks that wait to be written hold their slots. While more than this share of the CPU tier waits, what comes on top is
+not written."""
 
 
 class SharedVolumeTier(SecondaryTierManager):
@@ -185,8 +185,9 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._open_job(job_metadata, is_load=False)
+        cause = self._why_not_storing()
         self._queued_store_blocks += len(job.blocks)
-        if cause := self._why_not_storing():
+        if cause is not None:
             job.abandon(cause)
             return
         self._pool.submit(
