@@ -61,8 +61,8 @@ OPEN_WAIT_SECONDS = 10.0
 CLOSE_WAIT_SECONDS = 5.0
 COPY_POLL_SECONDS = 0.001
 STORE_QUEUE_SHARE = 0.5
-"""Blocks that wait to be written hold their slots. While more than this share of the CPU tier waits, what comes on top is
-not written."""
+"""Blocks that wait to be written hold their slots. While more than this share of the CPU tier waits, more is not
+written."""
 
 
 class SharedVolumeTier(SecondaryTierManager):
