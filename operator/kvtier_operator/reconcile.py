@@ -148,11 +148,28 @@ def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -
     now = clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     wanted = status.report(view, previous, now=now)
     changes = status.changes(previous, wanted)
-    if not changes:
+    if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted)):
         return
     cluster.patch_status(view.tier, changes)
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, view.tier, transition, now=now))
+
+
+def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Tell whether only messages changed.
+
+    A failure whose text is new each time (a port, an address) would otherwise change the status in each pass, and each
+    change wakes the tier at once instead of after its back-off.
+    """
+    return _without_messages(previous) == _without_messages(wanted)
+
+
+def _without_messages(status_: Mapping[str, Any]) -> dict[str, Any]:
+    conditions = [
+        {name: value for name, value in condition.items() if name != "message"}
+        for condition in status_.get("conditions", ())
+    ]
+    return {**status_, "conditions": conditions}
 
 
 def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now: str) -> Manifest:

@@ -161,6 +161,18 @@ def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
     assert "Service/llama-engine" in condition(cluster, "Ready")["message"]
 
 
+def test_a_failure_whose_words_change_each_time_is_told_once() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    told = []
+    for port in (40001, 40002, 40003):
+        cluster.fail = (9, ClusterUnavailable(f"cannot apply: read tcp 10.0.0.1:{port}: connection reset"))
+        assert run(cluster, attempt=5).failure is not None
+        told.append(condition(cluster, "Ready")["message"])
+    assert told[0] == told[1] == told[2]
+    assert "40001" in told[0]
+
+
 def test_a_failure_that_lasts_is_told_at_once() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
