@@ -39,7 +39,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
 
 generate: venv ## rewrite the CRD and the API reference from the model
-	$(RUN) kvtier_operator.crd --write
+	$(RUN) kvtier_operator.crd --write crds
 
 golden: venv ## rewrite the golden manifests; review the diff
 	$(RUN) pytest tests/operator/test_golden.py --update-golden
