@@ -11,10 +11,10 @@ help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv (packages are cached outside the checkout)
-	@PYTHON=$(PYTHON) .ci/venv.sh
+	@PYTHON="$(PYTHON)" .ci/venv.sh
 
 demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the proof
-	@$(RUN) kvtier_demo --data $(DATA)/demo
+	@exec $(RUN) kvtier_demo --data "$(DATA)/demo"
 
 test: venv ## every test that needs no GPU and no Docker
 	$(RUN) pytest tests -m "not gpu"
@@ -39,25 +39,26 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
 
 generate: venv ## rewrite the CRD and the API reference from the model
-	$(RUN) kvtier_operator.crd --write
+	$(RUN) kvtier_operator.crd --write crds
 
 golden: venv ## rewrite the golden manifests; review the diff
 	$(RUN) pytest tests/operator/test_golden.py --update-golden
 
 cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
-	$(RUN) kvtier_localcluster up --data $(DATA)/cluster
+	exec $(RUN) kvtier_localcluster up --data "$(DATA)/cluster"
 
 e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluster
 	$(RUN) pytest tests -m engine
 
 bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
-	PYTHONPATH=. .venv/bin/python e2e/bench/engine_cpu.py --data $(DATA)/bench
+	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
 
-test-gpu: ## the GPU path, on a machine with an NVIDIA GPU and vLLM installed
+test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
 
 lock: ## resolve the locked versions anew
 	$(PYTHON) .ci/lock.py
 
 clean: ## remove what the commands above left in the checkout
-	rm -rf .venv .kvtier build dist .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .kvtier build dist .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find operator connector e2e tests -name __pycache__ -prune -exec rm -rf {} +

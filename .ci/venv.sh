@@ -6,16 +6,21 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 locks=(requirements/engine-cpu.lock requirements/dev.lock)
 
-"$python" - <<'PY'
+# The interpreter below an activated virtual environment: that may be the .venv which is removed further down.
+python=$("$python" - <<'PY'
 import sys
-if sys.version_info < (3, 11):
-    sys.exit(f"kvtier needs Python 3.11 or newer, found {sys.version.split()[0]}: set PYTHON=/path/to/python3.11")
+if not (3, 11) <= sys.version_info < (3, 15):  # what vLLM's CPU build supports
+    sys.exit(f"kvtier needs Python 3.11 to 3.14, found {sys.version.split()[0]}: set PYTHON=/path/to/python3.11")
+print(sys._base_executable)
 PY
+)
 
 cache=${KVTIER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvtier}
 key=$( { "$python" -VV; cat "${locks[@]}" .ci/venv.sh; } | sha256sum | cut -c1-16)
 shared="$cache/venv-$key"
-stamp=".venv/kvtier-$key"
+# An editable install holds absolute paths and a list of packages: a checkout that was copied, moved or changed in that
+# needs a new .venv, or it would run the code of another one.
+stamp=".venv/kvtier-$key-$( { pwd -P; cat pyproject.toml e2e/pyproject.toml; } | sha256sum | cut -c1-8)"
 [ -e "$stamp" ] && [ -e "$shared/.complete" ] && exit 0
 
 pip() { "$shared/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }

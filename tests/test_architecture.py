@@ -24,9 +24,9 @@ CONFIG = ConnectorConfig(
 
 
 def sources() -> list[Path]:
-    listed = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=ROOT
-    )
+    # safe.directory: in CI the checkout often belongs to another user, and git would refuse to read it
+    command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.check_output(command, cwd=ROOT)
     return [ROOT / name for name in listed.decode().splitlines() if (ROOT / name).exists()]
 
 

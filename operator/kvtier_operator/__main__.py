@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import runpy
 import sys
@@ -79,6 +80,9 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         metrics_port=settings.metrics_port if options.metrics_port is None else options.metrics_port,
     )
     kopf.configure(verbose=options.verbose, log_format=kopf.LogFormat[options.log_format.upper()])
+    if not options.verbose:
+        # kopf reports every event of every pod as a handler that succeeded; ours only say what they wrote.
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     cluster = connect()
     check_access(cluster, settings.namespaces)
     metrics = OperatorMetrics()

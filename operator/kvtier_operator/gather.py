@@ -26,8 +26,18 @@ def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Sn
         ):
             if names.is_ours(found, tier):
                 ours[names.key_of(found)] = found
-    # What is not ours by label may still stand under a name that we need.
-    foreign = frozenset(key for key in wanted if key not in ours and cluster.get(key, tier.namespace) is not None)
+    foreign = set()
+    for key in wanted:
+        if key in ours:
+            continue
+        # Under a name that we need may stand what is not ours, or what is and has lost its label.
+        unlisted = cluster.get(key, tier.namespace)
+        if unlisted is None:
+            continue
+        if names.is_controlled(unlisted, tier):
+            ours[key] = unlisted
+        else:
+            foreign.add(key)
     claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
@@ -40,7 +50,7 @@ def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Sn
         engines=Engines() if deployment is None else _engines(deployment),
         pods=tuple(sorted((_pod(found) for found in pods), key=lambda pod: pod.name)),
         live={key: _live(found) for key, found in ours.items()},
-        foreign=foreign,
+        foreign=frozenset(foreign),
     )
 
 

@@ -170,9 +170,17 @@ def key_of(manifest: Mapping[str, Any]) -> ObjectKey:
 
 def is_ours(manifest: Mapping[str, Any], tier: TierRef) -> bool:
     """Tell whether a live object was made for this tier: by label, and not controlled by anything else."""
-    found = manifest.get("metadata", {})
-    controllers = [ref for ref in found.get("ownerReferences", ()) if ref.get("controller")]
-    if any(ref.get("uid") != tier.uid for ref in controllers):
+    if any(uid != tier.uid for uid in _controllers(manifest)):
         return False
-    of_object = found.get("labels") or {}
+    of_object = manifest.get("metadata", {}).get("labels") or {}
     return of_object.get(LABEL_MANAGED_BY) == FIELD_MANAGER and of_object.get(LABEL_TIER) == tier.name
+
+
+def is_controlled(manifest: Mapping[str, Any], tier: TierRef) -> bool:
+    """Tell whether a live object goes with this tier, whatever its labels are."""
+    return tier.uid in _controllers(manifest)
+
+
+def _controllers(manifest: Mapping[str, Any]) -> list[str]:
+    references = manifest.get("metadata", {}).get("ownerReferences", ())
+    return [reference.get("uid", "") for reference in references if reference.get("controller")]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvtier_operator import manifests, names, status
 from kvtier_operator.cluster import Cluster
-from kvtier_operator.errors import ClusterError, SpecInvalid
+from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
 from kvtier_operator.gather import gather
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, make_generation, make_plan, sizing_of
@@ -108,14 +108,25 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
 
 
 def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
-    """Apply every object in order, then delete what is not rendered any more; stop at the first failure."""
+    """Apply every object in order, then delete what is not rendered any more; stop at the first failure.
+
+    A claim that stands and cannot become what is asked for is no reason to stop: a storage class that does not let it
+    grow would otherwise hold up every other change, and the API refuses the old size.
+    """
     written: list[ObjectKey] = []
+    refused: ClusterError | None = None
     rendered = manifests.render(plan)
     try:
         for manifest in rendered:
             key = names.key_of(manifest)
             live = snapshot.live.get(key)
-            applied = cluster.apply(manifest, over=None if live is None else live.uid)
+            try:
+                applied = cluster.apply(manifest, over=None if live is None else live.uid)
+            except (ClusterForbidden, ClusterRejected) as error:
+                if live is None or key.kind != names.CLAIM_KIND:
+                    raise
+                refused = error
+                continue
             if live is None or applied["metadata"]["resourceVersion"] != live.resource_version:
                 written.append(key)
         for key in _obsolete(snapshot, {names.key_of(manifest) for manifest in rendered}):
@@ -123,7 +134,7 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
             written.append(key)
     except ClusterError as error:
         return tuple(written), error
-    return tuple(written), None
+    return tuple(written), refused
 
 
 def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
@@ -137,11 +148,28 @@ def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -
     now = clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     wanted = status.report(view, previous, now=now)
     changes = status.changes(previous, wanted)
-    if not changes:
+    if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted)):
         return
     cluster.patch_status(view.tier, changes)
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, view.tier, transition, now=now))
+
+
+def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Tell whether only messages changed.
+
+    A failure whose text is new each time (a port, an address) would otherwise change the status in each pass, and each
+    change wakes the tier at once instead of after its back-off.
+    """
+    return _without_messages(previous) == _without_messages(wanted)
+
+
+def _without_messages(status_: Mapping[str, Any]) -> dict[str, Any]:
+    conditions = [
+        {name: value for name, value in condition.items() if name != "message"}
+        for condition in status_.get("conditions", ())
+    ]
+    return {**status_, "conditions": conditions}
 
 
 def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now: str) -> Manifest:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,8 +21,9 @@ from kvtier_operator.__main__ import main
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
-SAMPLES = sorted((Path(__file__).parents[2] / "crds" / "samples").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+CRD = ROOT / "crds" / "kvcachetier.yaml"
+SAMPLES = sorted((ROOT / "crds" / "samples").glob("*.yaml"))
 MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
 
 
@@ -114,6 +116,35 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
             process.kill()
         assert process.returncode == 0, output
         assert "Traceback" not in output
+        assert "default/llama: wrote " in output
+        assert "_on_child" not in output  # a line for every event of every pod would drown the rest
+
+
+def installation() -> dict[str, list[dict[str, Any]]]:
+    """Return the objects of the installation in docs/, by kind."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for manifest in yaml.safe_load_all((ROOT / "docs" / "operator.yaml").read_text()):
+        found.setdefault(manifest["kind"], []).append(manifest)
+    return found
+
+
+def test_the_installation_leaves_the_choice_of_namespaces_to_the_environment() -> None:
+    container = installation()["Deployment"][0]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][0] == "run"
+    assert not {"-A", "--all-namespaces", "-n", "--namespace"} & set(container["args"])
+
+
+def test_the_installation_gives_no_right_to_delete_a_claim_or_to_read_a_secret() -> None:
+    rights = {
+        (resource, verb)
+        for rule in installation()["ClusterRole"][0]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert ("persistentvolumeclaims", "patch") in rights
+    assert ("persistentvolumeclaims", "delete") not in rights
+    assert not {resource for resource, _ in rights} & {"secrets", "*"}
+    assert "*" not in {verb for _, verb in rights}
 
 
 def test_settings_come_from_the_environment() -> None:

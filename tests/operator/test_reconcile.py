@@ -22,7 +22,14 @@ from tiers import (
     tier,
 )
 
-from kvtier_operator.errors import ClusterConflict, ClusterForbidden, ClusterUnavailable
+from kvtier_operator import names
+from kvtier_operator.errors import (
+    ClusterConflict,
+    ClusterError,
+    ClusterForbidden,
+    ClusterRejected,
+    ClusterUnavailable,
+)
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.reconcile import Outcome, reconcile
 
@@ -154,6 +161,18 @@ def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
     assert "Service/llama-engine" in condition(cluster, "Ready")["message"]
 
 
+def test_a_failure_whose_words_change_each_time_is_told_once() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    told = []
+    for port in (40001, 40002, 40003):
+        cluster.fail = (9, ClusterUnavailable(f"cannot apply: read tcp 10.0.0.1:{port}: connection reset"))
+        assert run(cluster, attempt=5).failure is not None
+        told.append(condition(cluster, "Ready")["message"])
+    assert told[0] == told[1] == told[2]
+    assert "40001" in told[0]
+
+
 def test_a_failure_that_lasts_is_told_at_once() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
@@ -265,6 +284,48 @@ def test_a_claim_may_grow() -> None:
     run(cluster)
     cluster.edit(TIER_KEY, {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
     assert run(cluster).written == (CLAIM,)
+
+
+@pytest.mark.parametrize("error", [ClusterForbidden("cannot grow"), ClusterRejected("cannot grow")], ids=str)
+def test_a_claim_that_cannot_grow_is_told_and_holds_up_nothing_else(error: ClusterError) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "volume": {"claim": {"size": "3Ti"}}}})
+    run(cluster)
+    first = cluster.calls.index(("apply", str(CLAIM))) + 1
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 6, "volume": {"claim": {"size": "4Ti"}}}})
+    cluster.fail = (first, error)
+    outcome = run(cluster)
+    assert (outcome.written, outcome.failure) == ((DEPLOYMENT,), error)
+    assert condition(cluster, "Ready")["message"] == "cannot grow"
+
+
+def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
+    healthy = FakeCluster(tier())
+    run(healthy)
+    cluster = FakeCluster(tier())
+    cluster.fail = (healthy.calls.index(("apply", str(CLAIM))) + 1, ClusterForbidden("quota"))
+    assert run(cluster).written == ()
+    assert cluster.existing() == {TIER_KEY}
+
+
+@pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM}), ids=str)
+def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    labels = cluster.look(key)["metadata"]["labels"]
+    cluster.edit(key, {"metadata": {"labels": dict.fromkeys(labels)}})
+    assert run(cluster).written == (key,)
+    assert cluster.look(key)["metadata"]["labels"] == labels
+
+
+def test_what_others_hang_on_the_tier_is_not_pruned() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    theirs = merge(cluster.look(CONFIG), {"metadata": {"name": "theirs", "labels": {names.LABEL_MANAGED_BY: "helm"}}})
+    theirs["metadata"].pop("uid")
+    cluster.put(theirs)
+    assert run(cluster).written == ()
 
 
 def test_an_object_that_is_not_rendered_any_more_is_deleted_but_never_a_claim() -> None:

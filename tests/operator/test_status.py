@@ -312,8 +312,8 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "memoryBytes": 81 << 30,
         "startupBaseSeconds": 300,
         "startupPinSeconds": 32,
-        "startupLoadSeconds": 0,
-        "startupSeconds": 332,
+        "startupLoadSeconds": 32,
+        "startupSeconds": 364,
     }
     assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
     assert (found["replicas"], found["readyReplicas"]) == (2, 2)

@@ -7,7 +7,6 @@ Exit status: 0 when every row of the table holds, 1 when one does not or somethi
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import json
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 from kvtier_demo import report
 from kvtier_demo.client import Engine
 from kvtier_demo.model import make_model
+from kvtier_demo.preflight import CannotStart, check_machine, sole_use
 from kvtier_demo.progress import Progress
 from kvtier_demo.scenario import Scenario, problems
 from kvtier_demo.stack import Stack, place_model, running_stack, tail
@@ -29,8 +29,8 @@ LABELS = f"kvtier.dev/tier={TIER}"
 _READY_SECONDS = 420.0
 _GONE_SECONDS = 90.0
 _RESTARTS = 2
-_TOTAL_GIB = 10  # what the two pods request, and the rest of the machine
-_FREE_GIB = 7
+_KILLED = 137
+_EXPLAINING_LINES = 60  # vLLM's last words point to a cause some tracebacks above
 
 
 def main() -> int:
@@ -40,34 +40,26 @@ def main() -> int:
         "--data", type=Path, default=Path(".kvtier/demo"), help="volume, logs and results are kept here"
     )
     data: Path = parser.parse_args().data.resolve()
-    data.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     progress = Progress()
     try:
-        preflight()
-        progress.say("making a tiny model with random weights")
-        make_model(data / "model" / "tiny")
-        with running_stack(ROOT, data, progress) as stack:
-            return demonstrate(stack, progress)
+        with sole_use(data):
+            check_machine()
+            progress.say("making a tiny model with random weights")
+            make_model(data / "model" / "tiny")
+            with running_stack(ROOT, data, progress) as stack:
+                return demonstrate(stack, progress)
     except KeyboardInterrupt:
         progress.say("interrupted; everything that was started has ended")
         return 130
+    except CannotStart as refusal:
+        progress.say(f"FAILED: {refusal}")
+        return 1
     except (RuntimeError, TimeoutError, OSError) as error:
         progress.say(f"FAILED: {error}")
         explain(data)
         return 1
-
-
-def preflight() -> None:
-    """Refuse early what would fail late."""
-    if ctypes.util.find_library("numa") is None:
-        raise RuntimeError("vLLM's CPU build needs libnuma.so.1: install it (Debian, Ubuntu: apt-get install libnuma1)")
-    memory = {
-        line.split(":")[0]: int(line.split()[1]) // 2**20 for line in Path("/proc/meminfo").read_text().splitlines()
-    }
-    for name, needed in (("MemTotal", _TOTAL_GIB), ("MemAvailable", _FREE_GIB)):
-        if memory[name] < needed:
-            raise RuntimeError(f"two vLLM engines need {needed} GiB of {name}, this machine has {memory[name]}")
 
 
 def demonstrate(stack: Stack, progress: Progress) -> int:
@@ -116,6 +108,7 @@ def demonstrate(stack: Stack, progress: Progress) -> int:
 
 def is_ready(stack: Stack, progress: Progress) -> bool:
     """Tell what has changed since the last look, and whether the tier is Ready."""
+    stack.check()
     tier = stack.kube.get(API, "KVCacheTier", TIER)
     if tier is None:
         return False
@@ -132,9 +125,13 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
 
 
 def _refuse_crash_loop(pod: dict[str, Any]) -> None:
-    for container in pod.get("status", {}).get("containerStatuses") or []:
+    status = pod.get("status", {})
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         if container.get("restartCount", 0) >= _RESTARTS:
-            raise RuntimeError(f"container {container['name']} of {pod['metadata']['name']} ended again and again")
+            code = ((container.get("lastState") or {}).get("terminated") or {}).get("exitCode", "unknown")
+            hint = " (killed: did the machine run out of memory?)" if code == _KILLED else ""
+            where = f"container {container['name']} of {pod['metadata']['name']}"
+            raise RuntimeError(f"{where} ended again and again, last with exit code {code}{hint}")
 
 
 def _pod_state(pod: dict[str, Any]) -> str:
@@ -166,7 +163,7 @@ def explain(data: Path) -> None:
     """Print the ends of the logs that say why."""
     candidates = [data / "logs" / "operator.log", *sorted((data / "cluster" / "logs").rglob("*.log"))]
     for log in candidates:
-        if text := tail(log):
+        if text := tail(log, _EXPLAINING_LINES):
             print(f"--- {log}\n{text}", flush=True)
 
 

@@ -23,6 +23,8 @@ class Kube:
         self.kubectl = shutil.which("kubectl")
         self._api = config.new_client_from_config(str(kubeconfig))
         self._dynamic: dynamic.DynamicClient | None = None
+        self._discovered = kubeconfig.with_name("discovered.json")
+        self._discovered.unlink(missing_ok=True)
 
     def apply(self, file: Path) -> str:
         """Apply a YAML file server-side and return what kubectl would print."""
@@ -73,12 +75,16 @@ class Kube:
 
     def _resource(self, api_version: str, kind: str) -> Any:
         if self._dynamic is None:
-            self._dynamic = dynamic.DynamicClient(self._api)
+            self._dynamic = self._discover()
         try:
             return self._dynamic.resources.get(api_version=api_version, kind=kind)
         except dynamic.exceptions.ResourceNotFoundError:
-            self._dynamic = dynamic.DynamicClient(self._api)  # a CRD may have arrived since
+            self._dynamic = self._discover()  # a CRD may have arrived since
             return self._dynamic.resources.get(api_version=api_version, kind=kind)
+
+    def _discover(self) -> dynamic.DynamicClient:
+        # left to itself, the client leaves what it learns about a server in /tmp, under the server's address
+        return dynamic.DynamicClient(self._api, cache_file=str(self._discovered))
 
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(

@@ -61,7 +61,9 @@ def _write_tokenizer(directory: Path) -> None:
 def _write_weights(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a second is no progress to watch
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

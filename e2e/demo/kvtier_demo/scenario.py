@@ -16,6 +16,7 @@ from kvtier_demo.report import Row
 MODEL = "tiny"
 PROMPT_WORDS = 3000
 SHARED_SEED = 1
+_SETTLED_POLLS = 12
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Scenario:
 
         def is_settled() -> bool:
             seen.append(len(self.blocks()))
-            return seen[-1] > 0 and seen[-4:] == [seen[-1]] * 4
+            return seen[-1] > 0 and seen[-_SETTLED_POLLS:] == [seen[-1]] * _SETTLED_POLLS
 
         self.progress.wait("the blocks to reach the volume", is_settled, seconds=60)
 

@@ -9,14 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_demo.kube import Kube
 from kvtier_demo.progress import Progress
+from kvtier_localcluster.cluster import is_running
+from kvtier_localcluster.datadir import DataDirectory
 
 _STOP_SECONDS = 60.0
+_EARLIER_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class Stack:
 
     kube: Kube
     data: Path
+    processes: Mapping[str, subprocess.Popen[bytes]]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a process that must run has ended: what is waited for would never come."""
+        for name, process in self.processes.items():
+            _check(name, process, self.data)
 
     def claim_directory(self, name: str, namespace: str = "default") -> Path:
         """Return where the embedded cluster keeps the files of a claim."""
@@ -38,17 +47,19 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
     logs.mkdir(parents=True, exist_ok=True)
     kubeconfig = data / "kubeconfig"
     kubeconfig.unlink(missing_ok=True)
-    cluster_command = ["kvtier_localcluster", "up", "--data", str(data / "cluster"), "--kubeconfig", str(kubeconfig)]
+    earlier = DataDirectory(data / "cluster")  # of a demo that was killed: it ends its pods now
+    progress.wait("the cluster of an earlier run to end", lambda: not is_running(earlier), seconds=_EARLIER_SECONDS)
+    cluster_command = ["kvtier_localcluster", "up", "--data", str(earlier.root), "--kubeconfig", str(kubeconfig)]
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_process("cluster", cluster_command, logs))
-        progress.wait("the embedded API server", lambda: _is_up(cluster, kubeconfig, logs / "cluster.log"), seconds=60)
+        progress.wait("the embedded API server", lambda: _is_up(cluster, kubeconfig, data), seconds=60)
         kube = Kube(kubeconfig)
         progress.say("embedded cluster: " + ("using kubectl" if kube.kubectl else "no kubectl here, using Python"))
         progress.say(kube.apply(root / "crds" / "kvcachetier.yaml"))
         operator_command = ["kvtier_operator", "run", "--all-namespaces"]
-        stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
+        operator = stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
         progress.say("operator started")
-        yield Stack(kube=kube, data=data)
+        yield Stack(kube=kube, data=data, processes={"cluster": cluster, "operator": operator})
 
 
 def tail(file: Path, lines: int = 15) -> str:
@@ -58,9 +69,13 @@ def tail(file: Path, lines: int = 15) -> str:
     return "\n".join("    " + line for line in file.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _is_up(cluster: subprocess.Popen[bytes], kubeconfig: Path, log: Path) -> bool:
-    if cluster.poll() is not None:
-        raise RuntimeError(f"the embedded cluster ended with {cluster.returncode}:\n{tail(log)}")
+def _check(name: str, process: subprocess.Popen[bytes], data: Path) -> None:
+    if process.poll() is not None:
+        raise RuntimeError(f"the {name} ended with {process.returncode}:\n{tail(data / 'logs' / f'{name}.log')}")
+
+
+def _is_up(cluster: subprocess.Popen[bytes], kubeconfig: Path, data: Path) -> bool:
+    _check("cluster", cluster, data)
     return kubeconfig.exists()
 
 
@@ -68,7 +83,7 @@ def _is_up(cluster: subprocess.Popen[bytes], kubeconfig: Path, log: Path) -> boo
 def _process(name: str, module: Sequence[str], logs: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     with (logs / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", *module],
+            [sys.executable, "-m", "kvtier_demo.tethered", str(os.getpid()), *module],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **env},
@@ -92,8 +107,10 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def place_model(model: Path, claim: Path) -> None:
-    """Copy the model onto the claim unless it is there."""
+    """Copy the model onto the claim unless it is there, whole or not at all."""
     target = claim / model.name
-    if not (target / "model.safetensors").exists():
-        claim.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(model, target, dirs_exist_ok=True)
+    if not target.exists():
+        partial = claim / f"{model.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(model, partial)
+        partial.rename(target)

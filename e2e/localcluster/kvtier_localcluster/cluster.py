@@ -125,8 +125,9 @@ class LocalCluster:
         self._lock = await _take_lock(self._data)
         try:
             await asyncio.to_thread(self._clean_up)
-            await self._start_server()
-            await self._start_components()
+            self._addresses = PodAddresses()
+            await self._start_server(self._addresses)
+            await self._start_components(self._addresses)
             self._describe()
         except BaseException:
             await self.stop()
@@ -172,8 +173,9 @@ class LocalCluster:
         self._data.discard_pods()
         self._data.prepare()
 
-    async def _start_server(self) -> None:
+    async def _start_server(self, addresses: PodAddresses) -> None:
         self.server.pod_logs = self._read_log
+        self.server.use_services(addresses.services)
         try:
             await self.server.start(self._settings.port)
         except OSError as problem:
@@ -183,14 +185,13 @@ class LocalCluster:
             message = f"port {port} is taken: choose another with --port, or stop what listens there (ss -ltnp)"
             raise ClusterUnavailable(message) from problem
         self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
-        self.kubeconfig.write_text(self.server.kubeconfig())
+        _write_whole(self.kubeconfig, self.server.kubeconfig())
 
-    async def _start_components(self) -> None:
+    async def _start_components(self, addresses: PodAddresses) -> None:
         client = self.client = ApiClient(self.server.url)
         informers = self.informers = Informers(client)
         await client.start()
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        self._addresses = PodAddresses()
         allocatable = {**self._resources(), **self._settings.allocatable}
         self._controllers = [
             Scheduler(client, informers),
@@ -203,14 +204,14 @@ class LocalCluster:
         ]
         recorder = EventRecorder(client, "kubelet")
         if self._settings.simulate:
-            self._controllers = [*self._controllers, SimulatedNode(client, informers, self._addresses)]
+            self._controllers = [*self._controllers, SimulatedNode(client, informers, addresses)]
         else:
             services = NodeServices(
                 client=client,
                 informers=informers,
                 recorder=recorder,
                 data=self._data,
-                addresses=self._addresses,
+                addresses=addresses,
                 session=self._session,
                 settings=self._settings.node,
                 allocatable=allocatable,
@@ -232,9 +233,7 @@ class LocalCluster:
 
     def _describe(self) -> None:
         description = {"pid": os.getpid(), "url": self.url, "kubeconfig": str(self.kubeconfig)}
-        partial = self._data.description.with_suffix(".partial")
-        partial.write_text(json.dumps(description))
-        partial.replace(self._data.description)
+        _write_whole(self._data.description, json.dumps(description))
 
 
 class ClusterThread:
@@ -296,6 +295,13 @@ class ClusterThread:
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file whose readers wait for it to appear, and must not see half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def is_running(data: DataDirectory) -> bool:

@@ -102,6 +102,8 @@ def sizing_of(spec: TierSpec) -> Sizing:
         cpu_bytes=spec.cpu.size_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
+        # Weights pass through this memory, so it says how large they may be; nobody here has seen the model.
+        weight_bytes=spec.engine.memory_bytes,
     )
 
 

@@ -44,13 +44,20 @@ IDENTITY_FLAGS: Final = (
     "mamba-ssm-cache-dtype",
     # Long-context RoPE variants choose their factors by it.
     "max-model-len",
+    "mm-processor-kwargs",
+    "model-class-overrides",
     "model-impl",
+    "model-loader-extra-config",
     "pipeline-parallel-size",
     "prefill-context-parallel-size",
     "quantization",
     "quantization-config",
     # Decides the weights where load-format makes them up.
     "seed",
+    # A draft model has KV of its own in the same blocks; the short forms are another way to write the config.
+    "spec-method",
+    "spec-model",
+    "spec-tokens",
     "speculative-config",
 )
 """Engine flags that change the bytes of a block or their meaning."""

@@ -49,7 +49,7 @@ def make_sizing(*, cpu_bytes: int, engine_memory_bytes: int, engines_per_pod: in
         cpu_bytes: pinned host memory of one engine, over all its workers.
         engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
         engines_per_pod: engine cores in one pod (data parallelism).
-        weight_bytes: size of the weights; 0 where nobody knows it, and the base has to do.
+        weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
     """
     overhead = engines_per_pod * SHM_OVERHEAD_BYTES
     pinned = engines_per_pod * cpu_bytes

@@ -16,6 +16,7 @@ from kvtier_operator.spec.rules import Rule
 
 _TIERS: Final = "the operator renders it from spec.cpu and spec.volume"
 _SERVED: Final = "the Service and the probes expect the engine on port 8000 of the pod"
+_PLAIN: Final = "the probes speak plain HTTP to the engine; put TLS in front of the Service"
 
 FLAGS: Final[Mapping[str, str]] = {
     "--model": "set spec.model.name",
@@ -32,6 +33,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--host": _SERVED,
     "--port": _SERVED,
     "--uds": _SERVED,
+    "--ssl-certfile": _PLAIN,
+    "--ssl-keyfile": _PLAIN,
     "--shutdown-timeout": "the operator fits it into the grace period of the pod",
     "--config": "write its flags in spec.engine.args, where they are checked and become part of the cache identity",
 }

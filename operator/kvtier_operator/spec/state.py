@@ -51,7 +51,7 @@ class Sizing(ApiModel):
     startup_pin_seconds: Amount | None = None
     """Seconds allowed for pinning the CPU tiers, at 2 GiB a second."""
     startup_load_seconds: Amount | None = None
-    """Seconds allowed for loading weights beyond the base, where their size is known."""
+    """Seconds allowed for loading as many weights as `spec.engine.memory` holds, at 0.5 GiB a second."""
     startup_seconds: Amount | None = None
     """Seconds that an engine may take to start before it is restarted: the sum of the three."""
 

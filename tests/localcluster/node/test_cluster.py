@@ -110,6 +110,22 @@ def test_a_second_cluster_on_the_same_data_is_refused(tmp_path: Path) -> None:
         ClusterThread(settings).start()
 
 
+def test_two_clusters_at_once_give_their_services_addresses_of_their_own(tmp_path: Path) -> None:
+    service = {"metadata": {"name": "web"}, "spec": {"selector": {"app": "web"}, "ports": [{"port": 8000}]}}
+    with (
+        ClusterThread(ClusterSettings(data=tmp_path / "one")) as one,
+        ClusterThread(ClusterSettings(data=tmp_path / "two")) as two,
+    ):
+        benches = [Bench(one, "default"), Bench(two, "default")]
+        addresses = [bench.create(kinds.SERVICE, service)["spec"]["clusterIP"] for bench in benches]
+        assert addresses[0] != addresses[1]
+        for bench in benches:
+            bench.deployment("web", server(), replicas=1)
+        for bench, address in zip(benches, addresses, strict=True):
+            pod = next(iter(until(lambda bench=bench: bench.list(kinds.POD))))["metadata"]["name"]
+            assert until(lambda address=address: fetch(f"http://{address}:8000/name")) == pod
+
+
 def test_a_taken_port_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -18,8 +18,12 @@ class ClusterIps:
 
     def __init__(self, cidr: str, storage: Storage) -> None:
         """Use the addresses of `cidr`, but for its first and last."""
-        self._network = ipaddress.ip_network(cidr)
         self._storage = storage
+        self.use(cidr)
+
+    def use(self, cidr: str) -> None:
+        """Take the addresses from another range from now on."""
+        self._network = ipaddress.ip_network(cidr)
         self._turn = itertools.cycle(range(1, self._network.num_addresses - 1))
 
     def assign(self, service: Json, old: Json | None) -> None:

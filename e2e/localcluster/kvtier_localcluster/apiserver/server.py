@@ -47,7 +47,8 @@ class ApiServer:
         self._storage.listeners.append(self._follow_crds)
         self._deleter = Deleter(self._storage, self._registry)
         self._collector = GarbageCollector(self._storage, self._registry, self._deleter)
-        self._writer = Writer(self._storage, self._deleter, ClusterIps(service_cidr, self._storage))
+        self._cluster_ips = ClusterIps(service_cidr, self._storage)
+        self._writer = Writer(self._storage, self._deleter, self._cluster_ips)
         self._api = routing.Api(
             storage=self._storage,
             registry=self._registry,
@@ -59,6 +60,10 @@ class ApiServer:
         self._collecting: asyncio.Task[None] | None = None
         self.url = ""
         """Where the server listens, once it does."""
+
+    def use_services(self, cidr: str) -> None:
+        """Give Services addresses of this range; call it before `start`."""
+        self._cluster_ips.use(cidr)
 
     @property
     def faults(self) -> list[routing.Fault]:

@@ -24,6 +24,7 @@ _CHUNK_BYTES = 64 << 10
 _CONNECT_SECONDS = 3
 _DEFAULT_AFFINITY_SECONDS = 10800
 _RETRY_SECONDS = 5
+_ACCEPTING_TURNS = 3
 
 
 class ServiceProxy(Controller):
@@ -106,10 +107,22 @@ class PortForwarder:
     async def stop(self) -> None:
         """Stop listening and cut the connections."""
         if self._server is not None:
-            self._server.close()
+            await self._stop_accepting(self._server)
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _stop_accepting(self, server: asyncio.Server) -> None:
+        """Close the socket once every connection that it gave out is known.
+
+        asyncio makes transport, protocol and task in one turn of the loop each, and asserts that the server is open.
+        """
+        loop = asyncio.get_running_loop()
+        for listening in server.sockets:
+            loop.remove_reader(listening.fileno())
+        for _ in range(_ACCEPTING_TURNS):
+            await asyncio.sleep(0)
+        server.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

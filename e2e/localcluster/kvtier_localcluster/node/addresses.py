@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses for pods: each pod gets one of its own from 127.64.0.0/11, which Linux answers without any set-up."""
+"""Addresses for pods: each pod gets one of its own from 127.64.0.0/11, which Linux answers without any set-up.
+
+Services get theirs from the range of the same number in 127.96.0.0/11, so one reservation holds both.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import socket
 from kvtier_localcluster.errors import ClusterUnavailable
 
 _ALL = ipaddress.IPv4Network("127.64.0.0/11")
+_ALL_SERVICES = ipaddress.IPv4Network("127.96.0.0/11")
 _PREFIX = 20
 _ATTEMPTS = 64
 
@@ -22,6 +26,12 @@ class PodAddresses:
         self._reservation, self._network = _reserve()
         self._next = 1
         self._used: set[str] = set()
+
+    @property
+    def services(self) -> str:
+        """Return the range of the cluster's Services."""
+        offset = int(self._network.network_address) - int(_ALL.network_address)
+        return str(ipaddress.IPv4Network((int(_ALL_SERVICES.network_address) + offset, _PREFIX)))
 
     def allocate(self) -> str:
         """Return a free address; one that was just given back comes last."""

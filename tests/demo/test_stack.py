@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of the demo: what ends them, what is told when one is missing, and what a second demo may not touch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvtier_demo import __main__ as demo
+from kvtier_demo.preflight import CannotStart, check_machine, sole_use
+from kvtier_demo.progress import Progress
+from kvtier_demo.stack import place_model, running_stack
+from kvtier_localcluster.cluster import is_running
+from kvtier_localcluster.datadir import DataDirectory
+from kvtier_localcluster.testing import until
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTED_AND_WAITING = """
+import sys
+from pathlib import Path
+from kvtier_demo.progress import Progress
+from kvtier_demo.stack import running_stack
+with running_stack(Path(sys.argv[1]), Path(sys.argv[2]), Progress()) as stack:
+    print("pids", *(process.pid for process in stack.processes.values()), flush=True)
+    sys.stdin.read()
+"""
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_nothing_survives_a_demo_that_is_killed_and_the_next_one_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTED_AND_WAITING, str(ROOT), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = next([int(pid) for pid in line.split()[1:]] for line in process.stdout if line.startswith("pids"))
+        assert len(pids) == 2
+        assert all(alive(pid) for pid in pids)
+        process.kill()
+        process.wait()
+        with running_stack(ROOT, tmp_path, Progress()) as stack:
+            stack.check()
+            until(lambda: not any(alive(pid) for pid in pids))
+    assert not is_running(DataDirectory(tmp_path / "cluster"))
+
+
+def test_an_operator_that_ended_is_reported_instead_of_waited_for(tmp_path: Path) -> None:
+    with running_stack(ROOT, tmp_path, Progress()) as stack:
+        stack.check()
+        stack.processes["operator"].kill()
+        stack.processes["operator"].wait()
+        with pytest.raises(RuntimeError, match="the operator ended with -9"):
+            demo.is_ready(stack, Progress())
+
+
+def test_without_kubectl_the_same_is_applied_through_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with running_stack(ROOT, tmp_path / "data", Progress()) as stack:
+        assert stack.kube.kubectl is None
+        assert stack.kube.apply(ROOT / "e2e/demo/models.yaml") == "persistentvolumeclaim/models serverside-applied"
+        assert stack.kube.apply(ROOT / "e2e/demo/models.yaml") == "persistentvolumeclaim/models serverside-applied"
+        assert stack.kube.get("v1", "PersistentVolumeClaim", "models") is not None
+        assert stack.kube.get("v1", "PersistentVolumeClaim", "others") is None
+    assert (tmp_path / "data" / "discovered.json").exists(), "what the client learned lies with the data, not in /tmp"
+
+
+def test_a_second_demo_on_the_same_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kubeconfig").write_text("of the first")
+    monkeypatch.setattr(sys, "argv", ["kvtier-demo", "--data", str(tmp_path)])
+    with sole_use(tmp_path):
+        assert demo.main() == 1
+    assert "another demo runs on" in capsys.readouterr().out
+    assert (tmp_path / "kubeconfig").read_text() == "of the first"
+
+
+@pytest.mark.parametrize(("free", "complaint"), [(64 << 20, r"0\.06 are free: mount -o remount,size=2g"), (0, "0.00")])
+def test_a_small_dev_shm_is_refused_before_anything_starts(
+    free: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=free, used=0, free=free))
+    with pytest.raises(CannotStart, match=complaint):
+        check_machine()
+
+
+def test_a_model_whose_copy_was_interrupted_is_copied_again(tmp_path: Path) -> None:
+    model, claim = tmp_path / "tiny", tmp_path / "claim"
+    model.mkdir()
+    (model / "model.safetensors").write_text("whole")
+    (claim / "tiny.partial").mkdir(parents=True)
+    (claim / "tiny.partial" / "model.safetensors").write_text("wh")
+    place_model(model, claim)
+    assert [path.name for path in claim.iterdir()] == ["tiny"]
+    assert (claim / "tiny" / "model.safetensors").read_text() == "whole"
+    place_model(model, claim)
+
+
+def test_a_container_that_keeps_ending_is_refused_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_stack(ROOT, tmp_path, Progress()) as stack:
+        last = {"terminated": {"exitCode": 137, "reason": "Error"}}
+        status = {"name": "engine", "restartCount": 2, "lastState": last}
+        pod = {"metadata": {"name": "demo-0"}, "status": {"containerStatuses": [status]}}
+        monkeypatch.setattr(stack.kube, "get", lambda *_: {"metadata": {"generation": 1}})
+        monkeypatch.setattr(stack.kube, "list", lambda *_, **__: [pod])
+        with pytest.raises(RuntimeError, match=r"engine of demo-0 .* exit code 137 \(killed: did the machine"):
+            demo.is_ready(stack, Progress())
