@@ -42,6 +42,7 @@ from kvtier_connector.tier.manager import SharedVolumeTier
 from kvtier_connector.tier.spec import KVTierSpec
 
 ROW_BYTES = 8192
+IO_THREADS = 4
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 PATIENCE_SECONDS = 20.0
@@ -247,7 +248,7 @@ class Rigs:
                 "digest": DIGEST,
                 "identity": {"model_name": "org/model"},
                 "max_bytes": 0,
-                "io_threads": 4,
+                "io_threads": IO_THREADS,
                 "load_deadline_seconds": 20.0,
                 **changes,
             }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rig import DIGEST, ROW_BYTES, Rigs, key, keys, wait_until
+from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
 from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash
 
@@ -172,7 +172,8 @@ def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_
     fs = GatedFs(lambda call, path: call == "preadv" and "blocks" in path)
     rig = rigs.make(fs=fs, load_deadline_seconds=0.2, rescan_seconds=0.1)
     assert rig.serve(keys(8), "first").hit_blocks == 0
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") > 0, "threads count as stuck")
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") >= IO_THREADS, "every thread counts as stuck")
+    rig.end_step()  # the scheduler looks once in each step
 
     assert rig.serve(keys(8), "second", max_steps=0).hit_blocks == 0
     assert rig.metric("vllm:kvtier_disk_misses", "stuck") > 0
