@@ -116,7 +116,7 @@ def _open_files(process: Path) -> Iterator[_File]:
     for descriptor in (process / "fd").iterdir():
         try:
             # The link is read before it is followed: a descriptor on a dead network mount must not block us.
-            name = _region_name(os.readlink(descriptor))  # noqa: PTH115
+            name = _region_name(os.readlink(descriptor))  # noqa: PTH115 - one of thousands
             if name is not None:
                 yield _File(name, descriptor.stat().st_ino)
         except FileNotFoundError:

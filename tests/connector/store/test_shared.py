@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared_engine import Counting, engine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, whole_file
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
-from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import QUARANTINE, block_path
@@ -32,22 +32,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
     yield root
     shutil.rmtree(root / QUARANTINE, ignore_errors=True)
     assert check(root, partial_age_seconds=0) == []
-
-
-class Counting(WatchedFs):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def before(self, call: str, path: str | None) -> None:
-        self.calls.append(call)
-
-
-def engine(root: Path, fs: FileSystem | None = None, *, max_bytes: int = 0) -> SharedStore:
-    """Return an engine that has just started and knows the root."""
-    store = SharedStore(root, fs=fs or FileSystem(), direct=False, max_bytes=max_bytes)
-    assert store.synchronize().problem == ""
-    assert store.rescan()
-    return store
 
 
 def test_what_an_engine_stores_it_knows_at_once(root: Path) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared_engine import Counting, engine
 from store_contract import BLOCK_BYTES, NOW_NS, key, pages, payload
-from store_faults import CrashingFs, FailingFs, WatchedFs
+from store_faults import CrashingFs, FailingFs
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.check import check
 from kvtier_connector.store.counters import SECONDS_BOUNDS, Counters, Operation
 from kvtier_connector.store.format import Fault
-from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.journal import list_journals
@@ -37,22 +37,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
     yield root
     shutil.rmtree(root / QUARANTINE, ignore_errors=True)
     assert check(root, partial_age_seconds=0) == []
-
-
-class Counting(WatchedFs):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def before(self, call: str, path: str | None) -> None:
-        self.calls.append(call)
-
-
-def engine(root: Path, fs: FileSystem | None = None, *, max_bytes: int = 0) -> SharedStore:
-    """Return an engine that has just started and knows the root."""
-    store = SharedStore(root, fs=fs or FileSystem(), direct=False, max_bytes=max_bytes)
-    assert store.synchronize().problem == ""
-    assert store.rescan()
-    return store
 
 
 def test_a_volume_that_does_not_answer_a_probe_leaves_the_keys_unknown(root: Path) -> None:
