@@ -54,7 +54,7 @@ class JanitorConfig:
     min_free_bytes: int = 0
     """Bytes of the file system that shall stay free; with a fraction too, the larger of the two counts."""
     min_bytes: int = 0
-    """Blocks of the tier are not evicted below this for the file system's sake; the budget is this tier's own matter."""
+    """Blocks of the tier are not evicted below this for the file system's sake; the tier's own budget counts alone."""
     ttl_seconds: float | None = None
     """Blocks older than this are removed, however often they are read; None keeps them until room is needed."""
     keep_previous: int = 1

@@ -57,5 +57,5 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(change: dict[str
 
 @pytest.mark.parametrize("text", ["tier: x", "[]", '{"version": 1}'])
 def test_a_text_that_is_no_document_is_refused(text: str) -> None:
-    with pytest.raises(ConfigInvalid, match="janitor.json: "):
+    with pytest.raises(ConfigInvalid, match=r"janitor\.json: "):
         decode(text)
