@@ -288,8 +288,8 @@ def seeds_agree(look: Look) -> Problem | None:
         return Problem(
             reason=Reason.SEEDS_DIFFER,
             message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
-            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; if they "
-            "stay, something else sets PYTHONHASHSEED in these pods",
+            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
+            "if they stay, something else sets PYTHONHASHSEED in these pods",
         )
     if not alive:
         return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
