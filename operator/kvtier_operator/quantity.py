@@ -56,6 +56,21 @@ def parse_millis(text: str) -> int:
     return math.ceil(parse_quantity(text) * 1000)
 
 
+_DURATION = re.compile(r"(?:(?P<h>[0-9]+)h)?(?:(?P<m>[0-9]+)m)?(?:(?P<s>[0-9]+)s)?", re.ASCII)
+
+
+def parse_seconds(text: str) -> int:
+    """Return a duration in seconds: "1h30m" is 5400.
+
+    Raises:
+        ValueError: the text is not hours, minutes and seconds, in this order.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or not text:
+        raise ValueError(f"{text!r} is not a duration")
+    return int(match["h"] or 0) * 3600 + int(match["m"] or 0) * 60 + int(match["s"] or 0)
+
+
 def format_bytes(count: int) -> str:
     """Write a number of bytes in the largest binary unit that keeps it exact: 68719476736 is "64Gi"."""
     for suffix, power in reversed(_BINARY.items()):
