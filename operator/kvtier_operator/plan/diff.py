@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from kvtier_operator import quantity
 from kvtier_operator.spec import TierSpec
 
@@ -76,13 +74,29 @@ def make_diff(
         warm_bytes: what the current generation holds, if that is known.
     """
     old, new = effect_of(before), effect_of(after)
-    documents = _document(before), _document(after)
-    changes = tuple(
-        _change(path, *values, document=documents[0], old=old, new=new, effect_of=effect_of)
-        for path, *values in _differences(*documents)
-    )
+    document = _document(before)
+
+    def effect_alone(path: tuple[str, ...], value: object) -> Effect:
+        try:
+            return effect_of(TierSpec.model_validate(_with(document, path, value)))
+        except ValueError:
+            # Not valid without the other fields: then it shares what all of them do.
+            return new
+
+    changes = []
+    for path, was, becomes in _differences(document, _document(after)):
+        alone = effect_alone(path, becomes)
+        changes.append(
+            Change(
+                field=".".join(("spec", *path)),
+                before=None if was is _ABSENT else was,
+                after=None if becomes is _ABSENT else becomes,
+                is_new_generation=alone.generation != old.generation,
+                is_restart=alone.template != old.template,
+            )
+        )
     return Diff(
-        changes=changes,
+        changes=tuple(changes),
         generation=old.generation,
         new_generation=new.generation,
         restarted_pods=before.replicas if old.template != new.template else 0,
@@ -123,30 +137,6 @@ def warnings(diff: Diff) -> tuple[str, ...]:
 
 def _fields(changes: Iterator[Change]) -> str:
     return ", ".join(change.field for change in changes) or "these fields together"
-
-
-def _change(
-    path: tuple[str, ...],
-    was: object,
-    becomes: object,
-    *,
-    document: Mapping[str, Any],
-    old: Effect,
-    new: Effect,
-    effect_of: Callable[[TierSpec], Effect],
-) -> Change:
-    """Try one field alone; where it is not valid without the others, it shares what all of them do."""
-    try:
-        alone = effect_of(TierSpec.model_validate(_with(document, path, becomes)))
-    except (ValidationError, ValueError):
-        alone = new
-    return Change(
-        field=".".join(("spec", *path)),
-        before=None if was is _ABSENT else was,
-        after=None if becomes is _ABSENT else becomes,
-        is_new_generation=alone.generation != old.generation,
-        is_restart=alone.template != old.template,
-    )
 
 
 def _document(spec: TierSpec) -> dict[str, Any]:
