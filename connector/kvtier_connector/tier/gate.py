@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for each request whether what the volume has of its prompt is loaded, or computed again because that is quicker.
+"""Decides for each request whether what the volume has of its prompt is loaded or, where that is quicker, computed.
 
 Loading wins where the volume gives blocks faster than the engine computes them, and that depends on both, on the model
 and on the length of the prompt. So both are measured while serving. A request takes all of its hit or nothing: vLLM

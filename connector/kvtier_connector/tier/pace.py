@@ -12,7 +12,7 @@ SIZES = 20
 """Powers of two that are told apart; larger amounts count as the last."""
 SMALLEST_WEIGHT = 0.3
 """Of a new measurement against the old ones, when they follow each other at once."""
-MEMORY_SECONDS = 60.0
+MEMORY_SECONDS = 20.0
 """After so long without a measurement, the next one counts for two thirds; after much longer, it replaces the old."""
 
 
