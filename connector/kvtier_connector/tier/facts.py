@@ -51,9 +51,3 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any
         "block_format": FORMAT_VERSION,
     }
     return {f"{PREFIX}{name}": value for name, value in facts.items()}
-
-
-def tokens_per_chunk(spec: OffloadingSpec) -> int:
-    """Return how many tokens of the prompt one block of the first group holds."""
-    config = spec.config
-    return int(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)

@@ -14,7 +14,6 @@ import functools
 import queue
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -37,20 +36,22 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
 from kvtier_connector.tier import gauges, metrics
 from kvtier_connector.tier.budget import Admission, PromotionBudget
-from kvtier_connector.tier.facts import engine_facts, tokens_per_chunk
+from kvtier_connector.tier.chains import Chain, chunk_tokens
+from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job
 from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.offers import Offers, admit
+from kvtier_connector.tier.settings import read_config
 from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.transfers import Transfers, block_key, count_loaded, count_stored
+from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
 from kvtier_connector.tier.volume import Volume
 from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
 
@@ -112,15 +113,16 @@ class SharedVolumeTier(SecondaryTierManager):
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        config = _read_config(config_file)
+        config = read_config(config_file)
         self._deadline_seconds = config.load_deadline_seconds
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
         self._budget = PromotionBudget(self._slots.count)
+        self._chunk_tokens = chunk_tokens(offloading_spec)
         self._gate = Gate(
             is_cost_aware=config.cost_aware,
             min_tokens=config.min_tokens,
-            tokens_per_chunk=tokens_per_chunk(offloading_spec),
+            tokens_per_chunk=self._chunk_tokens[0],
             is_prompt_only=offloading_spec.offload_prompt_only,
             on_verdict=lambda verdict: self._stats.count(metrics.VERDICTS, cause=verdict.value),
         )
@@ -149,7 +151,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._breaker = Breaker()
         self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
         self._queued_store_blocks = 0
-        self._lookups = Lookups(self._state, self._contains, self._pool, deadline_seconds=probe_seconds)
+        self._lookups = Lookups(self._volume.store.state, self._contains, self._pool, deadline_seconds=probe_seconds)
         self._pool.start()
         self._volume.start(OPEN_WAIT_SECONDS)
 
@@ -169,7 +171,7 @@ class SharedVolumeTier(SecondaryTierManager):
         request = req_context.req_id
         if cause := self._why_not_loading:
             return self._miss(key, request, cause)
-        verdict = self._lookups.ask(key, request)
+        verdict = self._lookups.ask(self._chain(req_context).name(key), request)
         if verdict is Verdict.WAITING:
             self._undecided.add(request)
             return LookupResult.RETRY
@@ -207,7 +209,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._queued_store_blocks += len(job.blocks)
         ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
         self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
-        wanted = admit(job, self._offers, self._state)
+        wanted = admit(job, self._offers, self._volume.store.state)
         if cause is not None:
             job.abandon(cause)
             return
@@ -241,6 +243,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._note_used(req_context)
         self._lookups.forget(req_context.req_id)
         self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
@@ -292,7 +295,11 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots.release()
 
     def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
-        blocks = [Block(key, int(slot)) for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)]
+        chain = self._chain(transfer.req_context)
+        blocks = [
+            Block(key, int(slot), chain.name(key), NO_LINEAGE if is_load else chain.lineage(key))
+            for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)
+        ]
         job = Job(
             transfer.job_id,
             is_load=is_load,
@@ -314,9 +321,9 @@ class SharedVolumeTier(SecondaryTierManager):
             # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
             self._gate.end_load(job.job_id, len(job.blocks), measures=is_success or job.cause == metrics.DEADLINE)
             is_done = frozenset(done)
-            self._lookups.add_failed([block.key for block in job.blocks if block.key not in is_done], job.request)
+            self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:
-                self._volume.store.forget(block_key(block.key))
+                self._volume.store.forget(block.name)
         else:
             self._queued_store_blocks -= len(job.blocks)
             if done and self._is_publishing:
@@ -369,24 +376,25 @@ class SharedVolumeTier(SecondaryTierManager):
         is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
 
-    def _state(self, key: bytes) -> Presence:
-        return self._volume.store.state(block_key(key))
+    def _chain(self, context: ReqContext) -> Chain:
+        chain: Chain | None = context.get_state(Chain)
+        if chain is None:
+            chain = Chain(context, self._chunk_tokens)
+            context.set_state(chain)
+        return chain
+
+    def _note_used(self, context: ReqContext) -> None:
+        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
+        chain, store = self._chain(context), self._volume.store
+        for key in chain.last_present(lambda key: store.state(chain.name(key)) is Presence.PRESENT):
+            store.note_used(chain.name(key), self._slots.row_bytes, chain.lineage(key))
 
     # What follows runs on the pool.
 
-    def _contains(self, key: bytes) -> bool:
-        named = block_key(key)
-        self._volume.store.probe((named,))
-        return self._volume.store.state(named) is Presence.PRESENT
+    def _contains(self, name: BlockKey) -> bool:
+        self._volume.store.probe((name,))
+        return self._volume.store.state(name) is Presence.PRESENT
 
 
 _CAUSES = {Verdict.ABSENT: metrics.ABSENT, Verdict.LATE: metrics.LATE_PROBE, Verdict.FAILED: None}
 """A failed load was counted with its own cause already."""
-
-
-def _read_config(path: str) -> contract.ConnectorConfig:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
-    return contract.decode(text)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvtier_connector.store.blockstore import Present
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.jobs import Job
 
@@ -52,14 +53,14 @@ class Offers:
         return count >= self._min_reuse
 
 
-def admit(job: Job, offers: Offers, state: Callable[[bytes], Presence]) -> list[int]:
+def admit(job: Job, offers: Offers, state: Callable[[BlockKey], Presence]) -> list[int]:
     """Settle the blocks of a store that need no write, and return the places of those that are to be written."""
     if not offers.is_gated:
         return list(range(len(job.blocks)))
     wanted = []
     for index, block in enumerate(job.blocks):
         is_admitted = offers.admit(block.key)
-        if state(block.key) is Presence.PRESENT:
+        if state(block.name) is Presence.PRESENT:
             # Every request offers its whole prefix: what the volume has is not even copied.
             job.settle(index, Present(), seconds=0.0)
         elif is_admitted:
