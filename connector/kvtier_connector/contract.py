@@ -17,8 +17,13 @@ from kvtier_connector.errors import ConfigInvalid
 CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
 
-BLOCK_FORMAT_VERSION = 1
+BLOCK_FORMAT_VERSION = 2
 """Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
+
+TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
+"""What a tenant can be called: the name becomes a directory, on file systems of every kind."""
+KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
 
 MOST_IO_THREADS = 256
 
