@@ -17,13 +17,21 @@ from kvtier_connector.errors import ConfigInvalid
 CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
 
-BLOCK_FORMAT_VERSION = 1
+BLOCK_FORMAT_VERSION = 2
 """Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
+
+TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
+"""What a tenant can be called: the name becomes a directory, on file systems of every kind."""
+KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
 
 MOST_IO_THREADS = 256
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
+
+LIVE_FILE = "live.json"
+"""Key of the live settings in the same ConfigMap, and the name of the file in the pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +61,9 @@ class ConnectorConfig:
     """Directories that a walk reads at once."""
     direct_io: bool | None = None
     """Whether to bypass the page cache; None asks the volume."""
-    mode_file: str = ""
-    """Path of the mounted file that says ReadWrite, ReadOnly or Bypass; empty means ReadWrite for ever."""
+    live_file: str = ""
+    """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
+    ever."""
 
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
@@ -67,7 +76,7 @@ class ConnectorConfig:
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
             (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
-            (self.mode_file == "" or self.mode_file.startswith("/"), "mode_file", "must be an absolute path"),
+            (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
         )
         for is_valid, field, remedy in checks:
             if not is_valid:
@@ -77,6 +86,15 @@ class ConnectorConfig:
 def encode(config: ConnectorConfig) -> str:
     """Return the document as canonical JSON: the same config gives the same bytes."""
     return json.dumps({"version": CONTRACT_VERSION, **asdict(config)}, sort_keys=True, indent=2) + "\n"
+
+
+def encode_live(mode: str) -> str:
+    """Return the live settings as canonical JSON: what engines follow without a restart.
+
+    Args:
+        mode: what the volume may be used for: ``ReadWrite``, ``ReadOnly`` or ``Bypass``.
+    """
+    return json.dumps({"mode": mode}, sort_keys=True, indent=2) + "\n"
 
 
 def decode(text: str) -> ConnectorConfig:

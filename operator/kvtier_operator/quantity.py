@@ -23,6 +23,7 @@ _PATTERN = re.compile(
     re.ASCII,
 )
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_THREE_DIGITS = 100
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
@@ -55,12 +56,36 @@ def parse_millis(text: str) -> int:
     return math.ceil(parse_quantity(text) * 1000)
 
 
+_DURATION = re.compile(r"(?:(?P<h>[0-9]+)h)?(?:(?P<m>[0-9]+)m)?(?:(?P<s>[0-9]+)s)?", re.ASCII)
+
+
+def parse_seconds(text: str) -> int:
+    """Return a duration in seconds: "1h30m" is 5400.
+
+    Raises:
+        ValueError: the text is not hours, minutes and seconds, in this order.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or not text:
+        raise ValueError(f"{text!r} is not a duration")
+    return int(match["h"] or 0) * 3600 + int(match["m"] or 0) * 60 + int(match["s"] or 0)
+
+
 def format_bytes(count: int) -> str:
     """Write a number of bytes in the largest binary unit that keeps it exact: 68719476736 is "64Gi"."""
     for suffix, power in reversed(_BINARY.items()):
         if count and count % (1 << power) == 0:
             return f"{count >> power}{suffix}"
     return str(count)
+
+
+def show_bytes(count: int) -> str:
+    """Write a number of bytes for people, with three digits at most: 1319413953331 is "1.2 TiB"."""
+    for suffix, power in reversed(_BINARY.items()):
+        if count >= 1 << power:
+            value = count / (1 << power)
+            return f"{value:.0f} {suffix}B" if value >= _THREE_DIGITS else f"{value:.3g} {suffix}B"
+    return f"{count} B"
 
 
 def _multiplier(suffix: str | None, exponent: str | None) -> Fraction:

@@ -58,7 +58,7 @@ def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: d
         {"replicas": 5},
         {"cpu": {"size": "128Gi", "evictionPolicy": "arc"}},
         {"volume": {"claim": {"size": "4Ti"}}},
-        {"disk": {"budget": {"maxBytes": "1Ti"}}},
+        {"disk": {"budget": {"maxBytes": "1Ti"}, "mode": "ReadOnly"}},
         {"engine": {"memory": "32Gi", "cpu": "8", "args": ["--max-num-seqs", "64", "--enforce-eager"]}},
         {"engine": {"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}},
         {"engine": {"podTemplate": {"labels": {"team": "search"}}}},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -96,6 +97,16 @@ def test_a_tier_becomes_ready_when_its_engines_are() -> None:
     assert condition(cluster, "Ready")["status"] == "True"
     assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
     assert [event["reason"] for event in cluster.events] == ["ClaimPending", "Ready"]
+
+
+def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = cluster.look(DEPLOYMENT)
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
+    assert run(cluster).written == (CONFIG,)
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"mode": "Bypass"}
+    assert cluster.look(DEPLOYMENT) == before
 
 
 def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:

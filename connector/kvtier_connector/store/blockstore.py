@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, checksum, decode_header, encode_header
+from kvtier_connector.store.checksums import checksum
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header, encode_header
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
@@ -32,7 +33,7 @@ from kvtier_connector.store.fs import (
     read_page,
     write_block,
 )
-from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path, partial_path, quarantine_path
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, quarantine_path
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.usage import Usage
 from kvtier_connector.store.verify import Take, read_verified, stream_verified
@@ -180,7 +181,7 @@ class BlockStore:
 
         return self._open_and_read(key, self._direct.flag(whole), read)
 
-    def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
+    def put(self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
         The payload must not change until this returns. Nobody waits for the device: after a power failure a block may
@@ -198,7 +199,7 @@ class BlockStore:
                 return StoreFault.NO_BUDGET
             is_written = False
             try:
-                self._write(key, data)
+                self._write(key, data, lineage)
                 is_written = True
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
@@ -332,7 +333,7 @@ class BlockStore:
         try:
             self._fs.rename(path, moved)
         except FileNotFoundError:
-            make_directories(self._fs, f"{self._root}/{QUARANTINE}")
+            make_directories(self._fs, moved.rpartition("/")[0])
             self._fs.rename(path, moved)
 
     @contextlib.contextmanager
@@ -366,8 +367,8 @@ class BlockStore:
         is_ours = isinstance(header, Header) and header.key == key and header.payload_bytes == payload_bytes
         return _Found(size, is_ours and size == HEADER_BYTES + payload_bytes)
 
-    def _write(self, key: BlockKey, data: memoryview) -> None:
-        header = Header(key, data.nbytes, checksum(data), self._clock())
+    def _write(self, key: BlockKey, data: memoryview, lineage: Lineage) -> None:
+        header = Header(key, data.nbytes, checksum(data), self._clock(), lineage)
         page = self._page()
         page[:] = encode_header(header)
         path = self._path(key)

@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from blake3 import blake3
-
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
-from kvtier_connector.store.format import CHECKSUM_BYTES, FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
+from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.layout import TIER_FILE, BlockKey
 from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
-from kvtier_connector.store.verify import PIECE_BYTES
+from kvtier_connector.store.verify import PIECE_BYTES, begin_reading
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
@@ -172,13 +170,15 @@ def _verify_open(fs: FileSystem, fd: int, key: BlockKey) -> Fault | None:
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
+    reading = begin_reading(header)
+    if isinstance(reading, Fault):
+        return reading
     piece = memoryview(bytearray(PIECE_BYTES))
-    hasher = blake3()
     offset = HEADER_BYTES
     while count := fs.preadv(fd, [piece], offset):
-        hasher.update(piece[:count])
+        reading.take(piece[:count])
         offset += count
-    return None if hasher.digest(length=CHECKSUM_BYTES) == header.checksum else Fault.CHECKSUM
+    return reading.end()
 
 
 def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:

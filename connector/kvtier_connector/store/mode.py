@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the volume may be used for now, read from a mounted file that can change while the engine runs.
 
-The file is one key of a ConfigMap: Kubernetes swaps a symbolic link above it, so a read by path sees the old text or
-the new one and never a mixture.
+The file is a JSON object; its ``mode`` is read here. It is one key of a ConfigMap: Kubernetes swaps a symbolic link
+above it, so a read by path sees the old text or the new one and never a mixture.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import threading
 import time
 from collections.abc import Callable
 
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
-_MOST_BYTES = 64
-"""More than any mode takes."""
+_MOST_BYTES = 4096
+"""More than the live settings take."""
 
 
 class Mode(enum.Enum):
@@ -100,9 +101,12 @@ class ModeFile:
             self._problem = f"{self._path}: cannot be read: {error}; staying with {self._mode.value}"
             return
         try:
-            self._mode = Mode(text.decode().strip())
-        except ValueError:
+            self._mode = Mode(json.loads(text)["mode"])
+        except (ValueError, LookupError, TypeError):
             modes = ", ".join(mode.value for mode in Mode)
-            self._problem = f"{self._path}: {text!r} is none of {modes}; staying with {self._mode.value}"
+            self._problem = (
+                f"{self._path}: {text[:80]!r} is not an object whose mode is one of {modes}; "
+                f"staying with {self._mode.value}"
+            )
         else:
             self._problem = ""

@@ -21,7 +21,7 @@ from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
@@ -98,7 +98,7 @@ class SharedStore:
         """Do as `BlockStore.get` does, and remember the answer."""
         started = self._now()
         outcome = self.blocks.get(key, into)
-        self._remember(key, outcome, into.nbytes, started)
+        self._remember(key, outcome, started)
         return outcome
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
@@ -106,14 +106,13 @@ class SharedStore:
         started = self._now()
         outcome = self.blocks.stream(key, buffer, take)
         if outcome is not None:
-            self._remember(key, outcome, buffer.nbytes, started)
+            self._remember(key, outcome, started)
         return outcome
 
-    def _remember(self, key: BlockKey, outcome: Outcome, payload_bytes: int, started: float) -> None:
+    def _remember(self, key: BlockKey, outcome: Outcome, started: float) -> None:
         seconds = self._now() - started
         if isinstance(outcome, Hit):
             self._index.add(key)
-            self._journal.append(Op.USED, key, payload_bytes)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
             return
         # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
@@ -123,19 +122,25 @@ class SharedStore:
         label = "miss" if isinstance(outcome, Miss) else outcome.value
         self._counters.add(Operation.GET, label, moved_bytes=0, seconds=seconds)
 
-    def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
+    def note_used(self, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
+        """Tell whoever makes room that a prefix was used: `key` is the last block of it, the others need no call.
+
+        Only memory is touched, and the same prefix is noted once in a while.
+        """
+        self._journal.append(Op.USED, key, payload_bytes, lineage)
+
+    def put(self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE) -> StoreOutcome:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
         started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
-        outcome = Present() if is_known else self.blocks.put(key, payload)
+        outcome = Present() if is_known else self.blocks.put(key, payload, lineage)
         seconds = self._now() - started
         if isinstance(outcome, Stored):
             self._index.add(key)
-            self._journal.append(Op.STORED, key, payload.nbytes)
+            self._journal.append(Op.STORED, key, payload.nbytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
             self._index.add(key)
-            self._journal.append(Op.USED, key, payload.nbytes)
             self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
         else:
             self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blake3 import blake3
-
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.checksums import Hasher, new_hasher
+from kvtier_connector.store.format import HEADER_BYTES, Encryption, Fault, Header, decode_header
 from kvtier_connector.store.fs import FileSystem, read_block, read_page
 from kvtier_connector.store.layout import BlockKey
 
@@ -16,6 +15,31 @@ PIECE_BYTES = 1 << 20
 
 Take = Callable[[int, memoryview], bool]
 """Takes the payload's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
+
+
+class Reading:
+    """Takes in the payload of one block piece by piece, and says at its end whether it is what its writer wrote."""
+
+    def __init__(self, header: Header, hasher: Hasher) -> None:
+        """Store what `begin_reading` found."""
+        self._header = header
+        self._hasher = hasher
+
+    def take(self, piece: memoryview) -> None:
+        """Take in the next bytes."""
+        self._hasher.update(piece)
+
+    def end(self) -> Fault | None:
+        """Say what is wrong with the payload, None if it is right; call it once, after the last piece."""
+        return None if self._hasher.digest() == self._header.checksum else Fault.CHECKSUM
+
+
+def begin_reading(header: Header) -> Reading | Fault:
+    """Return what verifies the payload of a block with this header, or why that is not possible here."""
+    if header.encryption != Encryption.NONE:
+        return Fault.KEY_MISSING
+    hasher = new_hasher(header.algorithm)
+    return Fault.ALGORITHM if hasher is None else Reading(header, hasher)
 
 
 class _Verifier:
@@ -27,8 +51,8 @@ class _Verifier:
         self._key = key
         self._page = page
         self._target = target
-        self._hasher = blake3()
-        self._hashed = 0
+        self._reading: Reading | None = None
+        self._taken = 0
 
     def take(self, done: int) -> bool:
         """Look at the first `done` bytes of the file; say whether the rest is wanted."""
@@ -36,14 +60,15 @@ class _Verifier:
             return True
         if self.header is None:
             self._take_header()
-        if self.fault is None:
+        if self.fault is None and self._reading is not None:
             reached = done - HEADER_BYTES
-            self._hasher.update(self._target[self._hashed : reached])
-            self._hashed = reached
+            self._reading.take(self._target[self._taken : reached])
+            self._taken = reached
         return self.fault is None
 
-    def digest(self) -> bytes:
-        return self._hasher.digest()
+    def end(self) -> Fault | None:
+        """Say what is wrong with a file that was read to its end."""
+        return Fault.TRUNCATED if self._reading is None else self._reading.end()
 
     def _take_header(self) -> None:
         header = decode_header(self._page)
@@ -55,6 +80,11 @@ class _Verifier:
             self.header, self.fault = header, Fault.LENGTH
         else:
             self.header = header
+            begun = begin_reading(header)
+            if isinstance(begun, Fault):
+                self.fault = begun
+            else:
+                self._reading = begun
 
 
 def read_verified(  # noqa: PLR0913 - keywords
@@ -83,7 +113,7 @@ def read_verified(  # noqa: PLR0913 - keywords
         return Fault.TRUNCATED if bytes_read else Fault.EMPTY
     if bytes_read < HEADER_BYTES + target.nbytes:
         return Fault.TRUNCATED
-    return bytes_read if verifier.digest() == verifier.header.checksum else Fault.CHECKSUM
+    return verifier.end() or bytes_read
 
 
 def stream_verified(  # noqa: PLR0913 - keywords
@@ -104,17 +134,19 @@ def stream_verified(  # noqa: PLR0913 - keywords
     header = _expect(fs, fd, key, page, payload_bytes)
     if isinstance(header, Fault):
         return header
-    hasher = blake3()
+    reading = begin_reading(header)
+    if isinstance(reading, Fault):
+        return reading
     done = 0
     while True:
         if filled:
             piece = buffer[:filled]
-            hasher.update(piece)
+            reading.take(piece)
             if not take(done, piece):
                 return None
             done += filled
         if done == payload_bytes:
-            return HEADER_BYTES + done if hasher.digest() == header.checksum else Fault.CHECKSUM
+            return reading.end() or HEADER_BYTES + done
         filled = fs.preadv(fd, [buffer[: min(piece_bytes, payload_bytes - done)]], HEADER_BYTES + done)
         if not filled:
             return Fault.TRUNCATED

@@ -41,14 +41,16 @@ from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.store.breaker import Breaker, Direction, State
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
 from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.budget import Admission, PromotionBudget
+from kvtier_connector.tier.chains import Chain, chunk_tokens
 from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.jobs import Block, Job
 from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.transfers import Transfers, block_key, count_loaded, count_stored
+from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
 from kvtier_connector.tier.volume import Volume
 from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
 
@@ -139,7 +141,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self._breaker = Breaker()
         self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
         self._queued_store_blocks = 0
-        self._lookups = Lookups(self._state, self._contains, self._pool, deadline_seconds=probe_seconds)
+        self._chunk_tokens = chunk_tokens(offloading_spec)
+        self._lookups = Lookups(self._volume.store.state, self._contains, self._pool, deadline_seconds=probe_seconds)
         self._pool.start()
         self._volume.start(OPEN_WAIT_SECONDS)
 
@@ -157,7 +160,7 @@ class SharedVolumeTier(SecondaryTierManager):
         request = req_context.req_id
         if cause := self._why_not_loading:
             return self._miss(key, request, cause)
-        verdict = self._lookups.ask(key, request)
+        verdict = self._lookups.ask(self._chain(req_context).name(key), request)
         if verdict is Verdict.WAITING:
             self._undecided.add(request)
             return LookupResult.RETRY
@@ -217,6 +220,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._note_used(req_context)
         self._lookups.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
         self._missed.pop(req_context.req_id, None)
@@ -273,7 +277,11 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots.release()
 
     def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
-        blocks = [Block(key, int(slot)) for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)]
+        chain = self._chain(transfer.req_context)
+        blocks = [
+            Block(key, int(slot), chain.name(key), NO_LINEAGE if is_load else chain.lineage(key))
+            for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)
+        ]
         job = Job(
             transfer.job_id,
             is_load=is_load,
@@ -293,9 +301,9 @@ class SharedVolumeTier(SecondaryTierManager):
         is_success = len(done) == len(job.blocks)
         if job.is_load:
             is_done = frozenset(done)
-            self._lookups.add_failed([block.key for block in job.blocks if block.key not in is_done], job.request)
+            self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:
-                self._volume.store.forget(block_key(block.key))
+                self._volume.store.forget(block.name)
         else:
             self._queued_store_blocks -= len(job.blocks)
             if done and self._is_publishing:
@@ -348,15 +356,24 @@ class SharedVolumeTier(SecondaryTierManager):
         is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
 
-    def _state(self, key: bytes) -> Presence:
-        return self._volume.store.state(block_key(key))
+    def _chain(self, context: ReqContext) -> Chain:
+        chain: Chain | None = context.get_state(Chain)
+        if chain is None:
+            chain = Chain(context, self._chunk_tokens)
+            context.set_state(chain)
+        return chain
+
+    def _note_used(self, context: ReqContext) -> None:
+        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
+        chain, store = self._chain(context), self._volume.store
+        for key in chain.last_present(lambda key: store.state(chain.name(key)) is Presence.PRESENT):
+            store.note_used(chain.name(key), self._slots.row_bytes, chain.lineage(key))
 
     # What follows runs on the pool.
 
-    def _contains(self, key: bytes) -> bool:
-        named = block_key(key)
-        self._volume.store.probe((named,))
-        return self._volume.store.state(named) is Presence.PRESENT
+    def _contains(self, name: BlockKey) -> bool:
+        self._volume.store.probe((name,))
+        return self._volume.store.state(name) is Presence.PRESENT
 
 
 _STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}

@@ -49,7 +49,7 @@ class Volume:
             scan_threads=config.scan_threads,
         )
         # The file is mounted from a ConfigMap and not on the volume.
-        self._mode_file = ModeFile(config.mode_file, seconds=min(MODE_SECONDS, config.refresh_seconds))
+        self._mode_file = ModeFile(config.live_file, seconds=min(MODE_SECONDS, config.refresh_seconds))
         self._problem = ""
         self._is_readable = False
         self._is_writable = False
@@ -57,7 +57,7 @@ class Volume:
         self._settled = threading.Event()
         self._closed = threading.Event()
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
-        if config.mode_file:
+        if config.live_file:
             work["mode"] = self._watch
         self._threads = [
             threading.Thread(target=self._guard, args=(action,), name=f"kvtier-{name}", daemon=True)

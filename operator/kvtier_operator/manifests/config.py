@@ -17,7 +17,7 @@ def config(plan: TierPlan) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": names.metadata(plan.tier, names.config(plan.tier), component=names.COMPONENT_ENGINE),
-        "data": {contract.CONFIG_FILE: plan.config_text},
+        "data": {contract.CONFIG_FILE: plan.config_text, contract.LIVE_FILE: plan.live_text},
     }
 
 

@@ -61,6 +61,8 @@ class TierPlan:
     generation: Generation
     config_text: str
     config_digest: str
+    live_text: str
+    """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
 
 
@@ -82,6 +84,7 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
             digest=generation.digest,
             identity=generation.identity,
             max_bytes=spec.disk.budget.max_bytes or 0,
+            live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
         )
     )
     return TierPlan(
@@ -92,6 +95,7 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
+        live_text=contract.encode_live(spec.disk.mode),
         claim_name=spec.volume.existing_claim or names.claim(tier),
     )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
+from kvtier_operator.spec.disk import Disk
 from kvtier_operator.spec.engine import NO_ACCELERATOR, Engine
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
 from kvtier_operator.spec.scalars import ByteQuantity, ObjectName, Word
@@ -97,26 +98,6 @@ class CpuTier(ApiModel):
     def size_bytes(self) -> int:
         """Return `size` in bytes."""
         return quantity.parse_bytes(self.size)
-
-
-class Budget(ApiModel):
-    """How much of the volume the blocks may take."""
-
-    max_size: Annotated[ByteQuantity | None, Field(alias="maxBytes")] = None
-    """Storage that the blocks of this tier may take, such as `1800Gi`; at most the size of the claim. Engines stop
-    storing there. No limit if left out: then the volume itself is the limit."""
-
-    @property
-    def max_bytes(self) -> int | None:
-        """Return `max_size` in bytes; None is no limit."""
-        return None if self.max_size is None else quantity.parse_bytes(self.max_size)
-
-
-class Disk(ApiModel):
-    """The tier on the volume."""
-
-    budget: Budget = Budget()
-    """How much of the volume the blocks may take."""
 
 
 class TierSpec(ApiModel):

@@ -7,6 +7,7 @@ A test never calls into a mount that hangs from its own thread: it uses a thread
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import importlib.util
 import os
 import shutil
@@ -32,6 +33,8 @@ def why_no_fuse() -> str:
         return "there is no /dev/fuse"
     if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
         return "there is no fusermount: install fuse3"
+    if ctypes.util.find_library("fuse") is None:
+        return "there is no libfuse.so.2: install libfuse2"
     if importlib.util.find_spec("mfusepy") is None:
         return "mfusepy is not installed"
     return ""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import shutil
 import stat
 import threading
@@ -16,7 +15,8 @@ import pytest
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, checksum, encode_header
+from kvtier_connector.store.checksums import checksum
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, encode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
 
@@ -160,10 +160,8 @@ class BlockStoreContract:
     def test_files_and_directories_are_closed_to_others(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
         path = root / block_path(key(1))
-        umask = os.umask(0o022)
-        os.umask(umask)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640 & ~umask
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o750 & ~umask
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o2770
 
     def test_a_tree_removed_under_the_store_is_made_again(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))

@@ -14,7 +14,7 @@ REQUIRED = {"tier": "ns/name", "root": "/kv/abc", "digest": "abc", "identity": {
 def test_a_document_without_the_stores_settings_is_read_and_written_back() -> None:
     config = ConnectorConfig(**REQUIRED)
     assert decode(encode(config)) == config
-    assert (config.refresh_seconds, config.direct_io, config.mode_file) == (1.0, None, "")
+    assert (config.refresh_seconds, config.direct_io, config.live_file) == (1.0, None, "")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_document_without_the_stores_settings_is_read_and_written_back() -> No
         ("rescan_seconds", 0),
         ("scan_threads", 0),
         ("scan_threads", 257),
-        ("mode_file", "mode"),
+        ("live_file", "live.json"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(field: str, value: object) -> None:

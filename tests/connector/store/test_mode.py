@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from store_faults import FailingFs, WatchedFs
 
+from kvtier_connector.contract import encode_live
 from kvtier_connector.store.mode import Mode, ModeFile
+
+
+def said(mode: Mode) -> bytes:
+    return encode_live(mode.value).encode()
 
 
 class Clock:
@@ -52,30 +57,33 @@ def mode_file(tmp_path: Path) -> ModeFile:
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("end", ["", "\n", "  \r\n"])
 def test_each_mode_is_understood(mounted: ConfigMapDirectory, mode_file: ModeFile, mode: Mode, end: str) -> None:
-    mounted.write((mode.value + end).encode())
+    mounted.write(said(mode) + end.encode())
     assert mode_file.refresh() is mode
     assert mode_file.mode is mode
     assert mode_file.problem == ""
 
 
 def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, mode_file: ModeFile) -> None:
-    mounted.write(b"ReadOnly")
+    mounted.write(said(Mode.READ_ONLY))
     mode_file.refresh()
-    mounted.write(b"Bypass")
+    mounted.write(said(Mode.BYPASS))
     assert mode_file.mode is Mode.READ_ONLY
     assert mode_file.refresh() is Mode.BYPASS
 
 
-@pytest.mark.parametrize("content", [b"", b"readonly", b"Bypass now", b"\xff\xfe", b"x" * 5000, b"[]", None])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None],
+)
 def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
     mounted: ConfigMapDirectory, mode_file: ModeFile, content: bytes | None
 ) -> None:
-    mounted.write(b"ReadOnly")
+    mounted.write(said(Mode.READ_ONLY))
     mode_file.refresh()
     mounted.write(content)
     assert mode_file.refresh() is Mode.READ_ONLY
     assert "staying with ReadOnly" in mode_file.problem
-    mounted.write(b"ReadWrite")
+    mounted.write(said(Mode.READ_WRITE))
     assert mode_file.refresh() is Mode.READ_WRITE
     assert mode_file.problem == ""
 
@@ -88,7 +96,7 @@ def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_file_that_cannot_be_read_is_reported(mounted: ConfigMapDirectory, tmp_path: Path, call: str) -> None:
-    mounted.write(b"Bypass")
+    mounted.write(said(Mode.BYPASS))
     fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
     mode_file = ModeFile(str(tmp_path / "mode"), seconds=0, fs=fs)
     assert mode_file.refresh() is Mode.READ_WRITE
@@ -104,7 +112,7 @@ def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirect
                 opened.append(str(path))
 
     clock = Clock()
-    mounted.write(b"ReadWrite")
+    mounted.write(said(Mode.READ_WRITE))
     mode_file = ModeFile(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
     for _ in range(11):
         mode_file.refresh()

@@ -15,6 +15,7 @@ from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
 from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash
 
+from kvtier_connector.contract import encode_live
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.workers import Bytes
 
@@ -269,24 +270,24 @@ def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs)
 
 def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs, tmp_path: Path) -> None:
     rigs.write(keys(3))
-    mode = tmp_path / "mode"
-    mode.write_text("ReadWrite")
-    rig = rigs.make(mode_file=str(mode), refresh_seconds=0.05)
+    live = tmp_path / "live.json"
+    live.write_text(encode_live("ReadWrite"))
+    rig = rigs.make(live_file=str(live), refresh_seconds=0.05)
     assert rig.serve(keys(3), "read-write").hit_blocks == 3
 
-    mode.write_text("ReadOnly")
+    live.write_text(encode_live("ReadOnly"))
     wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 1, "the mode is ReadOnly")
     rig.offload(keys(2, first=10))
     assert rig.metric("vllm:kvtier_disk_shed_stores", "mode") == 2
     rig.manager.reset_cache()
     assert rig.serve(keys(3), "read-only").hit_blocks == 3
 
-    mode.write_text("Bypass")
+    live.write_text(encode_live("Bypass"))
     wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 2, "the mode is Bypass")
     rig.manager.reset_cache()
     assert rig.serve(keys(3), "bypass", max_steps=0).hit_blocks == 0
 
-    mode.write_text("ReadWrite")
+    live.write_text(encode_live("ReadWrite"))
     wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 0, "the mode is ReadWrite")
     assert rig.serve(keys(3), "again").hit_blocks == 3
     rig.offload(keys(2, first=10), "writer again")
@@ -294,10 +295,10 @@ def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs, tmp_path: Path) -
 
 
 def test_an_engine_that_starts_in_bypass_does_not_touch_the_volume(rigs: Rigs, tmp_path: Path) -> None:
-    mode = tmp_path / "mode"
-    mode.write_text("Bypass")
+    live = tmp_path / "live.json"
+    live.write_text(encode_live("Bypass"))
     fs = GatedFs(lambda call, path: False)
-    rig = rigs.make(fs=fs, mode_file=str(mode), refresh_seconds=0.05)
+    rig = rigs.make(fs=fs, live_file=str(live), refresh_seconds=0.05)
     rig.offload(keys(2))
 
     assert rig.serve(keys(2, first=5)).hit_blocks == 0

@@ -91,7 +91,28 @@ def test_config_files_name_the_real_paths_and_follow_their_config_map(bench: Ben
 
     bench.patch(kinds.CONFIG_MAP, "files", {"data": {"config.json": "new /var/lib/cache/x", "more": "1"}})
     until(lambda: bench.ask("reader", f"/file{path}") == f"new {root}/x")
-    assert sorted(each.name for each in Path(path).parent.iterdir()) == ["config.json", "more"]
+    names = {each.name for each in Path(path).parent.iterdir()}
+    assert {name for name in names if not name.startswith("..")} == {"config.json", "more"}
+
+
+def test_the_files_of_a_config_map_change_together_and_an_open_one_stays_as_it_was(bench: Bench) -> None:
+    bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "pair"}, "data": {"one": "1", "two": "1", "old": "1"}})
+    volumes = [{"name": "config", "configMap": {"name": "pair"}}]
+    mounts = [{"name": "config", "mountPath": "/etc/app"}]
+    bench.pod("reader", server(volumeMounts=mounts, args=["/etc/app/one"]), volumes=volumes)
+    until(lambda: bench.is_ready("reader"))
+    directory = Path(json.loads(bench.ask("reader", "/argv"))[0]).parent
+    link, restarts = directory / "..data", bench.status("reader")["containerStatuses"][0]["restartCount"]
+    before = link.readlink()
+    assert (directory / "one").readlink() == Path("..data/one")
+    with (directory / "one").open() as opened:
+        bench.patch(kinds.CONFIG_MAP, "pair", {"data": {"one": "2", "two": "2", "old": None}})
+        until(lambda: link.readlink() != before)
+        assert opened.read() == "1"
+    assert ((directory / "one").read_text(), (directory / "two").read_text()) == ("2", "2")
+    until(lambda: not (directory / "old").is_symlink())
+    until(lambda: not (directory / before).exists())
+    assert bench.status("reader")["containerStatuses"][0]["restartCount"] == restarts
 
 
 def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Bench) -> None:

@@ -2,12 +2,11 @@
 """The volumes of one pod as directories of the machine.
 
 What comes from a ConfigMap, a Secret or the downward API is written once for each container, because the paths
-inside are those that this container sees. Files are replaced by renaming, so a reader never sees half of one.
+inside are those that this container sees. They change together, by the swap of one link, as the kubelet's do.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,6 +18,9 @@ from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
 from kvtier_localcluster.kinds import Json, Key
 from kvtier_localcluster.node.environment import Sources, field_value, resource_value, texts_of
 from kvtier_localcluster.node.rewriting import PathMap, expand
+
+_CURRENT = "..data"
+"""The link that the kubelet swaps when the object behind a volume changes."""
 
 _FROM_OBJECTS = ("configMap", "secret", "downwardAPI", "projected")
 
@@ -188,19 +190,41 @@ def _chosen(manifest: Json | None, reference: Json, kind: str, name: str) -> dic
 
 
 def _write_files(directory: Path, files: Mapping[str, bytes], paths: PathMap) -> None:
-    for name, content in files.items():
-        target = directory / name
-        wanted = _rewritten(content, paths)
-        if not target.is_file() or target.read_bytes() != wanted:
+    """Publish the files as the kubelet does: each name is a link through ``..data``, whose swap changes all at once.
+
+    A program that opened a file keeps what it read; one that opens it again sees the new text, and never a mixture.
+    """
+    wanted = {name: _rewritten(content, paths) for name, content in files.items()}
+    current = directory / _CURRENT
+    if not current.is_symlink() or _read_files(current.resolve()) != wanted:
+        version = directory / f"..{uuid.uuid4().hex}"
+        for name, content in wanted.items():
+            target = version / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
-            partial.write_bytes(wanted)
-            partial.replace(target)
-    kept = {directory / name for name in files}
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            if Path(folder, name) not in kept:
-                Path(folder, name).unlink()
+            target.write_bytes(content)
+        version.mkdir(exist_ok=True)
+        before = current.resolve() if current.is_symlink() else None
+        _point(current, version.name)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+    tops = {Path(name).parts[0] for name in files}
+    for top in tops:
+        if not (directory / top).is_symlink():
+            _point(directory / top, f"{_CURRENT}/{top}")
+    for entry in directory.iterdir():
+        if not entry.name.startswith("..") and entry.name not in tops:
+            entry.unlink()
+
+
+def _point(link: Path, target: str) -> None:
+    """Make a link, or let it point elsewhere, in one step."""
+    partial = link.with_name(f"..{uuid.uuid4().hex}.partial")
+    partial.symlink_to(target)
+    partial.replace(link)
+
+
+def _read_files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def _rewritten(content: bytes, paths: PathMap) -> bytes:
