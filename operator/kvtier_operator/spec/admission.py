@@ -14,9 +14,9 @@ class Admission(ApiModel):
     """Which blocks are worth writing to the volume and reading from it."""
 
     min_reuse: Annotated[StrictInt, Field(ge=1, le=100, json_schema_extra={"format": "int32"})] = 1
-    """Write a block when an engine offers it for this many-th time. `1` writes every block. `2` writes a fraction, which
-    pays only where the budget holds a small part of what is used, or where writes are scarce: what is not written the
-    first time cannot be read the second time."""
+    """Write a block when an engine offers it for this many-th time. `1` writes every block. `2` writes a fraction,
+    which pays only where the budget holds a small part of what is used, or where writes are scarce: what is not written
+    the first time cannot be read the second time."""
     cost_aware: StrictBool = True
     """Whether an engine computes a prompt again where it measures that this is quicker than reading it. It measures
     both while it serves, and tries the other way now and then. `false` always reads."""
