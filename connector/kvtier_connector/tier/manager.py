@@ -38,6 +38,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.breaker import Breaker, Direction, State
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
@@ -247,6 +248,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         self._stats.set(metrics.ACTIVE, int(self._volume.is_readable))
+        self._stats.set(metrics.KEY_MISSING, int(not self._volume.has_key))
         self._stats.set(metrics.STUCK_THREADS, self._pool.count_stuck())
         self._stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.view(Direction.LOAD).state])
         self._stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.view(Direction.STORE).state])
@@ -349,6 +351,8 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.INERT
         if not self._volume.is_writable:
             return metrics.UNCOUNTED
+        if not self._volume.has_key:
+            return StoreFault.NO_KEY.value
         if self._is_storing_stuck:
             return metrics.STUCK
         if not self._breaker.has_room(Direction.STORE):
