@@ -38,6 +38,7 @@ TENANT_PARAMETER = "kvtier_tenant"
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
 
 MOST_IO_THREADS = 256
+MOST_REUSE = 100
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -86,6 +87,13 @@ class ConnectorConfig:
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
 
+    cost_aware: bool = True
+    """Whether a hit is computed instead where that is measured to be quicker than loading it."""
+    min_tokens: int = 0
+    """Hits of fewer tokens are computed; 0 is no such limit."""
+    min_reuse: int = 1
+    """A block is written when the engine offers it for this many-th time; 1 writes every block."""
+
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
         checks = (
@@ -111,6 +119,8 @@ class ConnectorConfig:
             ),
             (all(quota > 0 for quota in self.tenant_quotas.values()), "tenant_quotas", "must all be more than 0"),
             (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
+            (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
+            (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
             (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
         )
         for is_valid, name, remedy in checks:
