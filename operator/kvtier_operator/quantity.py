@@ -23,6 +23,7 @@ _PATTERN = re.compile(
     re.ASCII,
 )
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_THREE_DIGITS = 100
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
@@ -76,6 +77,15 @@ def format_bytes(count: int) -> str:
         if count and count % (1 << power) == 0:
             return f"{count >> power}{suffix}"
     return str(count)
+
+
+def show_bytes(count: int) -> str:
+    """Write a number of bytes for people, with three digits at most: 1319413953331 is "1.2 TiB"."""
+    for suffix, power in reversed(_BINARY.items()):
+        if count >= 1 << power:
+            value = count / (1 << power)
+            return f"{value:.0f} {suffix}B" if value >= _THREE_DIGITS else f"{value:.3g} {suffix}B"
+    return f"{count} B"
 
 
 def _multiplier(suffix: str | None, exponent: str | None) -> Fraction:

@@ -9,23 +9,40 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from blake3 import blake3
-
-from kvtier_connector.store.layout import MAX_HASH_BYTES, BlockKey, is_valid
+from kvtier_connector.store.checksums import CHECKSUM_BYTES, DEFAULT_ALGORITHM, Algorithm
+from kvtier_connector.store.layout import (
+    MAX_HASH_BYTES,
+    MAX_KEY_ID_CHARACTERS,
+    MAX_TENANT_CHARACTERS,
+    NO_LINEAGE,
+    BlockKey,
+    Lineage,
+    is_key_id,
+    is_valid,
+    is_valid_lineage,
+)
 
 ALIGNMENT = 4096
 """Size of the header, and what O_DIRECT needs of a buffer's address and of a payload's length."""
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
-FORMAT_VERSION = 1
-CHECKSUM_BYTES = 32
+FORMAT_VERSION = 2
+KEY_CHECK_BYTES = 8
+NONCE_BYTES = 12
+TAG_BYTES = 16
 
-_FIELDS = struct.Struct(f"<4sIIIIIQQII{MAX_HASH_BYTES}s{CHECKSUM_BYTES}s")
+_FIELDS = struct.Struct(
+    f"<4sIIIIIQQII{MAX_HASH_BYTES}sII{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s{CHECKSUM_BYTES}s"
+    f"{MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
+)
 _CRC = struct.Struct("<I")
-_CRC_OFFSET = HEADER_BYTES - _CRC.size
-_PADDING = bytes(_CRC_OFFSET - _FIELDS.size)
+CRC_OFFSET = HEADER_BYTES - _CRC.size
+"""Where the header's own checksum stands."""
+CHECKSUM_PLACE = slice(152, 152 + CHECKSUM_BYTES)
+"""Where the payload's checksum, or the tag of its encryption, stands."""
+_PADDING = bytes(CRC_OFFSET - _FIELDS.size)
 
 
 class Fault(enum.Enum):
@@ -48,20 +65,54 @@ class Fault(enum.Enum):
     CHECKSUM = "checksum"
     """The payload is not what the writer wrote."""
     ALGORITHM = "algorithm"
-    """An intact header that asks for a checksum, an encryption or a feature that this release does not know."""
+    """An intact header that asks for a checksum, an encryption or a feature that is not known here."""
+    KEY_MISSING = "key_missing"
+    """The block is encrypted with a key that this reader does not have."""
+    KEY_WRONG = "key_wrong"
+    """The block is encrypted with another key than the one that has this name here."""
+    CLEAR = "clear"
+    """The block is not encrypted, and this reader believes encrypted blocks only."""
+    TAG = "tag"
+    """The reader has the key, and header and payload are not what was encrypted with it."""
     IO = "io"
     """The system could not open or read the file; nothing is known about its bytes."""
 
     @property
     def is_damage(self) -> bool:
         """Say whether the file is bad for every reader, so that moving it out of the way loses nothing."""
-        return self not in {Fault.VERSION, Fault.LENGTH, Fault.ALGORITHM, Fault.IO}
+        return self not in _STAYING
 
 
-class Algorithm(enum.IntEnum):
-    """How the payload's checksum is computed."""
+_STAYING = {
+    Fault.VERSION,
+    Fault.LENGTH,
+    Fault.ALGORITHM,
+    Fault.KEY_MISSING,
+    Fault.KEY_WRONG,
+    Fault.CLEAR,
+    Fault.IO,
+}
 
-    BLAKE3_256 = 1
+
+class Encryption(enum.IntEnum):
+    """How the payload is encrypted."""
+
+    NONE = 0
+    AES_256_GCM = 1
+
+
+class Seal(NamedTuple):
+    """With what a payload is encrypted; not the key itself."""
+
+    key_id: str = ""
+    """The key's name."""
+    key_check: bytes = bytes(KEY_CHECK_BYTES)
+    """Tells two keys of one name apart."""
+    nonce: bytes = bytes(NONCE_BYTES)
+
+
+NO_SEAL = Seal()
+"""Of a payload that is not encrypted."""
 
 
 class Header(NamedTuple):
@@ -70,23 +121,24 @@ class Header(NamedTuple):
     key: BlockKey
     payload_bytes: int
     checksum: bytes
+    """Of the payload, or the tag of its encryption; always 32 bytes."""
     created_ns: int
     """When the writer wrote it: nanoseconds since 1970, by the writer's clock."""
-    algorithm: int = Algorithm.BLAKE3_256
-    encryption: int = 0
+    lineage: Lineage = NO_LINEAGE
+    algorithm: int = DEFAULT_ALGORITHM
+    encryption: int = Encryption.NONE
+    seal: Seal = NO_SEAL
     flags: int = 0
-
-
-def checksum(payload: memoryview) -> bytes:
-    """Return the BLAKE3-256 of the payload; the GIL is free meanwhile."""
-    return blake3(payload).digest()
 
 
 def encode_header(header: Header) -> bytes:
     """Return the page that `decode_header` reads; raise ValueError for a header that no reader would accept."""
-    key = header.key
-    if not is_valid(key) or header.payload_bytes < 1 or len(header.checksum) != CHECKSUM_BYTES:
-        raise ValueError(f"{header!r}: the key, the payload length or the checksum does not fit the format")
+    key, lineage, seal = header.key, header.lineage, header.seal
+    is_sound = is_valid(key) and is_valid_lineage(lineage) and _is_sealed_right(header)
+    if not is_sound or header.payload_bytes < 1 or len(header.checksum) != CHECKSUM_BYTES:
+        raise ValueError(
+            f"{header!r}: the key, its lineage, the payload length or the checksum does not fit the format"
+        )
     if not _is_known(header):
         raise ValueError(f"{header!r}: this release knows no such checksum algorithm, encryption or flags")
     try:
@@ -102,7 +154,14 @@ def encode_header(header: Header) -> bytes:
             key.group,
             len(key.hash),
             key.hash,
+            len(lineage.parent),
+            lineage.position,
+            lineage.parent,
+            key.tenant.encode(),
             header.checksum,
+            seal.key_id.encode(),
+            seal.key_check,
+            seal.nonce,
         )
     except struct.error as error:
         raise ValueError(f"{header!r}: {error}") from error
@@ -120,31 +179,47 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
         return Fault.TRUNCATED if len(data) else Fault.EMPTY
     if data[: len(MAGIC)] != MAGIC:
         return Fault.MAGIC
-    if _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
+    if _CRC.unpack_from(data, CRC_OFFSET)[0] != zlib.crc32(data[:CRC_OFFSET]):
         return Fault.HEADER
-    (
-        _,
-        version,
-        header_bytes,
-        flags,
-        algorithm,
-        encryption,
-        payload_bytes,
-        created_ns,
-        group,
-        hash_bytes,
-        padded,
-        digest,
-    ) = _FIELDS.unpack_from(data)
-    if version != FORMAT_VERSION:
+    fields = _FIELDS.unpack_from(data)
+    if fields[1] != FORMAT_VERSION:
         return Fault.VERSION
-    key = BlockKey(padded[:hash_bytes], group)
-    is_sound = header_bytes == HEADER_BYTES and payload_bytes >= 1 and hash_bytes <= MAX_HASH_BYTES and is_valid(key)
-    if not is_sound or any(padded[hash_bytes:]):
+    header = _build(fields)
+    if header is None:
         return Fault.HEADER
-    header = Header(key, payload_bytes, digest, created_ns, algorithm, encryption, flags)
     return header if _is_known(header) else Fault.ALGORITHM
 
 
+def _build(fields: tuple[Any, ...]) -> Header | None:
+    """Return the header that has these fields, None if they make no sense together."""
+    _, _, header_bytes, flags, algorithm, encryption, payload_bytes, created_ns, group, *rest = fields
+    hash_bytes, padded, parent_bytes, position, padded_parent, tenant, digest, key_id, key_check, nonce = rest
+    if header_bytes != HEADER_BYTES or payload_bytes < 1 or max(hash_bytes, parent_bytes) > MAX_HASH_BYTES:
+        return None
+    if any(padded[hash_bytes:]) or any(padded_parent[parent_bytes:]) or not (tenant + key_id).isascii():
+        return None
+    key = BlockKey(padded[:hash_bytes], group, tenant.rstrip(b"\0").decode("ascii"))
+    lineage = Lineage(padded_parent[:parent_bytes], position)
+    seal = Seal(key_id.rstrip(b"\0").decode("ascii"), key_check, nonce)
+    header = Header(key, payload_bytes, digest, created_ns, lineage, algorithm, encryption, seal, flags)
+    is_sound = is_valid(key) and is_valid_lineage(lineage) and _is_sealed_right(header)
+    return header if is_sound else None
+
+
+def _is_sealed_right(header: Header) -> bool:
+    """Say whether an encrypted block names its key and one in clear does not; of what is not known, nothing is said."""
+    if header.encryption == Encryption.NONE:
+        return header.seal == NO_SEAL
+    if header.encryption != Encryption.AES_256_GCM:
+        return True
+    seal = header.seal
+    is_long_enough = len(seal.key_check) == KEY_CHECK_BYTES and len(seal.nonce) == NONCE_BYTES
+    return is_long_enough and is_key_id(seal.key_id) and not any(header.checksum[TAG_BYTES:])
+
+
 def _is_known(header: Header) -> bool:
-    return header.algorithm == Algorithm.BLAKE3_256 and header.encryption == 0 and header.flags == 0
+    if header.encryption == Encryption.NONE:
+        is_verifiable = header.algorithm in {Algorithm.BLAKE3_256, Algorithm.AES_GMAC}
+    else:
+        is_verifiable = header.encryption == Encryption.AES_256_GCM and header.algorithm == Algorithm.NONE
+    return is_verifiable and header.flags == 0

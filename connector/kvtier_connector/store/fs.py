@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -19,7 +20,9 @@ from kvtier_connector.store.format import ALIGNMENT, HEADER_BYTES
 from kvtier_connector.store.layout import partial_path
 
 FILE_MODE = 0o640
-DIRECTORY_MODE = 0o750
+"""The group is that of the pods of one tier: engines and the janitor may run as different users."""
+DIRECTORY_MODE = 0o2770
+"""The group removes files and adds its own; with the set-group-ID bit, what lies below has the same group."""
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """A volume is shared: a planted link must not be followed, and a planted pipe must not block the thread."""
@@ -35,8 +38,12 @@ class FileSystem:
     """One thin method for each system call, raising OSError as the system does. Stateless; any thread may call."""
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file, with mode 0640 if that creates it."""
-        return os.open(path, flags, FILE_MODE)
+        """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
+        fd = os.open(path, flags, FILE_MODE)
+        if flags & os.O_CREAT and _umask() & FILE_MODE:
+            with contextlib.suppress(OSError):
+                os.fchmod(fd, FILE_MODE)
+        return fd
 
     def close(self, fd: int) -> None:
         """Close a file; network file systems report a failed write here."""
@@ -79,13 +86,26 @@ class FileSystem:
         os.unlink(path)  # noqa: PTH108 - one system call, no more
 
     def mkdir(self, path: str) -> None:
-        """Make a directory with mode 0750."""
+        """Make a directory with mode 2770, whatever the process's umask takes away."""
         os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
+        # The system never sets the set-group-ID bit at once. Some network file systems refuse to change a mode.
+        with contextlib.suppress(OSError):
+            os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
 
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         """List a directory."""
         with os.scandir(path) as entries:
             return list(entries)
+
+
+@functools.cache
+def _umask() -> int:
+    """Return the process's umask as it was at the first call; asking the system otherwise would change it."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:  # noqa: PTH123 - one file, once
+            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    except (OSError, StopIteration, ValueError):
+        return 0o777
 
 
 LOCAL = FileSystem()

@@ -8,6 +8,8 @@ block that is not there after all is a miss, one that is there unknown to us is 
 from __future__ import annotations
 
 import enum
+import functools
+import hashlib
 import threading
 import time
 from collections import OrderedDict
@@ -146,4 +148,12 @@ class BlockIndex:
 
 
 def _compact(key: BlockKey) -> bytes:
-    return key.hash[:_HASH_BYTES] + (key.group & 0xFFFF).to_bytes(2, "little")
+    name = key.hash[:_HASH_BYTES]
+    if key.tenant:
+        name = (int.from_bytes(name, "big") ^ _mask(key.tenant)).to_bytes(_HASH_BYTES, "big")
+    return name + (key.group & 0xFFFF).to_bytes(2, "little")
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask(tenant: str) -> int:
+    return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:_HASH_BYTES], "big")

@@ -25,7 +25,15 @@ from kvtier_connector.store.fs import (
     make_directories,
     new_token,
 )
-from kvtier_connector.store.layout import JOURNAL, BlockKey, JournalName, journal_path, parse_journal_path
+from kvtier_connector.store.layout import (
+    JOURNAL,
+    NO_LINEAGE,
+    BlockKey,
+    JournalName,
+    Lineage,
+    journal_path,
+    parse_journal_path,
+)
 from kvtier_connector.store.records import (
     RECORD_BYTES,
     Op,
@@ -46,7 +54,7 @@ class JournalLimits:
     """How much a writer keeps in memory and on the volume."""
 
     used_window_seconds: float = 60.0
-    """A block that is used again within half of this is not noted again; after all of it, it is."""
+    """A prefix that is used again within half of this is not noted again; after all of it, it is."""
     buffered_records: int = 1 << 16
     """While the volume does not take them, older records than this many are dropped and counted."""
     segment_bytes: int = 4 << 20
@@ -89,12 +97,12 @@ class JournalWriter:
         self._number = 0
         self._offset = 0
 
-    def append(self, op: Op, key: BlockKey, payload_bytes: int) -> None:
+    def append(self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
         """Note what was done; it is written at the next flush. A repeated USED is left out."""
         with self._lock:
             if op is not Op.GONE and self._was_seen(key) and op is Op.USED:
                 return
-            self._pending.append(encode_record(Record(op, key, payload_bytes, self._clock())))
+            self._pending.append(encode_record(Record(op, key, payload_bytes, self._clock(), lineage)))
             self._trim()
 
     @property

@@ -6,13 +6,18 @@ Pure: names only, nothing is read or written. Paths are relative to the root and
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
+
+from kvtier_connector.contract import KEY_ID_PATTERN, TENANT_PATTERN
 
 BLOCKS = "blocks"
 """Directory of the block files."""
 QUARANTINE = "quarantine"
 """Directory of the block files that failed verification, kept for a person to look at until they are removed."""
+TENANTS = "tenants"
+"""Directory of the tenants' own trees, each with blocks and a quarantine of its own."""
 JOURNAL = "journal"
 """Directory of the journals, in which processes tell each other what they did."""
 TIER_FILE = "tier.json"
@@ -20,16 +25,22 @@ TIER_FILE = "tier.json"
 
 MIN_HASH_BYTES = 3
 """Shorter hashes could not name both directories; no hash algorithm in use is anywhere near."""
-MAX_HASH_BYTES = 64
-"""The header has room for this much, which is SHA-512."""
+MAX_HASH_BYTES = 32
+"""The header and the records have room for this much, which is SHA-256: vLLM has no longer hash."""
 MAX_GROUP = 2**32 - 1
+MAX_POSITION = 2**32 - 1
+MAX_TENANT_CHARACTERS = 32
+MAX_KEY_ID_CHARACTERS = 64
 
+_TENANT = re.compile(TENANT_PATTERN, re.ASCII)
+_KEY_ID = re.compile(KEY_ID_PATTERN, re.ASCII)
 _BLOCK = re.compile(
-    rf"{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<second>[0-9a-f]{{2}})/"
+    rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<second>[0-9a-f]{{2}})/"
     r"(?P<hash>(?P=first)(?P=second)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
     re.ASCII,
 )
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
+_QUARANTINED = re.compile(rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{QUARANTINE}/[^/]+", re.ASCII)
 _PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
 
 
@@ -38,6 +49,21 @@ class BlockKey(NamedTuple):
 
     hash: bytes
     group: int
+    tenant: str = ""
+    """Whose block it is: the same tokens of two tenants are two blocks. Empty for the tier's common blocks."""
+
+
+class Lineage(NamedTuple):
+    """Where a block stands in the prefix that it ends. A hint for whoever makes room: a wrong one costs a hole."""
+
+    parent: bytes = b""
+    """Hash of the block before it, of the same group and tenant; empty for the first, and where it is not known."""
+    position: int = 0
+    """Its number among the chunks of the prefix, from 0; 0 where it is not known."""
+
+
+NO_LINEAGE = Lineage()
+"""Of a first block, and of one of which nothing is known."""
 
 
 class JournalName(NamedTuple):
@@ -49,26 +75,50 @@ class JournalName(NamedTuple):
 
 
 def is_valid(key: BlockKey) -> bool:
-    """Say whether the key can be stored: its hash fits the header and its group is an unsigned 32-bit number."""
-    return MIN_HASH_BYTES <= len(key.hash) <= MAX_HASH_BYTES and 0 <= key.group <= MAX_GROUP
+    """Say whether the key can be stored: its hash and tenant fit the header, its group an unsigned 32-bit number."""
+    is_number_valid = MIN_HASH_BYTES <= len(key.hash) <= MAX_HASH_BYTES and 0 <= key.group <= MAX_GROUP
+    return is_number_valid and (key.tenant == "" or is_tenant(key.tenant))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_tenant(name: str) -> bool:
+    """Say whether a tenant can have this name: it becomes a directory, on file systems of every kind."""
+    return _TENANT.fullmatch(name) is not None
+
+
+def is_key_id(name: str) -> bool:
+    """Say whether an encryption key can have this name."""
+    return _KEY_ID.fullmatch(name) is not None
+
+
+def is_valid_lineage(lineage: Lineage) -> bool:
+    """Say whether it fits the header: no parent, or one with a hash of a usable length."""
+    is_parent_valid = not lineage.parent or MIN_HASH_BYTES <= len(lineage.parent) <= MAX_HASH_BYTES
+    return is_parent_valid and 0 <= lineage.position <= MAX_POSITION
+
+
+def tenant_directory(tenant: str) -> str:
+    """Return what stands before a tenant's paths: ``tenants/<tenant>/``, nothing for the common blocks."""
+    return f"{TENANTS}/{tenant}/" if tenant else ""
 
 
 def block_name(key: BlockKey) -> str:
     """Return the name of the block's file, without its directories."""
     if not is_valid(key):
         raise ValueError(
-            f"{key!r}: the hash must have {MIN_HASH_BYTES} to {MAX_HASH_BYTES} bytes and the group must fit 32 bits"
+            f"{key!r}: the hash must have {MIN_HASH_BYTES} to {MAX_HASH_BYTES} bytes, the group must fit 32 bits and "
+            f"the tenant must match {TENANT_PATTERN}"
         )
     return f"{key.hash.hex()}_g{key.group}.kvb"
 
 
 def block_path(key: BlockKey) -> str:
-    """Return the block's path: ``blocks/<3 hex digits>/<2 hex digits>/<hash>_g<group>.kvb``.
+    """Return the block's path: ``blocks/<3 hex digits>/<2 hex digits>/<hash>_g<group>.kvb``, in the tenant's tree.
 
     4096 directories of 256 keep each one small: 100 million blocks are about 100 files in each.
     """
     name = block_name(key)
-    return f"{BLOCKS}/{name[:3]}/{name[3:5]}/{name}"
+    return f"{tenant_directory(key.tenant)}{BLOCKS}/{name[:3]}/{name[3:5]}/{name}"
 
 
 def parse_block_path(relative: str) -> BlockKey | None:
@@ -76,7 +126,7 @@ def parse_block_path(relative: str) -> BlockKey | None:
     match = _BLOCK.fullmatch(relative)
     if match is None or len(match["hash"]) % 2:
         return None
-    key = BlockKey(bytes.fromhex(match["hash"]), int(match["group"]))
+    key = BlockKey(bytes.fromhex(match["hash"]), int(match["group"]), match["tenant"] or "")
     return key if is_valid(key) else None
 
 
@@ -92,7 +142,12 @@ def is_partial(name: str) -> bool:
 
 def quarantine_path(key: BlockKey, reason: str, token: str) -> str:
     """Return where a damaged block file is moved: its name, why, and a token, since a block can be damaged twice."""
-    return f"{QUARANTINE}/{block_name(key)}.{reason}.{token}"
+    return f"{tenant_directory(key.tenant)}{QUARANTINE}/{block_name(key)}.{reason}.{token}"
+
+
+def is_quarantined(relative: str) -> bool:
+    """Say whether the path is one of a quarantine directory, the common one or a tenant's."""
+    return _QUARANTINED.fullmatch(relative) is not None
 
 
 def journal_path(name: JournalName) -> str:

@@ -11,17 +11,25 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from kvtier_connector.store.layout import MAX_HASH_BYTES, BlockKey, is_valid
+from kvtier_connector.store.layout import (
+    MAX_HASH_BYTES,
+    MAX_TENANT_CHARACTERS,
+    NO_LINEAGE,
+    BlockKey,
+    Lineage,
+    is_valid,
+    is_valid_lineage,
+)
 
-RECORD_BYTES = 96
+RECORD_BYTES = 128
 """Of a record, and of the head: so a record's place says its number, and a torn tail is what does not fill one."""
 JOURNAL_MAGIC = b"KVTJ"
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = RECORD_BYTES - _CRC.size
-_HEAD = struct.Struct("<4sIII16sQ52x")
-_RECORD = struct.Struct(f"<BBxxIQQ{MAX_HASH_BYTES}s4x")
+_HEAD = struct.Struct("<4sIII16sQ84x")
+_RECORD = struct.Struct(f"<BBBxIQQI{MAX_HASH_BYTES}s{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s")
 
 
 class Op(enum.IntEnum):
@@ -30,7 +38,10 @@ class Op(enum.IntEnum):
     STORED = 1
     """It wrote the block."""
     USED = 2
-    """It read the block, or wanted to write it and found it there; at most one in a while for each block."""
+    """It used the prefix that ends with the block: one record for the whole chain, at most one in a while.
+
+    Whoever makes room treats the blocks before it, which its parents name, as used at the same time.
+    """
     GONE = 3
     """It removed the block, or moved it to quarantine."""
 
@@ -45,15 +56,28 @@ class Record(NamedTuple):
     """Of the block. With GONE, what was freed: 0 if the file was only moved."""
     time_ns: int
     """Nanoseconds since 1970 by the writer's clock; hosts may disagree, so it is for recency and nothing else."""
+    lineage: Lineage = NO_LINEAGE
+    """Of the block; with GONE there is none."""
 
 
 def encode_record(record: Record) -> bytes:
     """Return the bytes that `decode_record` reads; raise ValueError for what does not fit."""
-    key = record.key
-    if not is_valid(key):
-        raise ValueError(f"{record!r}: the key does not fit the format")
+    key, lineage = record.key, record.lineage
+    if not is_valid(key) or not is_valid_lineage(lineage):
+        raise ValueError(f"{record!r}: the key or its lineage does not fit the format")
     try:
-        fields = _RECORD.pack(record.op, len(key.hash), key.group, record.payload_bytes, record.time_ns, key.hash)
+        fields = _RECORD.pack(
+            record.op,
+            len(key.hash),
+            len(lineage.parent),
+            key.group,
+            record.payload_bytes,
+            record.time_ns,
+            lineage.position,
+            key.hash,
+            lineage.parent,
+            key.tenant.encode(),
+        )
     except struct.error as error:
         raise ValueError(f"{record!r}: {error}") from error
     return fields + _CRC.pack(zlib.crc32(fields))
@@ -63,9 +87,16 @@ def decode_record(data: bytes | memoryview) -> Record | None:
     """Return the record, None if these bytes are none: half-written, damaged or zeros."""
     if len(data) != RECORD_BYTES or _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
         return None
-    op, hash_bytes, group, payload_bytes, time_ns, padded = _RECORD.unpack_from(data)
-    key = BlockKey(padded[:hash_bytes], group)
-    return Record(op, key, payload_bytes, time_ns) if hash_bytes <= MAX_HASH_BYTES and is_valid(key) else None
+    op, hash_bytes, parent_bytes, group, payload_bytes, time_ns, position, padded, parent, tenant = _RECORD.unpack_from(
+        data
+    )
+    if max(hash_bytes, parent_bytes) > MAX_HASH_BYTES or not tenant.isascii():
+        return None
+    key = BlockKey(padded[:hash_bytes], group, tenant.rstrip(b"\0").decode("ascii"))
+    lineage = Lineage(parent[:parent_bytes], position)
+    if not is_valid(key) or not is_valid_lineage(lineage):
+        return None
+    return Record(op, key, payload_bytes, time_ns, lineage)
 
 
 def encode_head(writer: str, created_ns: int) -> bytes:

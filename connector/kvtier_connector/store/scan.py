@@ -19,10 +19,10 @@ from typing import NamedTuple
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import (
-    QUARANTINE,
     TIER_FILE,
     BlockKey,
     is_partial,
+    is_quarantined,
     parse_block_path,
     parse_journal_path,
 )
@@ -118,7 +118,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
         return None
     if is_file and (key := parse_block_path(path)) is not None:
         return BlockEntry(key, path, size, mtime_ns)
-    if is_file and path.startswith(QUARANTINE + "/"):
+    if is_file and is_quarantined(path):
         return Leftover(LeftoverKind.QUARANTINED, path, size, mtime_ns)
     kind = LeftoverKind.PARTIAL if is_file and is_partial(name) else LeftoverKind.FOREIGN
     return Leftover(kind, path, size, mtime_ns)

@@ -21,7 +21,7 @@ from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
@@ -62,6 +62,7 @@ class SharedStore:
         fs: FileSystem = LOCAL,
         direct: bool | None = None,
         max_bytes: int = 0,
+        keys_dir: str = "",
         scan_threads: int = 4,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -73,11 +74,12 @@ class SharedStore:
             fs: The system calls.
             direct: As for `BlockStore`.
             max_bytes: As for `BlockStore`.
+            keys_dir: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
-        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes)
+        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir)
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
@@ -98,7 +100,7 @@ class SharedStore:
         """Do as `BlockStore.get` does, and remember the answer."""
         started = self._now()
         outcome = self.blocks.get(key, into)
-        self._remember(key, outcome, into.nbytes, started)
+        self._remember(key, outcome, started)
         return outcome
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
@@ -106,14 +108,13 @@ class SharedStore:
         started = self._now()
         outcome = self.blocks.stream(key, buffer, take)
         if outcome is not None:
-            self._remember(key, outcome, buffer.nbytes, started)
+            self._remember(key, outcome, started)
         return outcome
 
-    def _remember(self, key: BlockKey, outcome: Outcome, payload_bytes: int, started: float) -> None:
+    def _remember(self, key: BlockKey, outcome: Outcome, started: float) -> None:
         seconds = self._now() - started
         if isinstance(outcome, Hit):
             self._index.add(key)
-            self._journal.append(Op.USED, key, payload_bytes)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
             return
         # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
@@ -123,19 +124,27 @@ class SharedStore:
         label = "miss" if isinstance(outcome, Miss) else outcome.value
         self._counters.add(Operation.GET, label, moved_bytes=0, seconds=seconds)
 
-    def put(self, key: BlockKey, payload: memoryview) -> StoreOutcome:
+    def note_used(self, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
+        """Tell whoever makes room that a prefix was used: `key` is the last block of it, the others need no call.
+
+        Only memory is touched, and the same prefix is noted once in a while.
+        """
+        self._journal.append(Op.USED, key, payload_bytes, lineage)
+
+    def put(
+        self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
+    ) -> StoreOutcome:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
         started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
-        outcome = Present() if is_known else self.blocks.put(key, payload)
+        outcome = Present() if is_known else self.blocks.put(key, payload, lineage, is_scratch=is_scratch)
         seconds = self._now() - started
         if isinstance(outcome, Stored):
             self._index.add(key)
-            self._journal.append(Op.STORED, key, payload.nbytes)
+            self._journal.append(Op.STORED, key, payload.nbytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
             self._index.add(key)
-            self._journal.append(Op.USED, key, payload.nbytes)
             self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
         else:
             self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blake3 import blake3
-
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.fs import FileSystem, read_block, read_page
+from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.sealing import Reading, begin_reading
 
 PIECE_BYTES = 1 << 20
-"""Through the page cache, this much is read and hashed before more is read: it is still in the core's cache then."""
+"""Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
 
 Take = Callable[[int, memoryview], bool]
 """Takes the payload's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
@@ -21,14 +21,15 @@ Take = Callable[[int, memoryview], bool]
 class _Verifier:
     """Takes in what has been read so far, and stops the read at the first thing that is wrong."""
 
-    def __init__(self, key: BlockKey, page: memoryview, target: memoryview) -> None:
+    def __init__(self, key: BlockKey, page: memoryview, target: memoryview, keyring: Keyring | None) -> None:
         self.header: Header | None = None
         self.fault: Fault | None = None
         self._key = key
         self._page = page
         self._target = target
-        self._hasher = blake3()
-        self._hashed = 0
+        self._keyring = keyring
+        self._reading: Reading | None = None
+        self._taken = 0
 
     def take(self, done: int) -> bool:
         """Look at the first `done` bytes of the file; say whether the rest is wanted."""
@@ -36,14 +37,15 @@ class _Verifier:
             return True
         if self.header is None:
             self._take_header()
-        if self.fault is None:
+        if self.fault is None and self._reading is not None:
             reached = done - HEADER_BYTES
-            self._hasher.update(self._target[self._hashed : reached])
-            self._hashed = reached
+            self._reading.take(self._target[self._taken : reached])
+            self._taken = reached
         return self.fault is None
 
-    def digest(self) -> bytes:
-        return self._hasher.digest()
+    def end(self) -> Fault | None:
+        """Say what is wrong with a file that was read to its end."""
+        return Fault.TRUNCATED if self._reading is None else self._reading.end()
 
     def _take_header(self) -> None:
         header = decode_header(self._page)
@@ -55,17 +57,29 @@ class _Verifier:
             self.header, self.fault = header, Fault.LENGTH
         else:
             self.header = header
+            begun = begin_reading(header, self._page, self._keyring)
+            if isinstance(begun, Fault):
+                self.fault = begun
+            else:
+                self._reading = begun
 
 
 def read_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem, fd: int, key: BlockKey, *, page: memoryview, target: memoryview, is_direct: bool
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    *,
+    page: memoryview,
+    target: memoryview,
+    is_direct: bool,
+    keyring: Keyring | None = None,
 ) -> int | Fault:
     """Read a block into `target` and verify it on the way; return the bytes read, or what is wrong.
 
     With O_DIRECT all of it is asked for at once, since the device is faster with one large request and its bytes are
     in no cache yet.
     """
-    verifier = _Verifier(key, page, target)
+    verifier = _Verifier(key, page, target, keyring)
     bytes_read = read_block(
         fs,
         fd,
@@ -83,11 +97,18 @@ def read_verified(  # noqa: PLR0913 - keywords
         return Fault.TRUNCATED if bytes_read else Fault.EMPTY
     if bytes_read < HEADER_BYTES + target.nbytes:
         return Fault.TRUNCATED
-    return bytes_read if verifier.digest() == verifier.header.checksum else Fault.CHECKSUM
+    return verifier.end() or bytes_read
 
 
 def stream_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem, fd: int, key: BlockKey, *, page: memoryview, buffer: memoryview, take: Take
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    *,
+    page: memoryview,
+    buffer: memoryview,
+    take: Take,
+    keyring: Keyring | None = None,
 ) -> int | Fault | None:
     """Hand a block on piece by piece while it is in the core's cache, for files opened without O_DIRECT.
 
@@ -104,17 +125,19 @@ def stream_verified(  # noqa: PLR0913 - keywords
     header = _expect(fs, fd, key, page, payload_bytes)
     if isinstance(header, Fault):
         return header
-    hasher = blake3()
+    reading = begin_reading(header, page, keyring)
+    if isinstance(reading, Fault):
+        return reading
     done = 0
     while True:
         if filled:
             piece = buffer[:filled]
-            hasher.update(piece)
+            reading.take(piece)
             if not take(done, piece):
                 return None
             done += filled
         if done == payload_bytes:
-            return HEADER_BYTES + done if hasher.digest() == header.checksum else Fault.CHECKSUM
+            return reading.end() or HEADER_BYTES + done
         filled = fs.preadv(fd, [buffer[: min(piece_bytes, payload_bytes - done)]], HEADER_BYTES + done)
         if not filled:
             return Fault.TRUNCATED

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier_connector.store.blockstore import Outcome, StoreOutcome
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
 BlockOutcome = Outcome | StoreOutcome
 
@@ -35,6 +36,9 @@ class Block:
 
     key: bytes
     slot: int
+    name: BlockKey
+    """What the store calls it."""
+    lineage: Lineage = NO_LINEAGE
 
 
 class Job:

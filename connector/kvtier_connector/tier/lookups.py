@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier.workers import Lane, Staging, Task, WorkerPool
 
 KEYS_PER_PROBE = 32
@@ -45,7 +46,7 @@ class _Probe:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     deadline: float
-    probes: tuple[tuple[bytes, int], ...]
+    probes: tuple[tuple[BlockKey, int], ...]
 
 
 class Lookups:
@@ -53,8 +54,8 @@ class Lookups:
 
     def __init__(
         self,
-        state: Callable[[bytes], Presence],
-        contains: Callable[[bytes], bool],
+        state: Callable[[BlockKey], Presence],
+        contains: Callable[[BlockKey], bool],
         pool: WorkerPool,
         *,
         deadline_seconds: float,
@@ -66,14 +67,14 @@ class Lookups:
         self._pool = pool
         self._deadline_seconds = deadline_seconds
         self._clock = clock
-        self._negative: dict[str, dict[bytes, Verdict]] = {}
-        self._probes: dict[bytes, _Probe] = {}
-        self._unsent: list[tuple[bytes, int]] = []
+        self._negative: dict[str, dict[BlockKey, Verdict]] = {}
+        self._probes: dict[BlockKey, _Probe] = {}
+        self._unsent: list[tuple[BlockKey, int]] = []
         self._sent: deque[_Batch] = deque()
-        self._answers: queue.SimpleQueue[tuple[bytes, int, bool]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[BlockKey, int, bool]] = queue.SimpleQueue()
         self._next_number = 0
 
-    def ask(self, key: bytes, request: str) -> Verdict:
+    def ask(self, key: BlockKey, request: str) -> Verdict:
         """Say whether the volume has the block; WAITING until a probe has answered or its deadline has passed."""
         negative = self._negative.get(request)
         if negative is not None and key in negative:
@@ -118,7 +119,7 @@ class Lookups:
             for key, number in self._sent.popleft().probes:
                 self._settle(key, number, Verdict.LATE)
 
-    def add_failed(self, keys: Sequence[bytes], request: str) -> None:
+    def add_failed(self, keys: Sequence[BlockKey], request: str) -> None:
         """Note blocks that could not be loaded: this request does without."""
         for key in keys:
             self._negative.setdefault(request, {})[key] = Verdict.FAILED
@@ -129,14 +130,14 @@ class Lookups:
         for probe in self._probes.values():
             probe.requests.discard(request)
 
-    def _is_wanted(self, key: bytes, number: int) -> bool:
+    def _is_wanted(self, key: BlockKey, number: int) -> bool:
         probe = self._probes.get(key)
         return probe is not None and probe.number == number
 
     def _is_waiting(self, batch: _Batch) -> bool:
         return any(self._is_wanted(key, number) for key, number in batch.probes)
 
-    def _settle(self, key: bytes, number: int, verdict: Verdict) -> None:
+    def _settle(self, key: BlockKey, number: int, verdict: Verdict) -> None:
         """Apply the first answer to a probe; a later one, or one to an earlier probe of the key, changes nothing."""
         if not self._is_wanted(key, number):
             return
@@ -147,7 +148,7 @@ class Lookups:
         for request in probe.requests:
             self._negative.setdefault(request, {})[key] = verdict
 
-    def _make_task(self, batch: tuple[tuple[bytes, int], ...]) -> Task:
+    def _make_task(self, batch: tuple[tuple[BlockKey, int], ...]) -> Task:
         def probe(_: Staging) -> None:
             for key, number in batch:
                 self._answers.put((key, number, self._contains(key)))

@@ -9,22 +9,16 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.base import OffloadKey
 
 from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
 from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.format import Fault
-from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.jobs import BlockOutcome, Job
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.workers import Staging
-
-
-def block_key(key: OffloadKey) -> BlockKey:
-    """Return the store's name of vLLM's key."""
-    return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key))
 
 
 class Transfers(NamedTuple):
@@ -56,7 +50,7 @@ class Transfers(NamedTuple):
 
         outcome: BlockOutcome | None = Fault.IO
         try:
-            outcome = found = self.store.stream(block_key(block.key), staging.array.data, take)
+            outcome = found = self.store.stream(block.name, staging.array.data, take)
             if found is None:
                 self.breaker.record_nothing(Direction.LOAD)
             else:
@@ -81,7 +75,7 @@ class Transfers(NamedTuple):
         try:
             self.slots.copy_out(block.slot, staging.array)
             job.release(index)
-            outcome = stored = self.store.put(block_key(block.key), staging.array.data)
+            outcome = stored = self.store.put(block.name, staging.array.data, block.lineage, is_scratch=True)
             self.breaker.record_store(stored)
         finally:
             job.settle(index, outcome, seconds=time.monotonic() - started)

@@ -108,6 +108,9 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
             digest=generation.digest,
             identity=generation.identity,
             max_bytes=spec.disk.budget.max_bytes or 0,
+            cost_aware=spec.disk.admission.cost_aware,
+            min_tokens=spec.disk.admission.min_tokens,
+            min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
         )
     )

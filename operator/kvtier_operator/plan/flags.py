@@ -7,8 +7,10 @@ options; whoever asks here about a flag gets the same answer for all of these sp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+
+_MOST_DIGITS: Final = 9
 
 _SHORT: Final = {
     "ac": "attention-config",
@@ -42,8 +44,19 @@ def parse(args: Iterable[str]) -> dict[str, tuple[str, ...]]:
 def engines_per_pod(args: Sequence[str]) -> int:
     """Return how many engine cores one pod runs (data parallelism); each of them has a CPU tier of its own."""
     found = parse(args)
-    words = found.get("data-parallel-size-local") or found.get("data-parallel-size") or ("1",)
-    return max(1, int(words[-1])) if words[-1].isdecimal() else 1
+    return count(found, "data-parallel-size-local", default=count(found, "data-parallel-size"))
+
+
+def last(found: Mapping[str, tuple[str, ...]], flag: str) -> str | None:
+    """Return the value that vLLM goes by: the last one given; None where there is none."""
+    words = found.get(flag)
+    return words[-1] if words else None
+
+
+def count(found: Mapping[str, tuple[str, ...]], flag: str, *, default: int = 1) -> int:
+    """Return the whole number of at least 1 that a flag was given, or the default."""
+    word = last(found, flag) or ""
+    return max(1, int(word)) if word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS else default
 
 
 def _is_number(word: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvtier_operator import quantity
+from kvtier_operator.spec.admission import Admission
 from kvtier_operator.spec.rules import ApiModel
 from kvtier_operator.spec.scalars import ByteQuantity
 
@@ -33,3 +34,5 @@ class Disk(ApiModel):
     as fast as the kubelet refreshes a ConfigMap, in a minute or two; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take."""
+    admission: Admission = Admission()
+    """Which blocks are worth writing to the volume and reading from it."""

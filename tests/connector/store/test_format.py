@@ -13,37 +13,63 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_contract import NOW_NS, key, pages, payload, whole_file
 
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
+from kvtier_connector.contract import KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.check import check
+from kvtier_connector.store.checksums import DEFAULT_ALGORITHM, Algorithm, checksum
 from kvtier_connector.store.format import (
     ALIGNMENT,
     HEADER_BYTES,
-    Algorithm,
+    NO_SEAL,
+    Encryption,
     Fault,
     Header,
-    checksum,
+    Seal,
     decode_header,
     encode_header,
 )
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, block_path
+from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Lineage, block_path
 
 DATA = Path(__file__).parents[1] / "data"
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
-keys = st.builds(BlockKey, st.binary(min_size=3, max_size=64), st.integers(0, MAX_GROUP))
-headers = st.builds(
+hashes = st.binary(min_size=3, max_size=32)
+tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
+keys = st.builds(BlockKey, hashes, st.integers(0, MAX_GROUP), tenants)
+lineages = st.builds(Lineage, st.just(b"") | hashes, u32)
+clear_headers = st.builds(
     Header,
     key=keys,
     payload_bytes=st.integers(1, 2**64 - 1),
     checksum=st.binary(min_size=32, max_size=32),
     created_ns=u64,
-    algorithm=st.just(Algorithm.BLAKE3_256),
+    lineage=lineages,
+    algorithm=st.sampled_from([Algorithm.BLAKE3_256, Algorithm.AES_GMAC]),
     encryption=st.just(0),
+    seal=st.just(NO_SEAL),
     flags=st.just(0),
 )
+encrypted_headers = st.builds(
+    Header,
+    key=keys,
+    payload_bytes=st.integers(1, 2**64 - 1),
+    checksum=st.binary(min_size=16, max_size=16).map(lambda tag: tag + bytes(16)),
+    created_ns=u64,
+    lineage=lineages,
+    algorithm=st.just(Algorithm.NONE),
+    encryption=st.just(Encryption.AES_256_GCM),
+    seal=st.builds(
+        Seal,
+        st.from_regex(KEY_ID_PATTERN, fullmatch=True),
+        st.binary(min_size=8, max_size=8),
+        st.binary(min_size=12, max_size=12),
+    ),
+    flags=st.just(0),
+)
+headers = clear_headers | encrypted_headers
 
 
 def table() -> list[tuple[int, int, str]]:
@@ -100,16 +126,26 @@ def test_any_numbers_under_a_right_checksum_are_a_header_or_a_fault(changes: dic
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"format version": 2}, Fault.VERSION),
+        ({"format version": 3}, Fault.VERSION),
+        ({"format version": 1}, Fault.VERSION),
         ({"format version": 0}, Fault.VERSION),
-        ({"checksum algorithm": 2}, Fault.ALGORITHM),
+        ({"checksum algorithm": 3}, Fault.ALGORITHM),
         ({"checksum algorithm": 0}, Fault.ALGORITHM),
-        ({"encryption": 1}, Fault.ALGORITHM),
+        ({"encryption": 2}, Fault.ALGORITHM),
+        ({"encryption": 1}, Fault.HEADER),
+        ({"key id": int.from_bytes(b"k1", "little")}, Fault.HEADER),
+        ({"nonce": 1}, Fault.HEADER),
+        ({"tenant": int.from_bytes(b"..", "little")}, Fault.HEADER),
+        ({"tenant": int.from_bytes(b"a\0b", "little")}, Fault.HEADER),
+        ({"tenant": 255}, Fault.HEADER),
+        ({"parent length": 33}, Fault.HEADER),
+        ({"parent length": 1}, Fault.HEADER),
+        ({"parent hash": 1}, Fault.HEADER),
         ({"flags": 1}, Fault.ALGORITHM),
         ({"header length": 8192}, Fault.HEADER),
         ({"payload length": 0}, Fault.HEADER),
         ({"hash length": 0}, Fault.HEADER),
-        ({"hash length": 65}, Fault.HEADER),
+        ({"hash length": 33}, Fault.HEADER),
         ({"hash length": 2**32 - 1}, Fault.HEADER),
         ({"hash length": 31}, Fault.HEADER),
     ],
@@ -127,15 +163,21 @@ def test_reserved_bytes_are_not_looked_at() -> None:
     "header",
     [
         SOUND._replace(key=BlockKey(b"", 0)),
-        SOUND._replace(key=BlockKey(bytes(65), 0)),
+        SOUND._replace(key=BlockKey(bytes(33), 0)),
         SOUND._replace(key=BlockKey(bytes(32), -1)),
         SOUND._replace(key=BlockKey(bytes(32), 2**32)),
         SOUND._replace(payload_bytes=0),
         SOUND._replace(payload_bytes=2**64),
         SOUND._replace(created_ns=-1),
         SOUND._replace(checksum=b"short"),
-        SOUND._replace(algorithm=2),
+        SOUND._replace(key=BlockKey(bytes(32), 0, "../x")),
+        SOUND._replace(lineage=Lineage(bytes(33), 0)),
+        SOUND._replace(lineage=Lineage(b"", -1)),
+        SOUND._replace(algorithm=3),
+        SOUND._replace(algorithm=0),
         SOUND._replace(encryption=1),
+        SOUND._replace(encryption=2),
+        SOUND._replace(seal=Seal("k1")),
         SOUND._replace(flags=1),
     ],
 )
@@ -149,9 +191,12 @@ def test_every_fault_says_what_it_means() -> None:
         Fault.VERSION,
         Fault.LENGTH,
         Fault.ALGORITHM,
+        Fault.KEY_MISSING,
+        Fault.KEY_WRONG,
+        Fault.CLEAR,
         Fault.IO,
     }
-    named = re.findall(r"^\| `([a-z]+)` \|.*\| (is moved|stays) \|$", FORMAT_MD.read_text(), re.MULTILINE)
+    named = re.findall(r"^\| `([a-z_]+)` \|.*\| (is moved|stays) \|$", FORMAT_MD.read_text(), re.MULTILINE)
     assert dict(named) == {fault.value: "is moved" if fault.is_damage else "stays" for fault in Fault}
 
 
@@ -159,47 +204,83 @@ def test_the_documented_fields_are_those_of_the_header() -> None:
     ends = [offset + size for offset, size, _ in FIELDS]
     assert [offset for offset, _, _ in FIELDS] == [0, *ends[:-1]]
     assert ends[-1] == HEADER_BYTES
-    header = Header(BlockKey(bytes(range(1, 33)), 7), 1 << 40, bytes(range(100, 132)), NOW_NS)
+    header = Header(
+        BlockKey(bytes(range(1, 33)), 7, "acme"),
+        1 << 40,
+        bytes(range(100, 116)) + bytes(16),
+        NOW_NS,
+        Lineage(bytes(range(50, 82)), 9),
+        Algorithm.NONE,
+        Encryption.AES_256_GCM,
+        Seal("k1", b"8 bytes.", b"twelve bytes"),
+    )
     page = encode_header(header)
     found = {name: page[offset : offset + size] for offset, size, name in FIELDS}
     numbers = {
-        "format version": 1,
+        "format version": 2,
         "header length": HEADER_BYTES,
         "flags": 0,
-        "checksum algorithm": Algorithm.BLAKE3_256,
-        "encryption": 0,
+        "checksum algorithm": 0,
+        "encryption": 1,
         "payload length": 1 << 40,
         "created": NOW_NS,
         "group": 7,
         "hash length": 32,
+        "parent length": 32,
+        "position": 9,
         "header checksum": zlib.crc32(page[:-4]),
         "reserved": 0,
     }
     assert {name: int.from_bytes(found[name], "little") for name in numbers} == numbers
     assert found["magic"] == b"KVTB"
-    assert found["hash"] == header.key.hash + bytes(32)
+    assert found["hash"] == header.key.hash
+    assert found["parent hash"] == header.lineage.parent
+    assert found["tenant"] == b"acme" + bytes(28)
+    assert found["key id"] == b"k1" + bytes(62)
+    assert found["key check"] == b"8 bytes."
+    assert found["nonce"] == b"twelve bytes"
     assert found["checksum"] == header.checksum
 
 
-def test_the_block_that_was_frozen_at_the_first_release_is_still_read(tmp_path: Path) -> None:
-    frozen = (DATA / "block_v1.kvb").read_bytes()
-    of = BlockKey(bytes(range(32)), 3)
-    data = bytes(index * 7 % 256 for index in range(8192))
-    assert decode_header(frozen) == Header(of, 8192, checksum(memoryview(data)), 1_763_683_200_000_000_000)
-    assert frozen[HEADER_BYTES:] == data
-    path = tmp_path / block_path(of)
+FROZEN_KEY = BlockKey(bytes(range(32)), 3, "acme")
+FROZEN_LINEAGE = Lineage(bytes(range(32, 64)), 5)
+FROZEN_DATA = bytes(index * 7 % 256 for index in range(8192))
+FROZEN_NS = 1_763_683_200_000_000_000
+FROZEN = {Algorithm.BLAKE3_256: "block_v2_blake3.kvb", Algorithm.AES_GMAC: "block_v2_gmac.kvb"}
+
+
+@pytest.mark.parametrize("algorithm", FROZEN)
+def test_a_block_that_was_frozen_is_still_read(tmp_path: Path, algorithm: Algorithm) -> None:
+    frozen = (DATA / FROZEN[algorithm]).read_bytes()
+    digest = checksum(memoryview(FROZEN_DATA), algorithm)
+    assert decode_header(frozen) == Header(FROZEN_KEY, 8192, digest, FROZEN_NS, FROZEN_LINEAGE, algorithm)
+    assert frozen[HEADER_BYTES:] == FROZEN_DATA
+    path = tmp_path / block_path(FROZEN_KEY)
     path.parent.mkdir(parents=True)
     path.write_bytes(frozen)
     into = pages(size=8192)
-    assert BlockStore(tmp_path).get(of, into) == Hit(HEADER_BYTES + 8192)
-    assert into == data
+    assert BlockStore(tmp_path).get(FROZEN_KEY, into) == Hit(HEADER_BYTES + 8192)
+    assert into == FROZEN_DATA
 
 
 def test_the_writer_still_makes_the_frozen_bytes(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, clock=lambda: FROZEN_NS)
+    store.put(FROZEN_KEY, memoryview(FROZEN_DATA), FROZEN_LINEAGE)
+    expected = DATA / FROZEN[DEFAULT_ALGORITHM]
+    assert (tmp_path / block_path(FROZEN_KEY)).read_bytes() == expected.read_bytes()
+
+
+def test_a_block_of_the_first_format_is_a_miss_and_stays_until_it_is_written_anew(tmp_path: Path) -> None:
     of = BlockKey(bytes(range(32)), 3)
-    data = bytes(index * 7 % 256 for index in range(8192))
-    BlockStore(tmp_path, clock=lambda: 1_763_683_200_000_000_000).put(of, memoryview(data))
-    assert (tmp_path / block_path(of)).read_bytes() == (DATA / "block_v1.kvb").read_bytes()
+    frozen = (DATA / "block_v1.kvb").read_bytes()
+    path = tmp_path / block_path(of)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(frozen)
+    store = BlockStore(tmp_path)
+    assert store.get(of, pages(size=8192)) is Fault.VERSION
+    assert path.read_bytes() == frozen
+    assert store.put(of, memoryview(FROZEN_DATA)) == Stored(HEADER_BYTES + 8192)
+    assert store.get(of, pages(size=8192)) == Hit(HEADER_BYTES + 8192)
 
 
 GOOD = whole_file(key(1), payload(1, 8192))
@@ -226,6 +307,7 @@ DAMAGES = {
     "a page of payload": (GOOD[:8192], Fault.TRUNCATED),
     "all but the last byte": (GOOD[:-1], Fault.TRUNCATED),
     "another block": (whole_file(key(2), payload(1, 8192)), Fault.KEY),
+    "another tenant": (whole_file(key(1)._replace(tenant="acme"), payload(1, 8192)), Fault.KEY),
     "another group": (whole_file(key(1, group=1), payload(1, 8192)), Fault.KEY),
     "a longer block cut to our length": (whole_file(key(1), payload(1, 16384))[: len(GOOD)], Fault.TRUNCATED),
 }
@@ -249,7 +331,7 @@ def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, d
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (forge({"format version": 2}, SOUND) + bytes(4096), Fault.VERSION),
+        (forge({"format version": 3}, SOUND) + bytes(4096), Fault.VERSION),
         (forge({"checksum algorithm": 9}, SOUND) + bytes(4096), Fault.ALGORITHM),
         (whole_file(key(1), payload(1, 8192)), Fault.LENGTH),
     ],

@@ -262,3 +262,22 @@ def test_the_next_walk_finds_a_block_that_was_discarded_before_it() -> None:
     index.end_walk()
 
     assert index.state(key(1)) is Presence.PRESENT
+
+
+def test_blocks_of_two_tenants_are_two_blocks() -> None:
+    index = BlockIndex()
+    of = BlockKey(bytes(range(32)), 0)
+    index.add(of._replace(tenant="acme"))
+    assert index.state(of._replace(tenant="acme")) is PRESENT
+    assert index.state(of._replace(tenant="other")) is UNKNOWN
+    assert index.state(of) is UNKNOWN
+    index.discard(of)
+    assert index.state(of._replace(tenant="acme")) is PRESENT
+
+
+def test_a_short_hash_of_a_tenant_is_found_again() -> None:
+    index = BlockIndex()
+    of = BlockKey(b"abc", 1, "acme")
+    index.add(of)
+    assert index.state(of) is PRESENT
+    assert index.discard(of)

@@ -158,7 +158,7 @@ def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixt
     assert lines[0].endswith("free; 1 generations")
     assert "  blocks      1, 68.0 KiB" in lines
     assert "    up to 1 h   1, 68.0 KiB" in lines
-    assert "  journals    1, 192 B" in lines
+    assert "  journals    1, 256 B" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,17 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier_connector.contract import TENANT_PATTERN
 from kvtier_connector.store.layout import (
     MAX_GROUP,
     BlockKey,
     block_path,
     is_partial,
+    is_quarantined,
     parse_block_path,
     partial_path,
     quarantine_path,
 )
 
-keys = st.builds(BlockKey, st.binary(min_size=3, max_size=64), st.integers(0, MAX_GROUP))
+tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
+keys = st.builds(BlockKey, st.binary(min_size=3, max_size=32), st.integers(0, MAX_GROUP), tenants)
 TOKEN = "0123456789abcdef" * 2
 
 
@@ -40,6 +43,9 @@ def test_only_paths_that_are_made_are_understood(path: str) -> None:
 def test_a_path_is_as_documented() -> None:
     key = BlockKey(bytes.fromhex("abcdef0123456789"), 12)
     assert block_path(key) == "blocks/abc/de/abcdef0123456789_g12.kvb"
+    assert block_path(key._replace(tenant="acme")) == "tenants/acme/blocks/abc/de/abcdef0123456789_g12.kvb"
+    moved = quarantine_path(key._replace(tenant="acme"), "checksum", TOKEN)
+    assert moved == f"tenants/acme/quarantine/abcdef0123456789_g12.kvb.checksum.{TOKEN}"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +61,12 @@ def test_a_path_is_as_documented() -> None:
         "blocks/abc/de/abcdef0123456789_g-1.kvb",
         "blocks/abc/de/abcdef0123456789_g12.kvb\n",
         "blocks/abc/de/abcdef0123456789_g\u0661.kvb",
-        "blocks/abc/de/" + "abcde" + "0" * 125 + "_g0.kvb",
+        "blocks/abc/de/" + "abcde" + "0" * 61 + "_g0.kvb",
         "abc/de/abcdef0123456789_g12.kvb",
+        "tenants//blocks/abc/de/abcdef0123456789_g12.kvb",
+        "tenants/../blocks/abc/de/abcdef0123456789_g12.kvb",
+        "tenants/A/blocks/abc/de/abcdef0123456789_g12.kvb",
+        "tenants/a/b/blocks/abc/de/abcdef0123456789_g12.kvb",
         "/blocks/abc/de/abcdef0123456789_g12.kvb",
         "",
     ],
@@ -66,7 +76,9 @@ def test_a_path_that_is_almost_right_is_not_a_block(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [BlockKey(b"", 0), BlockKey(b"ab", 0), BlockKey(bytes(65), 0), BlockKey(b"abc", -1), BlockKey(b"abc", 2**32)]
+    "key",
+    [BlockKey(b"", 0), BlockKey(b"ab", 0), BlockKey(bytes(33), 0), BlockKey(b"abc", -1), BlockKey(b"abc", 2**32)]
+    + [BlockKey(b"abc", 0, tenant) for tenant in ["..", ".", "a/b", "../x", "A", "a b", "x" * 33, "a\n", "\u0661"]],
 )
 def test_a_key_that_does_not_fit_is_refused(key: BlockKey) -> None:
     with pytest.raises(ValueError, match="hash must have"):
@@ -82,6 +94,8 @@ def test_partial_and_quarantined_names_are_no_blocks(key: BlockKey) -> None:
     assert parse_block_path(quarantine_path(key, "checksum", TOKEN)) is None
     assert not is_partial(block_path(key))
     assert not is_partial(quarantine_path(key, "checksum", TOKEN))
+    assert is_quarantined(quarantine_path(key, "checksum", TOKEN))
+    assert not is_quarantined(block_path(key))
 
 
 @pytest.mark.parametrize("name", [".partial", "x.partial", f".{TOKEN}.partial", f"x.{TOKEN[1:]}.partial", "y.kvb"])

@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_contract import NOW_NS
 
+from kvtier_connector.contract import TENANT_PATTERN
 from kvtier_connector.store.layout import (
     MAX_GROUP,
+    MAX_POSITION,
     BlockKey,
     JournalName,
+    Lineage,
     journal_path,
     parse_block_path,
     parse_journal_path,
@@ -32,9 +35,16 @@ from kvtier_connector.store.records import (
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
 WRITER = "0123456789abcdef" * 2
 
-keys = st.builds(BlockKey, st.binary(min_size=3, max_size=64), st.integers(0, MAX_GROUP))
+hashes = st.binary(min_size=3, max_size=32)
+tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
+keys = st.builds(BlockKey, hashes, st.integers(0, MAX_GROUP), tenants)
 records = st.builds(
-    Record, op=st.integers(0, 255), key=keys, payload_bytes=st.integers(0, 2**64 - 1), time_ns=st.integers(0, 2**64 - 1)
+    Record,
+    op=st.integers(0, 255),
+    key=keys,
+    payload_bytes=st.integers(0, 2**64 - 1),
+    time_ns=st.integers(0, 2**64 - 1),
+    lineage=st.builds(Lineage, st.just(b"") | hashes, st.integers(0, MAX_POSITION)),
 )
 
 
@@ -58,6 +68,29 @@ def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
     is_head(data)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(1, BlockKey(bytes(33), 0), 1, 1),
+        Record(1, BlockKey(bytes(32), 0, "../x"), 1, 1),
+        Record(1, BlockKey(bytes(32), 0), 1, 1, Lineage(bytes(33), 0)),
+        Record(1, BlockKey(bytes(32), 0), 1, 1, Lineage(b"", 2**32)),
+        Record(1, BlockKey(bytes(32), 0), -1, 1),
+    ],
+)
+def test_a_record_that_nobody_could_read_is_not_written(record: Record) -> None:
+    with pytest.raises(ValueError, match="Record"):
+        encode_record(record)
+
+
+@pytest.mark.parametrize("tenant", [b"../x", b"A", b"a\0b", b"\xff"])
+def test_a_record_of_an_impossible_tenant_is_not_read(tenant: bytes) -> None:
+    data = bytearray(encode_record(Record(1, BlockKey(bytes(32), 0, "acme"), 1, 1)))
+    data[92:124] = tenant.ljust(32, b"\0")
+    data[-4:] = zlib.crc32(data[:-4]).to_bytes(4, "little")
+    assert decode_record(bytes(data)) is None
+
+
 def test_zeros_are_no_record_and_no_head() -> None:
     assert decode_record(bytes(RECORD_BYTES)) is None
     assert not is_head(bytes(RECORD_BYTES))
@@ -78,15 +111,19 @@ def test_the_document_has_the_offsets_of_the_records() -> None:
         (int(offset), int(size), name)
         for offset, size, name in re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", text, re.MULTILINE)
     ]
-    record = Record(2, BlockKey(b"\xaa" * 40, 7), 11, 13)
+    record = Record(2, BlockKey(b"\xaa" * 20, 7, "acme"), 11, 13, Lineage(b"\xbb" * 16, 17))
     data = encode_record(record)
     numbers = {
         name: int.from_bytes(data[offset : offset + size], "little")
         for offset, size, name in rows[: next(i for i, row in enumerate(rows) if i and row[0] == 0)]
     }
-    assert (numbers["operation"], numbers["hash length"], numbers["group"]) == (2, 40, 7)
+    assert (numbers["operation"], numbers["hash length"], numbers["group"]) == (2, 20, 7)
     assert (numbers["payload length"], numbers["time"]) == (11, 13)
-    assert numbers["record checksum"] == zlib.crc32(data[:92])
+    assert (numbers["parent length"], numbers["position"]) == (16, 17)
+    assert numbers["hash"].to_bytes(32, "little") == b"\xaa" * 20 + bytes(12)
+    assert numbers["parent hash"].to_bytes(32, "little") == b"\xbb" * 16 + bytes(16)
+    assert numbers["tenant"].to_bytes(32, "little") == b"acme" + bytes(28)
+    assert numbers["record checksum"] == zlib.crc32(data[:124])
     assert sum(size for _, size, _ in rows) == 2 * RECORD_BYTES
 
 

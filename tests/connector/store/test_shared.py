@@ -19,7 +19,9 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import QUARANTINE, block_path
+from kvtier_connector.store.journal import JournalReader
+from kvtier_connector.store.layout import NO_LINEAGE, QUARANTINE, Lineage, block_path
+from kvtier_connector.store.records import Op
 from kvtier_connector.store.shared import SharedStore
 
 PRESENT, ABSENT, UNKNOWN = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
@@ -262,3 +264,30 @@ def test_engines_that_work_at_once_agree_in_the_end(root: Path) -> None:
     for store in engines:
         assert {number for number in range(40) if store.state(key(number)) is PRESENT} == there
         assert store.usage_bytes() == len(there) * BLOCK_BYTES
+
+
+def test_a_block_is_told_of_with_its_tenant_and_lineage(root: Path) -> None:
+    writer, reader = engine(root), JournalReader(root)
+    reader.start()
+    of = key(2)._replace(tenant="acme")
+    writer.put(of, payload(2), Lineage(key(1).hash, 1))
+    writer.note_used(key(1), PAYLOAD_BYTES, Lineage(b"", 0))
+    writer.note_used(key(1), PAYLOAD_BYTES, Lineage(b"", 0))
+    writer.get(of, pages())
+    writer.synchronize()
+    told = [(record.op, record.key, record.lineage) for batch in reader.read() for record in batch]
+    assert told == [(Op.STORED, of, Lineage(key(1).hash, 1)), (Op.USED, key(1), NO_LINEAGE)]
+
+
+def test_a_tenants_blocks_are_found_by_a_walk_and_by_others(root: Path) -> None:
+    writer, other, later = engine(root), engine(root), engine(root)
+    other.synchronize()
+    of = key(1)._replace(tenant="acme")
+    writer.put(of, payload(1))
+    writer.synchronize()
+    other.synchronize()
+    later.rescan()
+    for store in (other, later):
+        assert store.state(of) is PRESENT
+        assert store.state(key(1)) is not PRESENT
+        assert store.usage_bytes() == BLOCK_BYTES

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from shared_engine import Counting, engine
-from store_contract import BLOCK_BYTES, NOW_NS, key, pages, payload
+from store_contract import BLOCK_BYTES, NOW_NS, PAYLOAD_BYTES, key, pages, payload
 from store_faults import CrashingFs, FailingFs
 
 from kvtier_connector.errors import StoreUnavailable
@@ -69,6 +69,7 @@ def test_nothing_is_written_where_nothing_may_be(root: Path) -> None:
     store.synchronize(may_write=False)
     store.rescan(may_write=False)
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    store.note_used(key(1), PAYLOAD_BYTES)
     assert store.synchronize(may_write=False).written == 0
     assert not {"pwritev", "rename", "unlink", "mkdir"} & set(fs.calls)
     assert store.synchronize().written == 1
@@ -83,7 +84,7 @@ def test_a_read_only_volume_is_reported_and_the_others_are_still_read(root: Path
     other.put(key(2), payload(2))
     other.synchronize()
     assert store.synchronize().read == 2
-    store.get(key(1), pages())
+    store.note_used(key(1), PAYLOAD_BYTES)
     outcome = store.synchronize()
     assert "read-only" in outcome.problem
     failing.clear()

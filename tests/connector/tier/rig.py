@@ -95,6 +95,15 @@ def payload(of: OffloadKey) -> bytes:
     return hashlib.sha256(of).digest() * (ROW_BYTES // 32)
 
 
+def note_positions(context: ReqContext, prefix: Sequence[OffloadKey]) -> None:
+    """Note where each chunk of a prompt ends, as vLLM's scheduler does: group by group, in order."""
+    ends: dict[int, int] = {}
+    for of in prefix:
+        group = get_offload_group_idx(of)
+        ends[group] = ends.get(group, 0) + TOKENS_PER_BLOCK
+        context.set_offload_key_position(of, ends[group])
+
+
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_true():
@@ -162,11 +171,13 @@ class Rig:
     def begin_offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> ReqContext:
         """Put blocks into the CPU tier as the GPU would, from where vLLM hands them to the disk tier."""
         context = self.request(request_id)
+        note_positions(context, wanted)
         prepared = self.manager.prepare_store(list(wanted), context)
         assert prepared is not None
         for stored, slot in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
             self.row(int(slot))[:] = payload(stored)
-        self.manager.complete_store(prepared.keys_to_store, context)
+        if prepared.keys_to_store:
+            self.manager.complete_store(prepared.keys_to_store, context)
         return context
 
     def offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> None:
@@ -192,6 +203,7 @@ class Rig:
     ) -> Served:
         """Run a request until its prefix is decided, load that, and compare every byte."""
         context = self.request(request_id)
+        note_positions(context, wanted)
         steps = 0
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (found := self.find_prefix(wanted, context)) is None:

@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.jobs import Block, Job
 from kvtier_connector.tier.lookups import Lookups, Verdict
@@ -124,7 +125,7 @@ def make_job(blocks: int) -> tuple[Job, list[Job]]:
         1,
         is_load=True,
         request="r",
-        blocks=[Block(bytes([number]), number) for number in range(blocks)],
+        blocks=[Block(bytes([number]), number, BlockKey(bytes([number] * 3), 0)) for number in range(blocks)],
         deadline=0.0,
         on_complete=completed.append,
     )
@@ -166,30 +167,33 @@ def test_a_block_whose_slot_is_being_copied_is_waited_for() -> None:
     assert completed == [job]
 
 
+K, L = BlockKey(b"kkk", 0), BlockKey(b"lll", 0)
+
+
 class Volume:
     """Answers lookups from a set, when it is told to."""
 
-    def __init__(self, *present: bytes) -> None:
+    def __init__(self, *present: BlockKey) -> None:
         self.present = set(present)
         self.now = 0.0
-        self.asked: list[bytes] = []
+        self.asked: list[BlockKey] = []
         self.pool = make_pool(2)
-        self.index: dict[bytes, Presence] = {}
+        self.index: dict[BlockKey, Presence] = {}
         self.lookups = Lookups(self._state, self._contains, self.pool, deadline_seconds=5, clock=lambda: self.now)
         self.gate = threading.Event()
         self.gate.set()
 
-    def _state(self, key: bytes) -> Presence:
+    def _state(self, key: BlockKey) -> Presence:
         return self.index.get(key, Presence.UNKNOWN)
 
-    def _contains(self, key: bytes) -> bool:
+    def _contains(self, key: BlockKey) -> bool:
         self.asked.append(key)
         self.gate.wait(20)
         if key in self.present:
             self.index[key] = Presence.PRESENT
         return key in self.present
 
-    def ask(self, key: bytes, request: str) -> Verdict:
+    def ask(self, key: BlockKey, request: str) -> Verdict:
         verdict = Verdict.WAITING
 
         def is_answered() -> bool:
@@ -205,77 +209,77 @@ class Volume:
 
 def test_a_block_that_the_index_has_is_there_at_once_and_without_a_probe() -> None:
     volume = Volume()
-    volume.index = {b"k": Presence.PRESENT, b"l": Presence.ABSENT}
-    assert volume.lookups.ask(b"k", "a") is Verdict.THERE
-    assert volume.lookups.ask(b"l", "a") is Verdict.ABSENT
+    volume.index = {K: Presence.PRESENT, L: Presence.ABSENT}
+    assert volume.lookups.ask(K, "a") is Verdict.THERE
+    assert volume.lookups.ask(L, "a") is Verdict.ABSENT
     volume.lookups.send()
     assert volume.asked == []
 
 
 def test_a_block_that_a_probe_found_is_known_to_every_request() -> None:
-    volume = Volume(b"k")
-    assert volume.ask(b"k", "a") is Verdict.THERE
-    assert volume.lookups.ask(b"k", "b") is Verdict.THERE
-    assert volume.asked == [b"k"]
+    volume = Volume(K)
+    assert volume.ask(K, "a") is Verdict.THERE
+    assert volume.lookups.ask(K, "b") is Verdict.THERE
+    assert volume.asked == [K]
 
 
 def test_a_block_that_is_absent_is_so_for_the_request_that_asked() -> None:
     volume = Volume()
-    assert volume.ask(b"k", "a") is Verdict.ABSENT
-    volume.present.add(b"k")
-    assert volume.ask(b"k", "a") is Verdict.ABSENT
-    assert volume.ask(b"k", "b") is Verdict.THERE
+    assert volume.ask(K, "a") is Verdict.ABSENT
+    volume.present.add(K)
+    assert volume.ask(K, "a") is Verdict.ABSENT
+    assert volume.ask(K, "b") is Verdict.THERE
 
 
 def test_requests_that_ask_for_one_block_together_cause_one_probe() -> None:
-    volume = Volume(b"k")
+    volume = Volume(K)
     for request in "abc":
-        assert volume.lookups.ask(b"k", request) is Verdict.WAITING
+        assert volume.lookups.ask(K, request) is Verdict.WAITING
     for request in "abc":
-        assert volume.ask(b"k", request) is Verdict.THERE
-    assert volume.asked == [b"k"]
+        assert volume.ask(K, request) is Verdict.THERE
+    assert volume.asked == [K]
 
 
 def test_a_block_that_could_not_be_loaded_is_not_loaded_again_for_the_same_request() -> None:
-    volume = Volume(b"k")
-    volume.ask(b"k", "a")
-    volume.lookups.add_failed([b"k"], "a")
+    volume = Volume(K)
+    volume.ask(K, "a")
+    volume.lookups.add_failed([K], "a")
 
-    assert volume.ask(b"k", "b") is Verdict.THERE
-    assert volume.ask(b"k", "a") is Verdict.FAILED
+    assert volume.ask(K, "b") is Verdict.THERE
+    assert volume.ask(K, "a") is Verdict.FAILED
 
 
 def test_an_answer_after_the_deadline_changes_nothing_for_the_request_that_waited() -> None:
-    volume = Volume(b"k")
+    volume = Volume(K)
     volume.gate.clear()
-    volume.lookups.ask(b"k", "a")
+    volume.lookups.ask(K, "a")
     volume.lookups.send()
-    wait_until(lambda: volume.asked == [b"k"], "the probe is under way")
+    wait_until(lambda: volume.asked == [K], "the probe is under way")
     volume.now += 6
-    assert volume.ask(b"k", "a") is Verdict.LATE
+    assert volume.ask(K, "a") is Verdict.LATE
     volume.gate.set()
     assert volume.pool.close(5)
     volume.lookups.collect()
 
-    assert volume.lookups.ask(b"k", "a") is Verdict.LATE
-    assert volume.lookups.ask(b"k", "b") is Verdict.THERE
+    assert volume.lookups.ask(K, "a") is Verdict.LATE
+    assert volume.lookups.ask(K, "b") is Verdict.THERE
 
 
 def test_a_request_that_ends_before_its_answer_leaves_nothing_behind() -> None:
     volume = Volume()
-    volume.lookups.ask(b"k", "a")
+    volume.lookups.ask(K, "a")
     volume.lookups.forget("a")
     volume.lookups.send()
     assert volume.asked == []
     volume.gate.clear()
-    volume.lookups.ask(b"k", "b")
+    volume.lookups.ask(K, "b")
     volume.lookups.send()
     volume.lookups.forget("b")
     volume.gate.set()
 
-    assert volume.ask(b"k", "c") is Verdict.ABSENT
+    assert volume.ask(K, "c") is Verdict.ABSENT
     # Asked anew, so the answer to the request that ended was not kept for it.
-    assert volume.lookups.ask(b"k", "b") is Verdict.WAITING
+    assert volume.lookups.ask(K, "b") is Verdict.WAITING
 
 
 def test_every_declared_metric_is_declared_as_vllm_wants_it() -> None:

@@ -73,7 +73,7 @@ def test_vllm_finds_the_tier_by_the_configuration_that_the_operator_writes() -> 
     [
         (TransferJob, {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}),
         (JobResult, {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"}),
-        (ReqContext, {"req_id"}),
+        (ReqContext, {"req_id", "_offload_key_positions"}),
         (
             OffloadingConfig,
             {

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each chunk of a request stands in its prefix, so that whoever makes room can evict its end first.
+
+vLLM notes, for each chunk of a request, the token at which it ends. A `Chain` turns that around: the number of each
+chunk among those of its group, and the chunk before it. What vLLM did not note has no lineage, which costs nothing but
+a worse choice of what to evict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from vllm.v1.kv_offload.base import (
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
+
+
+def chunk_tokens(spec: OffloadingSpec) -> dict[int, int]:
+    """Return how many tokens a chunk of each group has."""
+    config = spec.config
+    return {index: group.tokens_per_block * config.cache.blocks_per_chunk for index, group in enumerate(config.groups)}
+
+
+class Chain:
+    """The chunks of one request. The scheduler's alone; it grows as vLLM notes more of them."""
+
+    def __init__(self, context: ReqContext, tokens: Mapping[int, int], tenant: str = "") -> None:
+        """Store the settings; `tokens` is how many tokens a chunk of each group has."""
+        self.tenant = tenant
+        # There is no public way from a position to its chunk. The dictionary keeps the order of insertion.
+        self._ends: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        self._tokens = tokens
+        self._seen = 0
+        self._keys: dict[int, list[OffloadKey]] = {}
+
+    def name(self, key: OffloadKey) -> BlockKey:
+        """Return the store's name of vLLM's key."""
+        return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self.tenant)
+
+    def lineage(self, key: OffloadKey) -> Lineage:
+        """Return the chunk's number and the hash of the one before it; nothing where vLLM did not note both."""
+        self._read_on()
+        group = get_offload_group_idx(key)
+        position = self._position(key, group)
+        if position is None or not 0 < position < len(keys := self._keys.get(group, [])):
+            return NO_LINEAGE
+        return Lineage(get_offload_block_hash(keys[position - 1]), position)
+
+    def last_present(self, is_present: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
+        """Return, for each group, the last chunk of the longest prefix that is there; it asks about a few chunks only.
+
+        A prefix with holes may be answered for shorter than it is.
+        """
+        self._read_on()
+        found = []
+        for keys in self._keys.values():
+            low, high = 0, len(keys)
+            while low < high:
+                middle = (low + high) // 2
+                if is_present(keys[middle]):
+                    low = middle + 1
+                else:
+                    high = middle
+            if low:
+                found.append(keys[low - 1])
+        return found
+
+    def _position(self, key: OffloadKey, group: int) -> int | None:
+        end = self._ends.get(key)
+        tokens = self._tokens.get(group)
+        return None if end is None or not tokens or end % tokens else end // tokens - 1
+
+    def _read_on(self) -> None:
+        """Take in what vLLM has noted since the last time; chunks of a group come in order."""
+        if self._seen == len(self._ends):
+            return
+        for key in islice(self._ends, self._seen, None):
+            group = get_offload_group_idx(key)
+            keys = self._keys.setdefault(group, [])
+            # A chunk that ends inside another one is no link of the chain.
+            if self._position(key, group) == len(keys):
+                keys.append(key)
+        self._seen = len(self._ends)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an edit of a tier costs: which fields start a new cache generation, and which replace the pods.
+
+Pure. Nobody keeps a second list of such fields: each changed field is tried alone, so the answer is what the operator
+would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier_operator import quantity
+from kvtier_operator.spec import TierSpec
+
+_ABSENT: Final = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a spec becomes, as far as an edit can change it."""
+
+    generation: str
+    """Digest of the blocks that its engines read."""
+    template: Mapping[str, Any]
+    """The pod template of its engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One field that differs."""
+
+    field: str
+    before: object
+    """None where the field was left out."""
+    after: object
+    """None where the field is left out."""
+    is_new_generation: bool
+    """Whether this field alone makes the cached blocks unreadable."""
+    is_restart: bool
+    """Whether this field alone replaces the pods."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """What an edit does."""
+
+    changes: tuple[Change, ...]
+    generation: str
+    new_generation: str
+    restarted_pods: int
+    """Engine pods that are replaced, one after the other."""
+    replicas: tuple[int, int]
+    """Engine pods before and after."""
+    warm_bytes: int | None
+    """Bytes that the current generation holds on the volume; None where nobody said."""
+
+    @property
+    def discards_cache(self) -> bool:
+        """Tell whether the new engines start with an empty cache."""
+        return self.generation != self.new_generation
+
+
+def make_diff(
+    before: TierSpec, after: TierSpec, *, effect_of: Callable[[TierSpec], Effect], warm_bytes: int | None = None
+) -> Diff:
+    """Say what it does to replace one spec by the other.
+
+    Args:
+        before: the spec that the engines run.
+        after: the spec that they are to run.
+        effect_of: what the operator makes of a spec.
+        warm_bytes: what the current generation holds, if that is known.
+    """
+    old, new = effect_of(before), effect_of(after)
+    document = _document(before)
+
+    def effect_alone(path: tuple[str, ...], value: object) -> Effect:
+        try:
+            return effect_of(TierSpec.model_validate(_with(document, path, value)))
+        except ValueError:
+            # Not valid without the other fields: then it shares what all of them do.
+            return new
+
+    changes = []
+    for path, was, becomes in _differences(document, _document(after)):
+        alone = effect_alone(path, becomes)
+        changes.append(
+            Change(
+                field=".".join(("spec", *path)),
+                before=None if was is _ABSENT else was,
+                after=None if becomes is _ABSENT else becomes,
+                is_new_generation=alone.generation != old.generation,
+                is_restart=alone.template != old.template,
+            )
+        )
+    return Diff(
+        changes=tuple(changes),
+        generation=old.generation,
+        new_generation=new.generation,
+        restarted_pods=before.replicas if old.template != new.template else 0,
+        replicas=(before.replicas, after.replicas),
+        warm_bytes=warm_bytes,
+    )
+
+
+def warm_bytes(status: Mapping[str, Any]) -> int | None:
+    """Return the bytes that the current generation of a tier holds on the volume, by its status."""
+    for entry in status.get("generations") or ():
+        if isinstance(entry, Mapping) and entry.get("digest") == (status.get("generation") or {}).get("current"):
+            found = entry.get("usedBytes")
+            return found if isinstance(found, int) else None
+    for tier in status.get("tiers") or ():
+        if isinstance(tier, Mapping) and tier.get("name") == "disk" and isinstance(tier.get("usedBytes"), int):
+            found = tier["usedBytes"]
+            return int(found)
+    return None
+
+
+def warnings(diff: Diff) -> tuple[str, ...]:
+    """Return what a person should know before such an edit, as sentences; nothing where it costs nothing."""
+    told = []
+    if diff.discards_cache:
+        held = "" if diff.warm_bytes is None else f" ({quantity.show_bytes(diff.warm_bytes)} on the volume)"
+        told.append(
+            f"starts an empty cache: blocks of generation {diff.generation}{held} cannot be read by engines with "
+            f"{_fields(change for change in diff.changes if change.is_new_generation)}; they stay on the volume for "
+            "a rollback until they are removed as an old generation"
+        )
+    if diff.restarted_pods:
+        causes = _fields(change for change in diff.changes if change.is_restart)
+        pods = "1 engine pod" if diff.restarted_pods == 1 else f"{diff.restarted_pods} engine pods, one after another"
+        told.append(f"replaces {pods}: {causes} changed")
+    return tuple(told)
+
+
+def _fields(changes: Iterator[Change]) -> str:
+    return ", ".join(change.field for change in changes) or "these fields together"
+
+
+def _document(spec: TierSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object, object]]:
+    """Yield each field that differs; lists are compared whole."""
+    for name in dict.fromkeys((*old, *new)):
+        was, becomes = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        if isinstance(was, Mapping) and isinstance(becomes, Mapping):
+            yield from _differences(was, becomes, (*above, name))
+        elif was != becomes:
+            yield (*above, name), was, becomes
+
+
+def _with(document: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
+    """Return the document with one field set, or left out."""
+    name, *rest = path
+    if rest:
+        return {**document, name: _with(document.get(name, {}), tuple(rest), value)}
+    if value is _ABSENT:
+        return {key: item for key, item in document.items() if key != name}
+    return {**document, name: value}

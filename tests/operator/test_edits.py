@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An edit is explained as the operator would carry it out: what it discards, what it restarts, and because of what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import tier
+
+from kvtier_operator import names
+from kvtier_operator.manifests.edits import explain_edit
+from kvtier_operator.plan import diff
+from kvtier_operator.spec import parse
+
+TIER = names.tier_ref(tier())
+
+
+def explain(before: dict[str, Any], after: dict[str, Any], *, warm_bytes: int | None = None) -> diff.Diff:
+    return explain_edit(parse(tier(**before)), parse(tier(**after)), TIER, connector_image="c:1", warm_bytes=warm_bytes)
+
+
+EDITS: list[tuple[dict[str, Any], bool, bool]] = [
+    ({"model": {"revision": "abc"}}, True, True),
+    ({"engine": {"tensorParallel": 2, "accelerator": {"perPod": 2}}}, True, True),
+    ({"engine": {"args": ["--max-num-seqs", "8"]}}, False, True),
+    ({"engine": {"args": ["--dtype", "float16"]}}, True, True),
+    ({"cpu": {"size": "32Gi"}}, False, True),
+    ({"hash": {"seed": "1"}}, True, True),
+    ({"replicas": 5}, False, False),
+    ({"paused": True}, False, False),
+    ({"volume": {"claim": {"size": "3Ti"}}}, False, False),
+    ({}, False, False),
+]
+
+
+@pytest.mark.parametrize(("edit", "discards", "restarts"), EDITS, ids=[str(edit) for edit, _, _ in EDITS])
+def test_an_edit_discards_and_restarts_what_the_operator_would(
+    edit: dict[str, Any], discards: bool, restarts: bool
+) -> None:
+    found = explain({}, edit)
+    assert found.discards_cache is discards
+    assert found.restarted_pods == (2 if restarts else 0)
+    assert any(change.is_new_generation for change in found.changes) is discards
+    assert any(change.is_restart for change in found.changes) is restarts
+
+
+def test_only_the_fields_that_cost_something_are_blamed() -> None:
+    found = explain({}, {"model": {"revision": "abc"}, "replicas": 3, "cpu": {"size": "32Gi"}}, warm_bytes=3 << 39)
+    discarding, restarting = diff.warnings(found)
+    assert "(1.5 TiB on the volume)" in discarding
+    assert "engines with spec.model.revision;" in discarding
+    assert restarting == "replaces 2 engine pods, one after another: spec.model.revision, spec.cpu.size changed"
+
+
+def test_fields_that_are_valid_only_together_share_the_blame() -> None:
+    found = explain({}, {"engine": {"tensorParallel": 2, "accelerator": {"perPod": 2}}})
+    blamed = {change.field for change in found.changes if change.is_new_generation}
+    assert "spec.engine.tensorParallel" in blamed
+
+
+def test_a_field_that_goes_is_told_as_absent() -> None:
+    found = explain({"disk": {"budget": {"maxBytes": "1Ti"}}}, {})
+    assert [(change.field, change.before, change.after) for change in found.changes] == [
+        ("spec.disk.budget.maxBytes", "1Ti", None)
+    ]
+
+
+def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
+    assert diff.warnings(explain({}, {"replicas": 3})) == ()
+
+
+@given(
+    before=st.sampled_from([edit for edit, _, _ in EDITS]),
+    after=st.sampled_from([edit for edit, _, _ in EDITS]),
+)
+def test_going_back_costs_what_going_forth_cost(before: dict[str, Any], after: dict[str, Any]) -> None:
+    there, back = explain(before, after), explain(after, before)
+    assert there.discards_cache == back.discards_cache
+    assert (there.generation, there.new_generation) == (back.new_generation, back.generation)
+    assert bool(there.changes) == (before != after)
+
+
+def test_the_warm_bytes_are_those_of_the_current_generation() -> None:
+    generations = [{"digest": "old", "usedBytes": 1}, {"digest": "now", "usedBytes": 2}]
+    assert diff.warm_bytes({"generation": {"current": "now"}, "generations": generations}) == 2
+    assert diff.warm_bytes({"tiers": [{"name": "cpu", "usedBytes": 1}, {"name": "disk", "usedBytes": 3}]}) == 3
+    assert diff.warm_bytes({}) is None
