@@ -269,6 +269,10 @@ class BlockStore:
             self._usage.end_scan(found)
         return self._usage.total()
 
+    def share_room(self, writers: int) -> None:
+        """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
+        self._usage.begin_period(writers)
+
     def learn_stored(self, payload_bytes: int) -> None:
         """Count a block that another process wrote, without waiting for the next walk."""
         self._usage.learn(HEADER_BYTES + payload_bytes)

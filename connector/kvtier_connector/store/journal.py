@@ -209,8 +209,18 @@ class JournalReader:
     Owned by one thread at a time; the caller sees to that.
     """
 
-    def __init__(self, root: Path, *, fs: FileSystem = LOCAL, but: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fs: FileSystem = LOCAL,
+        but: str = "",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Store the settings; `but` is the writer whose journal is left out, the caller's own."""
+        self._now = now
+        self._last_records: dict[str, float] = {}
+        """When each writer was last heard of."""
         self._root = str(root)
         self._fs = fs
         self._but = but
@@ -258,7 +268,9 @@ class JournalReader:
             if tail.is_over:
                 continue
             try:
-                yield from self._follow(name, tail)
+                for records in self._follow(name, tail):
+                    self._last_records[name.writer] = self._now()
+                    yield records
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -268,6 +280,11 @@ class JournalReader:
             tail.is_over = tail.is_over or (name.number < last[name.writer] and tail.stalls == 0)
         if failed is not None:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be read: {failed}") from failed
+
+    def count_active(self, since: float) -> int:
+        """Return how many writers were heard of since then, on the clock that was passed in; forget the others."""
+        self._last_records = {writer: at for writer, at in self._last_records.items() if at >= since}
+        return len(self._last_records)
 
     def _list(self) -> list[JournalName]:
         try:

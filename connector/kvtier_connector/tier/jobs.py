@@ -116,6 +116,7 @@ class Job:
                 return
             self._cause = cause
             self._states[index] = _State.ABANDONED
+            self._begun[index] = False
             is_last = self._count_down(1)
         if is_last:
             self._on_complete(self)

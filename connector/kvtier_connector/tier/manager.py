@@ -180,7 +180,8 @@ class SharedVolumeTier(SecondaryTierManager):
         if request in self._undecided:
             # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
             return LookupResult.RETRY
-        choice = self._gate.ask(request, req_context.get_offload_key_position(key))
+        is_certain = self._volume.store.is_complete
+        choice = self._gate.ask(request, req_context.get_offload_key_position(key), is_certain=is_certain)
         if choice is Choice.WAIT:
             return LookupResult.RETRY
         if choice is not Choice.LOAD:
@@ -316,6 +317,8 @@ class SharedVolumeTier(SecondaryTierManager):
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
+        if job.hung and job.cause == metrics.DEADLINE:
+            self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
             # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
