@@ -25,6 +25,11 @@ class Usage:
         self._allowance: int | None = None
         """What may still be claimed in this period; None is no such limit."""
 
+    def set_limit(self, max_bytes: int) -> None:
+        """Take another limit from now on; what is there already stays."""
+        with self._lock:
+            self._max_bytes = max_bytes
+
     def total(self) -> int:
         """Return the bytes on the volume together with those of the writes in flight."""
         with self._lock:
