@@ -79,7 +79,7 @@ class JournalWriter:
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the settings; nothing is written before the first flush of a record."""
+        """Store the settings; nothing is written before the first flush."""
         self.writer = new_token()
         """Names this process's journal; a reader of the same process leaves it out."""
         self._root = str(root)
@@ -118,6 +118,8 @@ class JournalWriter:
     def flush(self) -> int:
         """Write what was noted and return how many records that were; what cannot be written is tried again next time.
 
+        The first call begins the journal even without a record: others count who may write by the journals.
+
         Raises:
             StoreUnavailable: the volume does not take it.
         """
@@ -125,11 +127,13 @@ class JournalWriter:
             with self._lock:
                 batch = list(self._pending)
                 self._pending.clear()
-            if not batch:
+            if not batch and self._offset:
                 return 0
             try:
                 self._write(b"".join(batch))
             except OSError as error:
+                if not batch:
+                    return 0
                 with self._lock:
                     self._pending.extendleft(reversed(batch))
                     self._trim()
@@ -242,6 +246,8 @@ class JournalReader:
         try:
             for name in self._list():
                 size = self._fs.stat(self._path(name)).st_size
+                # It may be a dead process's; that is found out after a while, and meanwhile costs room only.
+                self._last_records[name.writer] = self._now()
                 self._tails[name] = _Tail(size - size % RECORD_BYTES)
         except FileNotFoundError:
             self._tails.clear()
@@ -263,6 +269,9 @@ class JournalReader:
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
         last = {name.writer: name.number for name in names}
+        for name in names:
+            if name not in self._tails:
+                self._last_records[name.writer] = self._now()
         self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
         for name, tail in self._tails.items():
             if tail.is_over:

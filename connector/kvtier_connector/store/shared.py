@@ -32,7 +32,7 @@ JOURNAL_AGE_SECONDS = 24 * 3600.0
 
 ACTIVE_SECONDS = 600.0
 """Processes that wrote to their journal within so long count as writers."""
-ASIDE_SECONDS = 30.0
+ASIDE_SECONDS = 10.0
 """A block that could not be read although it is there is tried again after so long."""
 
 
@@ -225,7 +225,7 @@ class SharedStore:
                     for record in records:
                         self._learn(record)
                 self._index.renew()
-                self.blocks.share_room(1 + self._reader.count_active(self._now() - ACTIVE_SECONDS))
+                self._share_room()
             except StoreUnavailable as error:
                 self._index.lapse()
                 problems.append(str(error))
@@ -250,7 +250,10 @@ class SharedStore:
             with self._following:
                 # First, so that what is stored while we walk is found by the walk or is in a journal.
                 self._reader.start()
-            return self._walk(is_stopped, may_write=may_write)
+            is_whole = self._walk(is_stopped, may_write=may_write)
+            with self._following:
+                self._share_room()
+            return is_whole
 
     def _walk(self, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
         def visit(entry: BlockEntry | Leftover) -> None:
@@ -300,6 +303,10 @@ class SharedStore:
     def journal_damaged(self) -> int:
         """How many records of others could not be read."""
         return self._reader.damaged
+
+    def _share_room(self) -> None:
+        """Begin a new share; the caller holds `_following`."""
+        self.blocks.share_room(1 + self._reader.count_active(self._now() - ACTIVE_SECONDS))
 
     def _learn(self, record: Record) -> None:
         if record.op == Op.STORED:
