@@ -46,6 +46,8 @@ class Reason(enum.Enum):
     CLAIM_IMMUTABLE = "ClaimImmutable", "The spec asks for a change of the claim that Kubernetes does not allow."
     CLAIM_CANNOT_SHRINK = "ClaimCannotShrink", "The spec asks for less storage than the claim has."
     DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
+    NO_NODE_MATCHES = "NoNodeMatches", "No node has the labels, devices and absence of taints that an engine needs."
+    NODES_UNKNOWN = "NodesUnknown", "A share of a node was asked for, and the operator may not look at nodes."
     NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."
     PODS_REFUSED = "PodsRefused", "Engine pods cannot be created (quota or admission)."
     IMAGE_PULL_FAILED = "ImagePullFailed", "An image of an engine pod cannot be pulled."
