@@ -26,6 +26,7 @@ KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
 
 MOST_IO_THREADS = 256
+MOST_REUSE = 100
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -65,6 +66,13 @@ class ConnectorConfig:
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
 
+    cost_aware: bool = True
+    """Whether a hit is computed instead where that is measured to be quicker than loading it."""
+    min_tokens: int = 0
+    """Hits of fewer tokens are computed; 0 is no such limit."""
+    min_reuse: int = 1
+    """A block is written when the engine offers it for this many-th time; 1 writes every block."""
+
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
         checks = (
@@ -76,6 +84,8 @@ class ConnectorConfig:
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
             (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
+            (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
             (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
         )
         for is_valid, field, remedy in checks:

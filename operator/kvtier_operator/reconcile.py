@@ -42,7 +42,7 @@ class Outcome:
     """Why the pass is to be repeated soon."""
 
 
-def reconcile(
+def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     cluster: Cluster,
     tier: TierName,
     *,

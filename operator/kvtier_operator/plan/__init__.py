@@ -123,6 +123,9 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             digest=generation.digest,
             identity=generation.identity,
             max_bytes=spec.disk.budget.max_bytes or 0,
+            cost_aware=spec.disk.admission.cost_aware,
+            min_tokens=spec.disk.admission.min_tokens,
+            min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
         )
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictInt
 
 from kvtier_operator import quantity
+from kvtier_operator.spec.admission import Admission
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
 from kvtier_operator.spec.scalars import ByteQuantity
 
@@ -42,3 +43,5 @@ class Disk(ApiModel):
     block_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_BLOCKS,))] | None = None
     """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
     or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
+    admission: Admission = Admission()
+    """Which blocks are worth writing to the volume and reading from it."""

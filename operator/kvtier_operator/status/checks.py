@@ -114,8 +114,8 @@ def a_node_is_large_enough(look: Look) -> Problem | None:
         reason=Reason.DOES_NOT_FIT,
         message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(look.sizing)}) and {spec.engine.cpu} "
         f"CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
-        f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at most "
-        f"{quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes))}, or spec.engine.memory or "
+        f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
+        f"most {quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes))}, or spec.engine.memory or "
         "spec.engine.cpu, or add a larger node",
     )
 
@@ -125,7 +125,8 @@ def _sum(sizing: Sizing) -> str:
     each = "" if sizing.engines_per_pod == 1 else f"{sizing.engines_per_pod} x "
     return (
         f"engine {quantity.show_bytes(sizing.engine_memory_bytes)} + CPU tier {each}"
-        f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM {quantity.show_bytes(sizing.shm_overhead_bytes)}"
+        f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM "
+        f"{quantity.show_bytes(sizing.shm_overhead_bytes)}"
     )
 
 
