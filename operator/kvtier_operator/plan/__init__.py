@@ -178,7 +178,7 @@ def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
         return None
     rounded = -(-asked // kv.block_tokens) * kv.block_tokens
     return Refusal(
-        reason=RefusalReason.FIELD_UNUSABLE,
+        reason=RefusalReason.BLOCKS_NOT_WHOLE,
         message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
         f"engine has: set {rounded}, or leave it out",
     )

@@ -15,7 +15,7 @@ class RefusalReason(enum.Enum):
     CLAIM_NOT_SHARED = enum.auto()
     CLAIM_IMMUTABLE = enum.auto()
     CLAIM_CANNOT_SHRINK = enum.auto()
-    FIELD_UNUSABLE = enum.auto()
+    BLOCKS_NOT_WHOLE = enum.auto()
     NODES_UNKNOWN = enum.auto()
     NO_NODE_MATCHES = enum.auto()
     DOES_NOT_FIT = enum.auto()

@@ -52,7 +52,7 @@ _REFUSED: Final = {
     RefusalReason.CLAIM_NOT_SHARED: Reason.CLAIM_NOT_SHARED,
     RefusalReason.CLAIM_IMMUTABLE: Reason.CLAIM_IMMUTABLE,
     RefusalReason.CLAIM_CANNOT_SHRINK: Reason.CLAIM_CANNOT_SHRINK,
-    RefusalReason.FIELD_UNUSABLE: Reason.SPEC_INVALID,
+    RefusalReason.BLOCKS_NOT_WHOLE: Reason.BLOCKS_NOT_WHOLE,
     RefusalReason.NODES_UNKNOWN: Reason.NODES_UNKNOWN,
     RefusalReason.NO_NODE_MATCHES: Reason.NO_NODE_MATCHES,
     RefusalReason.DOES_NOT_FIT: Reason.DOES_NOT_FIT,

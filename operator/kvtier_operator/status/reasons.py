@@ -46,6 +46,7 @@ class Reason(enum.Enum):
     CLAIM_IMMUTABLE = "ClaimImmutable", "The spec asks for a change of the claim that Kubernetes does not allow."
     CLAIM_CANNOT_SHRINK = "ClaimCannotShrink", "The spec asks for less storage than the claim has."
     DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
+    BLOCKS_NOT_WHOLE = "BlocksNotWhole", "spec.disk.blockTokens is no multiple of the engine's own block."
     NO_NODE_MATCHES = "NoNodeMatches", "No node has the labels, devices and absence of taints that an engine needs."
     NODES_UNKNOWN = "NodesUnknown", "A share of a node was asked for, and the operator may not look at nodes."
     NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."
