@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
@@ -369,6 +370,8 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.INERT
         if not self._volume.is_writable:
             return metrics.UNCOUNTED
+        if not self._volume.has_key:
+            return StoreFault.NO_KEY.value
         if self._is_storing_stuck:
             return metrics.STUCK
         if not self._breaker.has_room(Direction.STORE):

@@ -43,12 +43,17 @@ MISSES = Metric(
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
     "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), mode, queue_full "
-    "(too much waits to be written), min_reuse (not offered often enough yet), breaker (the volume fails), stuck, "
-    "deadline, shutdown, or what the volume said.",
+    "(too much waits to be written), min_reuse (not offered often enough yet), no_key (blocks are to be encrypted, and "
+    "there is no active key), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
+)
+KEY_MISSING = Metric(
+    "vllm:kvtier_disk_key_missing",
+    "1 while blocks are to be encrypted and there is no active key to do it with, so that none is stored.",
+    is_gauge=True,
 )
 STUCK_THREADS = Metric(
     "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
@@ -114,6 +119,7 @@ METRICS = (
     MISSES,
     SHED_STORES,
     ACTIVE,
+    KEY_MISSING,
     STUCK_THREADS,
     USED_BYTES,
     LOAD_BREAKER,
