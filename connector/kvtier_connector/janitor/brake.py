@@ -44,9 +44,9 @@ class BrakeWriter:
         now_ns = self._clock()
         lasting_ns = int(LEASE_SECONDS * 1e9)
         written = self._written
-        if written is not None and bool(written.reason) == bool(reason):
-            if not reason or written.until_ns - now_ns > lasting_ns * 2 // 3:
-                return
+        is_said = written is not None and bool(written.reason) == bool(reason)
+        if is_said and (not reason or (written is not None and written.until_ns - now_ns > lasting_ns * 2 // 3)):
+            return
         brake = Brake(Mode.READ_ONLY, reason, now_ns + lasting_ns) if reason else RELEASED
         self._write(encode_brake(brake))
         self._written = brake

@@ -21,7 +21,7 @@ BATCH = 1024
 
 
 class Eviction:
-    """One decision that is being carried out. Owned by the thread of the ledger; the ledger is not compacted meanwhile."""
+    """One decision that is being carried out. Owned by the ledger's thread, which compacts nothing meanwhile."""
 
     def __init__(  # noqa: PLR0913 - keywords
         self,

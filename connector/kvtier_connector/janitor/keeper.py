@@ -6,17 +6,15 @@ A fault of the volume is a problem that is stated until it is over; whatever els
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from kvtier_connector.contract_janitor import JanitorConfig
-from kvtier_connector.errors import ConnectorError
 from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
 from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
 from kvtier_connector.janitor.columns import make_blocks, used_by_tenant
@@ -35,6 +33,7 @@ from kvtier_connector.janitor.news import News
 from kvtier_connector.janitor.patrol import Patrol, remove_old_partials
 from kvtier_connector.janitor.pins import read_pins
 from kvtier_connector.janitor.policy import Choice, Limits, choose
+from kvtier_connector.janitor.problems import Problems
 from kvtier_connector.janitor.removal import GenerationRemoval
 from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
@@ -48,8 +47,6 @@ STEP_SECONDS = 1.0
 _TIDY_SECONDS = 3600.0
 _SAVE_SECONDS = 600.0
 _MOST_MET = 4096
-_FULL_SECONDS = 60.0
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Keeper:
@@ -92,7 +89,6 @@ class Keeper:
         self._pins: dict[str, bytes] = {}
         self._quarantined: dict[str, Sum] = {}
         self._space = Space()
-        self._full_until = now()
         self._is_hurried = False
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
@@ -101,7 +97,7 @@ class Keeper:
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
         self._oldest: tuple[int, int | None] = (-1, None)
-        self._problems: dict[str, str] = {}
+        self._problems = Problems(config.tier, now=now)
         self._published: tuple[int, Look | None, int] = (-1, None, 0)
         self.tallies = Tallies()
         self.report: Report | None = None
@@ -109,7 +105,7 @@ class Keeper:
 
     def open(self) -> None:
         """Take over what an earlier janitor knew, if the volume has it."""
-        with self._trying("ledger"):
+        with self._problems.trying("ledger"):
             snapshot = load(self._ledger, Path(self._dir), fs=self._fs)
             if snapshot is not None:
                 self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
@@ -135,7 +131,7 @@ class Keeper:
         if is_time:
             self._look()
         self._meet()
-        with self._trying("walk"):
+        with self._problems.trying("walk"):
             self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=may_go_on)
         if is_time and self._eviction is None and self._may_act():
             self._decide()
@@ -163,11 +159,6 @@ class Keeper:
             self.step()
 
     @property
-    def ledger(self) -> Ledger:
-        """What is known of the blocks; of the same thread."""
-        return self._ledger
-
-    @property
     def is_idle(self) -> bool:
         """Whether everything is counted and nothing waits to be removed."""
         return self._patrol.is_counted and self._eviction is None
@@ -179,29 +170,34 @@ class Keeper:
     def close(self) -> None:
         """Save what is known; leave the brake to run out, or to the next janitor."""
         if self._may_act():
-            with self._trying("tell"):
+            with self._problems.trying("tell"):
                 self._news.flush()
             self._save()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> None:
-        with self._trying("volume"):
+        with self._problems.trying("volume"):
             self._generations = find_generations(self._fs, self._dir, self._generations)
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
-        with self._trying("pins"):
+        with self._problems.trying("pins"):
             self._pins = read_pins(Path(self._dir), fs=self._fs)
 
     def _listen(self) -> None:
-        with self._trying("journals"):
+        with self._problems.trying("journals"):
             self._news.follow(self._digests())
 
     def _meet(self) -> None:
         """Ask the volume about blocks that somebody used and nobody told of."""
-        with self._trying("walk"):
-            for digest, key in list(self._news.doubtful)[:_MOST_MET]:
-                self._patrol.meet(digest, [key])
+        with self._problems.trying("walk"):
+            for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
+                # Mostly the journal of the engine that stored it was read after that of the one that used it.
+                generation = self._ledger.generation(digest)
+                if self._ledger.find(generation, key) < 0:
+                    self._patrol.meet(digest, [key])
                 del self._news.doubtful[digest, key]
+                if (row := self._ledger.find(generation, key)) >= 0:
+                    self._ledger.use(row, used_ns)
 
     def _decide(self) -> None:
         self._ledger.compact()
@@ -231,10 +227,10 @@ class Keeper:
         eviction = self._eviction
         if eviction is None:
             return
-        with self._trying("remove"):
+        with self._problems.trying("remove"):
             while not eviction.is_done and may_go_on():
                 eviction.step(self._is_told)
-                with self._trying("tell"):
+                with self._problems.trying("tell"):
                     self._news.flush()
                 self._listen()
         if eviction.is_done or "remove" in self._problems or not self._may_act():
@@ -253,10 +249,10 @@ class Keeper:
             self._space,
             used_bytes=used,
             is_braking=bool(self._brake.reason),
-            is_full=self._now() < self._full_until,
+            is_full=self._problems.is_full,
         )
         before = self._brake.reason
-        with self._trying("brake"):
+        with self._problems.trying("brake"):
             make_tier_directory(self._fs, self._dir)
             self._brake.set(reason)
         if bool(before) != bool(self._brake.reason):
@@ -267,7 +263,7 @@ class Keeper:
         if not others:
             self._active.clear()
             return
-        with self._trying("generations"):
+        with self._problems.trying("generations"):
             for digest in condemn(
                 [self._standing(each) for each in others],
                 current=self.config.current,
@@ -295,7 +291,7 @@ class Keeper:
 
     def _tidy(self, may_go_on: Callable[[], bool]) -> None:
         config, now_ns = self.config, self._clock()
-        with self._trying("partials"):
+        with self._problems.trying("partials"):
             files, _ = remove_old_partials(
                 self._fs,
                 self._dir,
@@ -307,7 +303,7 @@ class Keeper:
         if self._now() < self._next_tidy:
             return
         self._next_tidy = self._now() + min(_TIDY_SECONDS, config.quarantine_age_seconds, config.journal_age_seconds)
-        with self._trying("tidy"):
+        with self._problems.trying("tidy"):
             for digest in self._digests():
                 self._tidy_generation(digest, now_ns)
             hour_ago_ns = now_ns - int(config.partial_age_seconds * 1e9)
@@ -334,7 +330,7 @@ class Keeper:
     def _save(self) -> None:
         if not self._is_saving or not self._generations:
             return
-        with self._trying("ledger"):
+        with self._problems.trying("ledger"):
             snapshot = Snapshot(taken_ns=self._clock(), places=self._news.places(), walked_ns=self._patrol.walked_ns)
             save(self._ledger, snapshot, Path(self._dir), fs=self._fs)
             self._saved_changes = self._ledger.changes
@@ -381,14 +377,12 @@ class Keeper:
         return [each.digest for each in self._generations]
 
     def _state_missing(self) -> None:
-        if self._missing_bytes:
-            self._problems["pins"] = (
-                f"{self._missing_bytes} bytes more than the limits allow are pinned: kvtier unpin, or raise the limits"
-            )
-        else:
-            self._problems.pop("pins", None)
+        message = (
+            f"{self._missing_bytes} bytes more than the limits allow are pinned: kvtier unpin, or raise the limits"
+        )
+        self._problems.state("pins held", message if self._missing_bytes else "")
 
-    def _publish(self, is_time: bool) -> None:  # noqa: FBT001 - the one caller's own word
+    def _publish(self, is_time: bool) -> None:
         if not is_time and self._eviction is None and self.report is not None:
             return
         look = Look(
@@ -398,27 +392,11 @@ class Keeper:
             brake=self._brake.reason,
             quarantined=sum_of(self._quarantined.values()),
             created={each.digest: each.created_ns for each in self._generations},
-            problems=self._problems,
+            problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,
         )
         state = (self._ledger.changes, look, self.tallies.sweeps)
         if state != self._published:
             # Looking at every row is cheap, but not for nothing.
-            self._published = (state[0], replace(look, problems=dict(self._problems)), state[2])
+            self._published = state
             self.report = make_report(self._ledger, look, self.tallies)
-
-    @contextlib.contextmanager
-    def _trying(self, what: str) -> Iterator[None]:
-        """State what the volume refuses, and go on without."""
-        try:
-            yield
-        except (OSError, ConnectorError) as error:
-            cause = error.__cause__ if isinstance(error, ConnectorError) else error
-            if isinstance(cause, OSError) and cause.errno in _FULL:
-                self._full_until = self._now() + _FULL_SECONDS
-            problem = f"{what}: {error}"
-            if self._problems.get(what) != problem:
-                logger.warning("%s: %s", self.config.tier, problem)
-            self._problems[what] = problem
-        else:
-            self._problems.pop(what, None)

@@ -138,8 +138,8 @@ class Ledger:
             each["hash"].tobytes()[: int(each["hash_bytes"])], int(each["group"]), self.tenants[int(each["tenant"])]
         )
 
-    def apply(self, generation: int, records: Iterable[Record]) -> list[BlockKey]:
-        """Learn what engines did; return the keys that somebody used but that are not known: ask the volume."""
+    def apply(self, generation: int, records: Iterable[Record]) -> list[Record]:
+        """Learn what engines did; return the news of blocks that somebody used but nobody told of so far."""
         doubtful = []
         for record in records:
             name = self._name(generation, record.key, record.key.hash)
@@ -154,9 +154,9 @@ class Ledger:
                 self._store(name, row, generation, record, size)
             elif record.op == Op.USED:
                 if row >= 0:
-                    self._use(row, record.time_ns)
+                    self.use(row, record.time_ns)
                 else:
-                    doubtful.append(record.key)
+                    doubtful.append(record)
         return doubtful
 
     def add(  # noqa: PLR0913 - keywords
@@ -186,6 +186,14 @@ class Ledger:
         each["epoch"] = self.epoch
         self.changes += 1
         return row
+
+    def use(self, row: int, time_ns: int) -> None:
+        """Note that somebody used the block."""
+        used = self._rows["used"]
+        if time_ns > int(used[row]):
+            used[row] = time_ns
+        self.touched.append(row)
+        self.changes += 1
 
     def see(self, row: int) -> None:
         """Note that the walk found the block."""
@@ -266,14 +274,7 @@ class Ledger:
             each["position"] = record.lineage.position
             parent = record.lineage.parent
             each["parent"] = self._name(generation, record.key, parent) if parent else 0
-        self._use(row, record.time_ns)
-
-    def _use(self, row: int, time_ns: int) -> None:
-        used = self._rows["used"]
-        if time_ns > int(used[row]):
-            used[row] = time_ns
-        self.touched.append(row)
-        self.changes += 1
+        self.use(row, record.time_ns)
 
     def _append(self, name: int, generation: int, key: BlockKey, size: int) -> int:
         if self._count == self._rows.size:

@@ -37,8 +37,8 @@ class News:
         self._places = places or {}
         self._readers: dict[str, JournalReader] = {}
         self._writers: dict[str, JournalWriter] = {}
-        self.doubtful: dict[tuple[str, BlockKey], None] = {}
-        """Blocks that an engine used and that are not in the ledger, in the order in which they came up."""
+        self.doubtful: dict[tuple[str, BlockKey], int] = {}
+        """Blocks that an engine used and that were not in the ledger then, and when that was."""
 
     @property
     def tokens(self) -> set[str]:
@@ -56,9 +56,9 @@ class News:
             generation = self._ledger.generation(digest)
             try:
                 for records in self._reader(digest).read():
-                    for key in self._ledger.apply(generation, records):
+                    for record in self._ledger.apply(generation, records):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
-                            self.doubtful[digest, key] = None
+                            self.doubtful[digest, record.key] = record.time_ns
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:

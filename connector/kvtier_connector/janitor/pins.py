@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that people want to keep: ``pins.json`` beside the generations, written by `kvtier pin`, read by the janitor.
+"""Prefixes that people want to keep: ``pins.json`` beside the generations, which `kvtier pin` writes.
 
 A pin holds a block and every block before it, in every generation and for every tenant, against the budget and against
 quotas. It does not hold them beyond their time to live.
@@ -30,8 +30,8 @@ def parse_hash(text: str) -> bytes:
     """Return the hash that a person typed; raise ConfigInvalid for what is none."""
     if _HASH.fullmatch(text.lower()) is None:
         raise ConfigInvalid(
-            f"hash {text!r}: must be {2 * MIN_HASH_BYTES} to {2 * MAX_HASH_BYTES} hex digits, as in the name of a block's "
-            "file before _g"
+            f"hash {text!r}: must be {2 * MIN_HASH_BYTES} to {2 * MAX_HASH_BYTES} hex digits, as before _g "
+            "in the name of a block's file"
         )
     return bytes.fromhex(text)
 

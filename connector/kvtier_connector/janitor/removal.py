@@ -17,7 +17,7 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
 
 _ALTERED_SECONDS = 30.0
-"""A file that is so much younger than what is known of it was written anew: clocks differ, and slow writes take long."""
+"""A file that is so much younger than what is known of it was written anew: clocks differ, writes take time."""
 _BUNDLE = 64
 _BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 

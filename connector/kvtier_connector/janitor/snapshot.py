@@ -61,7 +61,7 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
             "places": {digest: dict(places) for digest, places in snapshot.places.items()},
         }
     ).encode()
-    rows = memoryview(ledger.rows).cast("B") if ledger.rows.size else memoryview(b"")
+    rows = memoryview(ledger.rows.view(np.uint8).data)
     checksum = zlib.crc32(rows, zlib.crc32(document))
     head = _HEAD.pack(_MAGIC, _VERSION, len(document), ledger.rows.size, ROW.itemsize, checksum)
     path = f"{tier_dir}/{LEDGER_FILE}"
@@ -110,7 +110,7 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
         return None
     text = bytes(_read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size))
     rows = np.zeros(count, ROW)
-    body = memoryview(rows).cast("B") if count else memoryview(b"")
+    body = memoryview(rows.view(np.uint8).data)
     if len(_read(fs, fd, body, _HEAD.size + document_bytes)) != len(body) or zlib.crc32(body, zlib.crc32(text)) != (
         checksum
     ):
