@@ -23,6 +23,7 @@ from kvtier_operator.claim_users import ClaimUsers
 from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
@@ -97,6 +98,8 @@ class Operator:
         self._login = login
         self._clock = clock
         self._claim_users = ClaimUsers()
+        # A Role in a few namespaces gives no right to look at nodes.
+        self._inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
         self._queue: WorkQueue[TierName] = WorkQueue(
             self._pass,
             workers=settings.workers,
@@ -222,6 +225,7 @@ class Operator:
             key,
             connector_image=self._settings.connector_image,
             clock=self._clock,
+            inventory=self._inventory,
             attempt=attempt,
         )
         self._claim_users.note(key, outcome.existing_claim)

@@ -171,4 +171,4 @@ def test_no_pod_is_made_from_a_field_that_is_said_to_roll_nothing(path: tuple[st
 
 def test_what_is_rendered_offline_carries_no_note() -> None:
     plan = make_unchecked_plan(spec.parse(tier()), names.tier_ref(tier()), connector_image=OLD)
-    assert all("annotations" not in each["metadata"] for each in render(plan))
+    assert all(names.ANNOTATION_RENDERED not in each["metadata"].get("annotations", {}) for each in render(plan))

@@ -38,9 +38,11 @@ def deployment(plan: TierPlan) -> Manifest:
     rollout = plan.spec.engine.rollout
     metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
     template = _template(plan) if plan.pin is None else dict(plan.pin.template)
+    # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
+    metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
     if plan.is_recorded:
         pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
-        metadata["annotations"] = {names.ANNOTATION_RENDERED: pin.encode()}
+        metadata["annotations"][names.ANNOTATION_RENDERED] = pin.encode()
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -203,7 +205,7 @@ def _env(plan: TierPlan) -> list[Manifest]:
         {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
         # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
         {"name": "USER", "value": "kvtier"},
-        {"name": "HF_HOME", "value": f"{names.SCRATCH_MOUNT}/hf"},
+        {"name": "HF_HOME", "value": names.MODEL_CACHE},
         {"name": "XDG_CACHE_HOME", "value": f"{names.SCRATCH_MOUNT}/cache"},
         {"name": "VLLM_CACHE_ROOT", "value": f"{names.SCRATCH_MOUNT}/vllm"},
         {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
@@ -224,10 +226,12 @@ def _resources(plan: TierPlan) -> Manifest:
         if engine.accelerator.resource == NO_ACCELERATOR
         else {engine.accelerator.resource: str(engine.accelerator.per_pod)}
     )
+    storage = quantity.format_bytes(engine.ephemeral_bytes or plan.sizing.ephemeral_bytes)
+    limit = {} if engine.ephemeral_bytes is None else {"ephemeral-storage": storage}
     return {
-        "requests": {"cpu": engine.cpu, "memory": memory, **devices},
+        "requests": {"cpu": engine.cpu, "memory": memory, "ephemeral-storage": storage, **devices},
         # Request equals limit: pinned pages cannot be reclaimed, so a node must never promise them twice.
-        "limits": {"memory": memory, **devices},
+        "limits": {"memory": memory, **limit, **devices},
     }
 
 
