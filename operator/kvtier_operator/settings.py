@@ -36,6 +36,8 @@ class Settings:
     """How long after its last sign of life the leader is followed by another operator."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
+    canary_settle_seconds: float = 5.0
+    """How long after a rollout the first canary prompt is sent."""
     stop_seconds: float = 20.0
     """How long running passes may take to end when the operator is told to go."""
 
@@ -59,6 +61,9 @@ def parse(environ: Mapping[str, str]) -> Settings:
         lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
         lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
+        canary_settle_seconds=_number(
+            environ, "KVTIER_CANARY_SETTLE_SECONDS", defaults.canary_settle_seconds, least=0, most=3600
+        ),
         stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
     )
 
