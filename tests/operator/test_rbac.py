@@ -85,6 +85,11 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
 )
 
 
+REPLAYED_ELSEWHERE = (
+    "list events",  # about a pod whose volumes are not mounted half a minute after it was made: test_crashes.py
+)
+
+
 @pytest.fixture
 def api() -> Iterator[ApiServerThread]:
     with ApiServerThread() as server:
@@ -137,8 +142,8 @@ def test_the_roles_grant_what_the_lifecycles_need_and_nothing_else(
 ) -> None:
     rbac = replay(api, tmp_path, values)
     assert rbac.denied == []
-    unused = rbac.grants - rbac.used
-    assert sorted(map(str, unused)) == []
+    unused = {str(grant) for grant in rbac.grants - rbac.used}
+    assert {grant for grant in unused if not grant.startswith(REPLAYED_ELSEWHERE)} == set()
 
 
 def test_a_call_that_no_rule_allows_is_denied() -> None:

@@ -21,7 +21,14 @@
   verbs: [list, watch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, list] # listed only about a pod that its node cannot start
+{{- end -}}
+
+{{- /* What it reads of the cluster itself; without it, the operator does not tell in advance that no node fits. */ -}}
+{{- define "kvtier.clusterRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list]
 {{- end -}}
 
 {{- /* What it does in its own namespace. */ -}}
