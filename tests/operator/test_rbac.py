@@ -86,7 +86,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
 
 
 REPLAYED_ELSEWHERE = (
-    "list events",  # about a pod whose volumes are not mounted half a minute after it was made: test_crashes.py
+    "list events",  # about a pod whose volumes are not mounted half a minute after it was made: test_status.py
 )
 
 
