@@ -69,9 +69,9 @@ def parse(text: bytes, *, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}") from error
+        raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}", field=TIER_FILE) from error
     if not isinstance(document, dict) or not isinstance(document.get("identity"), dict):
-        raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}")
+        raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}", field=TIER_FILE)
     return document
 
 
@@ -94,7 +94,8 @@ def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
         if expected != actual:
             raise IdentityMismatch(
                 f"{root}/{TIER_FILE}: {label} is {actual!r} there and {expected!r} here; give this tier another "
-                "volume.path, or remove the directory if nothing uses it any more"
+                "volume.path, or remove the directory if nothing uses it any more",
+                field=label,
             )
 
 

@@ -36,19 +36,27 @@ MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
     "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
-    "quicker), min_tokens (the hit is too short), mode, inert, "
+    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), mode, inert, "
     "deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), mode, queue_full "
-    "(too much waits to be written), min_reuse (not offered often enough yet), no_key (blocks are to be encrypted, and "
-    "there is no active key), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
+    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), inert, uncounted (the "
+    "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
+    "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
+    "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
+)
+REFUSED = Metric(
+    "vllm:kvtier_disk_refused",
+    "1 while the engine serves without the shared volume because the directory holds blocks of another model or "
+    "layout, with the field that differs.",
+    ("field",),
+    is_gauge=True,
 )
 KEY_MISSING = Metric(
     "vllm:kvtier_disk_key_missing",
@@ -119,6 +127,7 @@ METRICS = (
     MISSES,
     SHED_STORES,
     ACTIVE,
+    REFUSED,
     KEY_MISSING,
     STUCK_THREADS,
     USED_BYTES,
@@ -147,6 +156,7 @@ DEADLINE = "deadline"
 SHUTDOWN = "shutdown"
 UNCOUNTED = "uncounted"
 BREAKER = "breaker"
+NO_TENANT = "tenant"
 BYPASSED = "mode"
 QUEUE_FULL = "queue_full"
 UNREUSED = "min_reuse"
@@ -174,9 +184,9 @@ class Stats:
         if amount:
             self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
 
-    def set(self, metric: Metric, value: float) -> None:
+    def set(self, metric: Metric, value: float, *, label: str | None = None) -> None:
         """Set a gauge."""
-        self._stats.set_gauge(self._checked(metric, None), value)
+        self._stats.set_gauge(self._checked(metric, label), value, () if label is None else (label,))
 
     def take(self) -> OffloadingConnectorStats:
         """Return what was observed and start over."""

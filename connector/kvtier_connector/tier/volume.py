@@ -24,6 +24,7 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
 from kvtier_connector.store.mode import Mode, stricter
 from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.usage import Quotas
 
 logger = init_logger("vllm.kvtier.volume")
 
@@ -48,6 +49,7 @@ class Volume:
             direct=config.direct_io,
             max_bytes=config.max_bytes,
             keys_dir=config.keys_dir,
+            quotas=Quotas(config.tenant_quotas, config.default_quota_bytes),
             scan_threads=config.scan_threads,
         )
         # The file is mounted from a ConfigMap and not on the volume.
@@ -59,6 +61,7 @@ class Volume:
         self._is_readable = False
         self._is_writable = False
         self._refusal = "the volume has not answered yet"
+        self._differing_field = ""
         self._settled = threading.Event()
         self._closed = threading.Event()
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
@@ -118,6 +121,11 @@ class Volume:
     def refusal(self) -> str:
         """Why the volume is not readable; empty if it is."""
         return self._refusal
+
+    @property
+    def differing_field(self) -> str:
+        """What makes the directory another model's or layout's; empty if it is not, or is not known to be."""
+        return self._differing_field
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -195,6 +203,7 @@ class Volume:
             try:
                 identity.claim(Path(self._config.root), self._claimed, self._config.digest, fs=self._fs)
             except IdentityMismatch as error:
+                self._differing_field = error.field
                 self._refuse(error)
                 return False
             except StoreUnavailable as error:
