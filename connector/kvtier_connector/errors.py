@@ -23,8 +23,8 @@ class ConfigInvalid(ConnectorError):
 class IdentityMismatch(ConnectorError):
     """The directory holds blocks of another model, layout or key format; the message names the differing field."""
 
-    def __init__(self, message: str, *, field: str) -> None:
-        """Store the message, and the name of the field for whoever counts, such as ``identity.model_name``."""
+    def __init__(self, message: str, *, field: str = "") -> None:
+        """Remember the field of the identity by which the directory is another's; empty if it cannot be read."""
         super().__init__(message)
         self.field = field
 

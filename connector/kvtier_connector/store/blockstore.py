@@ -104,9 +104,7 @@ _STORE_FAULTS = {
     errno.EROFS: StoreFault.READ_ONLY,
     errno.EACCES: StoreFault.DENIED,
     errno.EPERM: StoreFault.DENIED,
-    errno.EMFILE: StoreFault.RESOURCES,
-    errno.ENFILE: StoreFault.RESOURCES,
-    errno.ENOMEM: StoreFault.RESOURCES,
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), StoreFault.RESOURCES),
 }
 
 
@@ -118,7 +116,7 @@ class _Found(NamedTuple):
 
 
 class BlockStore:
-    """The blocks under one root. Any number of threads and processes may use the same root at once.
+    """The blocks under one root, for any number of threads and processes at once.
 
     Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
     blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` sees to it that
@@ -301,6 +299,10 @@ class BlockStore:
     def tenant_bytes(self, tenant: str) -> int:
         """Return the bytes of one tenant, as `usage_bytes` does for all."""
         return self._usage.total_of(tenant)
+
+    def share_room(self, writers: int) -> None:
+        """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
+        self._usage.begin_period(writers)
 
     def learn_stored(self, payload_bytes: int, tenant: str = "") -> None:
         """Count a block that another process wrote, without waiting for the next walk."""

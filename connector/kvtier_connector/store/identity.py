@@ -69,9 +69,9 @@ def parse(text: bytes, *, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}", field=TIER_FILE) from error
+        raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}") from error
     if not isinstance(document, dict) or not isinstance(document.get("identity"), dict):
-        raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}", field=TIER_FILE)
+        raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}")
     return document
 
 
@@ -95,7 +95,7 @@ def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
             raise IdentityMismatch(
                 f"{root}/{TIER_FILE}: {label} is {actual!r} there and {expected!r} here; give this tier another "
                 "volume.path, or remove the directory if nothing uses it any more",
-                field=label,
+                field=name,
             )
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.store.format import FORMAT_VERSION
-from kvtier_connector.tier.fingerprint import fingerprint
+from kvtier_connector.tier.weights import fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +25,14 @@ if TYPE_CHECKING:
 PREFIX = "engine."
 
 
-def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any]:
-    """Return the facts by name, each name with `PREFIX`; JSON values only."""
+def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = "main") -> dict[str, Any]:
+    """Return the facts by name, each name with `PREFIX`; JSON values only.
+
+    Args:
+        spec: vLLM's settings of the engine.
+        bytes_per_chunk: size of the payload of a block file.
+        revision: branch, tag or commit of the model that the user asked for.
+    """
     config = spec.config
     parallel = config.parallel
     # Rows of the direct layout hold the ranks side by side, so they fit one topology. Only the canonical layout, which
@@ -42,6 +47,7 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any
     }
     facts = {
         "model_name": config.model.name,
+        "weights": fingerprint(config.model.name, revision),
         "kv_dtype": config.model.dtype,
         "kv_layout": config.kv_cache_layout,
         "is_layout_canonical": bool(config.canonical_layout),
@@ -62,7 +68,7 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any
 
 def _resolved(config: VllmConfig | None) -> dict[str, Any]:
     """Return what vLLM made of the user's settings."""
-    names = ("revision", "weights", "dtype", "quantization", "rope", "hf_overrides", "kv_cache_dtype", "hash_algorithm")
+    names = ("revision", "dtype", "quantization", "rope", "hf_overrides", "kv_cache_dtype", "hash_algorithm")
     if config is None:
         return dict.fromkeys(names)
     model, cache = config.model_config, config.cache_config
@@ -71,7 +77,6 @@ def _resolved(config: VllmConfig | None) -> dict[str, Any]:
     }
     values = (
         model.revision,
-        _weights(model.model),
         str(model.dtype).removeprefix("torch."),
         None if model.quantization is None else str(model.quantization),
         _plain(rope),
@@ -80,18 +85,6 @@ def _resolved(config: VllmConfig | None) -> dict[str, Any]:
         str(cache.prefix_caching_hash_algo),
     )
     return dict(zip(names, values, strict=True))
-
-
-def _weights(model: str) -> str | None:
-    """Return the fingerprint of a model in a directory; one from a hub has a revision instead."""
-    directory = Path(model)
-    if not directory.is_dir():
-        return None
-    try:
-        return fingerprint(directory)
-    except OSError as error:
-        # An engine that can read them is another one to us, and that is said with this field's name.
-        return f"unreadable: {error.strerror}"
 
 
 def _plain(value: Any) -> Any:

@@ -53,8 +53,8 @@ ACTIVE = Metric(
 )
 REFUSED = Metric(
     "vllm:kvtier_disk_refused",
-    "1 while the engine serves without the shared volume because the directory holds blocks of another model or "
-    "layout, with the field that differs.",
+    "1 when the directory on the shared volume belongs to another model or layout, by the first field of tier.json "
+    "that differs; the engine then serves without it.",
     ("field",),
     is_gauge=True,
 )
@@ -194,7 +194,7 @@ class Stats:
         return taken
 
     @staticmethod
-    def _checked(metric: Metric, cause: str | None) -> str:
-        if metric not in METRICS or len(metric.labels) != (cause is not None):
+    def _checked(metric: Metric, label: str | None) -> str:
+        if metric not in METRICS or len(metric.labels) != (label is not None):
             raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
         return metric.name
