@@ -143,7 +143,7 @@ class BlockStore:
         self._fs = fs
         self._clock = clock
         self._direct = DirectIo(fs, self._root, direct=direct)
-        self._usage = Usage(max_bytes)
+        self.usage = Usage(max_bytes)
         self._scanning = threading.Lock()
         self._keys_changed = threading.Condition()
         self._keys_in_write: set[BlockKey] = set()
@@ -195,7 +195,7 @@ class BlockStore:
             found = self._find(key, data.nbytes)
             if found.is_whole:
                 return Present()
-            if not self._usage.reserve(block_bytes):
+            if not self.usage.reserve(block_bytes):
                 return StoreFault.NO_BUDGET
             is_written = False
             try:
@@ -205,9 +205,9 @@ class BlockStore:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
                 if is_written:
-                    self._usage.commit(block_bytes, replaced=found.size)
+                    self.usage.commit(block_bytes, replaced=found.size)
                 else:
-                    self._usage.cancel(block_bytes)
+                    self.usage.cancel(block_bytes)
         return Stored(block_bytes)
 
     def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
@@ -241,12 +241,12 @@ class BlockStore:
             return False
         except OSError as error:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
-        self._usage.forget(size)
+        self.usage.forget(size)
         return True
 
     def usage_bytes(self) -> int:
         """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
-        return self._usage.total()
+        return self.usage.total()
 
     def refresh_usage(self, visit: Callable[[BlockEntry | Leftover], None] | None = None, *, threads: int = 1) -> int:
         """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
@@ -259,23 +259,23 @@ class BlockStore:
             StoreUnavailable: the root cannot be walked.
         """
         with self._scanning:
-            self._usage.begin_scan()
+            self.usage.begin_scan()
             found = 0
             for entry in scan_parallel(Path(self._root), fs=self._fs, clock=self._clock, threads=threads):
                 if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
                     found += entry.size
                 if visit is not None:
                     visit(entry)
-            self._usage.end_scan(found)
-        return self._usage.total()
+            self.usage.end_scan(found)
+        return self.usage.total()
 
     def learn_stored(self, payload_bytes: int) -> None:
         """Count a block that another process wrote, without waiting for the next walk."""
-        self._usage.learn(HEADER_BYTES + payload_bytes)
+        self.usage.learn(HEADER_BYTES + payload_bytes)
 
     def learn_gone(self, payload_bytes: int) -> None:
         """Stop counting a block that another process removed."""
-        self._usage.forget(HEADER_BYTES + payload_bytes)
+        self.usage.forget(HEADER_BYTES + payload_bytes)
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"
@@ -323,7 +323,7 @@ class BlockStore:
             except OSError:
                 # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
                 self._fs.unlink(path)
-                self._usage.forget(bad.st_size)
+                self.usage.forget(bad.st_size)
                 return
             if not os.path.samestat(bad, self._fs.stat(moved)):
                 # A writer replaced the file between our two calls: this is its block, and it goes back.

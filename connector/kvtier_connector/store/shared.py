@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreOutcome
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.counters import Counters, Operation, Totals
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
@@ -98,7 +98,7 @@ class SharedStore:
         """Do as `BlockStore.get` does, and remember the answer."""
         started = self._now()
         outcome = self.blocks.get(key, into)
-        self._remember(key, outcome, started)
+        self.record_get(key, outcome, seconds=self._now() - started)
         return outcome
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
@@ -106,11 +106,11 @@ class SharedStore:
         started = self._now()
         outcome = self.blocks.stream(key, buffer, take)
         if outcome is not None:
-            self._remember(key, outcome, started)
+            self.record_get(key, outcome, seconds=self._now() - started)
         return outcome
 
-    def _remember(self, key: BlockKey, outcome: Outcome, started: float) -> None:
-        seconds = self._now() - started
+    def record_get(self, key: BlockKey, outcome: Outcome, *, seconds: float) -> None:
+        """Remember the answer to a `get` or `stream` of another process's `BlockStore` on the same root."""
         if isinstance(outcome, Hit):
             self._index.add(key)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
@@ -134,17 +134,49 @@ class SharedStore:
         started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.put(key, payload, lineage)
-        seconds = self._now() - started
+        self._record_put(key, payload.nbytes, outcome, seconds=self._now() - started, lineage=lineage)
+        return outcome
+
+    def begin_put(self, key: BlockKey, payload_bytes: int) -> StoreOutcome | None:
+        """Say how a `put` ends that needs no system call, or None: hold room, for another process to carry it out.
+
+        None obliges to call `end_put` or `cancel_put`. Only memory is touched.
+        """
+        outcome: StoreOutcome | None = None
+        if self._index.state(key) is Presence.PRESENT:
+            outcome = Present()
+        elif not self.blocks.usage.reserve(HEADER_BYTES + payload_bytes):
+            outcome = StoreFault.NO_BUDGET
+        if outcome is not None:
+            self._record_put(key, payload_bytes, outcome, seconds=0.0)
+        return outcome
+
+    def end_put(
+        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
+    ) -> None:
+        """Remember the answer to a `put` of another process's `BlockStore`, which has no limit of its own."""
+        if isinstance(outcome, Stored):
+            self.blocks.usage.commit(HEADER_BYTES + payload_bytes, replaced=0)
+        else:
+            self.cancel_put(payload_bytes)
+        self._record_put(key, payload_bytes, outcome, seconds=seconds, lineage=lineage)
+
+    def cancel_put(self, payload_bytes: int) -> None:
+        """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
+        self.blocks.usage.cancel(HEADER_BYTES + payload_bytes)
+
+    def _record_put(
+        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
+    ) -> None:
         if isinstance(outcome, Stored):
             self._index.add(key)
-            self._journal.append(Op.STORED, key, payload.nbytes, lineage)
+            self._journal.append(Op.STORED, key, payload_bytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
             self._index.add(key)
             self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
         else:
             self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)
-        return outcome
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
         """Remove a block and tell the other processes; say whether it was there.

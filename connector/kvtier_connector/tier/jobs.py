@@ -76,6 +76,11 @@ class Job:
         self._elapsed_seconds = 0.0
         self._cause = ""
 
+    def start(self) -> None:
+        """Note that the transfer begins, where nobody asks `is_open` of its first block."""
+        with self._lock:
+            self._start_clock()
+
     def is_open(self, index: int) -> bool:
         """Say whether the block is still wanted."""
         with self._lock:

@@ -49,7 +49,9 @@ ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
 )
 STUCK_THREADS = Metric(
-    "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
+    "vllm:kvtier_disk_stuck_threads",
+    "Threads and processes that the volume holds up for longer than their deadline.",
+    is_gauge=True,
 )
 USED_BYTES = Metric(
     "vllm:kvtier_disk_used_bytes",
