@@ -30,7 +30,7 @@ _MOVERS_OF_A_GROUP = 4
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = ENTRIES * TOKEN.size
 _TEND_SECONDS = 0.05
-_LOCK_SECONDS = 2.0
+_LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a mover that holds its lock for longer than this is stopped, and is killed."""
 
 
@@ -53,7 +53,8 @@ class Ended(NamedTuple):
     """One task that a mover has finished with."""
 
     owner: int
-    index: int
+    number: int
+    """Within the owner's tasks."""
     outcome: Outcome | StoreOutcome
     seconds: float
 

@@ -19,6 +19,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvtier_connector.movers.board import TOKEN, Board, Current, Result
 from kvtier_connector.movers.tasks import Task, decode_task, encode_outcome
@@ -61,8 +62,9 @@ class MoverSettings:
     @classmethod
     def decode(cls, text: str) -> MoverSettings:
         """Read what `encode` returned."""
-        fields = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields: dict[str, Any] = json.loads(text)
+        fields.update({name: tuple(value) for name, value in fields.items() if isinstance(value, list)})
+        return cls(**fields)
 
 
 class Rows:

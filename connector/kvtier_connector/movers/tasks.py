@@ -57,8 +57,10 @@ def decode_outcome(code: int, moved_bytes: int) -> Outcome | StoreOutcome | None
     """Read what `encode_outcome` returned."""
     if code >= _FIRST_FAULT:
         return _FAULTS[code - _FIRST_FAULT]
-    if code == _HIT:
-        return Hit(moved_bytes)
-    if code == _STORED:
-        return Stored(moved_bytes)
-    return {_MISS: Miss(), _PRESENT: Present()}.get(code)
+    outcomes: dict[int, Outcome | StoreOutcome] = {
+        _HIT: Hit(moved_bytes),
+        _MISS: Miss(),
+        _STORED: Stored(moved_bytes),
+        _PRESENT: Present(),
+    }
+    return outcomes.get(code)

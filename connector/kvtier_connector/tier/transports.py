@@ -148,7 +148,7 @@ class ProcessTransport:
         """Settle what the movers did."""
         for ended in self._dispatcher.collect():
             opened = self._open[ended.owner]
-            opened.indices.discard(ended.index)
+            opened.indices.discard(ended.number)
             if not opened.indices:
                 del self._open[ended.owner]
             self._settle(opened.job, ended)
@@ -186,7 +186,7 @@ class ProcessTransport:
             self._dispatcher.submit(job.job_id, tasks)
 
     def _settle(self, job: Job, ended: Ended) -> None:
-        block = job.blocks[ended.index]
+        block = job.blocks[ended.number]
         if job.is_load:
             loaded = cast("Outcome", ended.outcome)
             self._store.record_get(block.name, loaded, seconds=ended.seconds)
@@ -195,7 +195,7 @@ class ProcessTransport:
             stored = cast("StoreOutcome", ended.outcome)
             self._store.end_put(block.name, self._row_bytes, stored, seconds=ended.seconds, lineage=block.lineage)
             self._breaker.record_store(stored)
-        job.settle(ended.index, ended.outcome, seconds=ended.seconds)
+        job.settle(ended.number, ended.outcome, seconds=ended.seconds)
 
     def _forget(self, opened: _Open) -> None:
         """Undo what was noted when the blocks were sent."""
