@@ -8,10 +8,11 @@ than the package. Safe to use from several threads. Every failure is raised as o
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -32,6 +33,7 @@ from kvtier_operator.names import Manifest, ObjectKey, TierRef
 _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("v1", "ConfigMap"): "configmaps",
     ("v1", "Event"): "events",
+    ("v1", "Node"): "nodes",
     ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
     ("v1", "Pod"): "pods",
     ("v1", "Service"): "services",
@@ -70,12 +72,20 @@ class Cluster(Protocol):
         """Delete that incarnation of the object; no error where it is gone already."""
         ...
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
-        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
+        """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
+
+        Raises:
+            ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
+        """
         ...
 
     def post_event(self, event: Manifest) -> None:
         """Create an Event."""
+        ...
+
+    def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
+        """Return the Events about one object."""
         ...
 
 
@@ -97,9 +107,26 @@ class Credentials:
 class KubernetesCluster:
     """The cluster that a kubeconfig or the pod's service account points at."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        """Use the client's connection pool and credentials; `connect` makes one."""
+    def __init__(
+        self,
+        api: client.ApiClient,
+        *,
+        timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
+        may_write: Callable[[], bool] = lambda: True,
+        on_answer: Callable[[str, int], None] = lambda _method, _status: None,
+    ) -> None:
+        """Use the client's connection pool and credentials; `connect` makes one.
+
+        Args:
+            api: the client.
+            timeout_seconds: to connect, and to read.
+            may_write: asked right before each request that is no GET.
+            on_answer: told the method and the HTTP status of each request; 0 where there was no answer.
+        """
         self._api = api
+        self._timeout_seconds = timeout_seconds
+        self._may_write = may_write
+        self._on_answer = on_answer
 
     def credentials(self) -> Credentials:
         """Return what this client connects with now."""
@@ -157,15 +184,22 @@ class KubernetesCluster:
         except _NotFoundError:
             return
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
-        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
+        """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
+
+        Raises:
+            ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
+        """
         try:
             self._request(
                 "PATCH",
                 _path(names.API_VERSION, names.KIND, tier.namespace, tier.name)
                 + "/status"
                 + _query({"fieldManager": names.FIELD_MANAGER}),
-                body={"metadata": {"uid": tier.uid}, "status": dict(changes)},
+                body={
+                    "metadata": {"uid": tier.uid, "resourceVersion": resource_version},
+                    "status": dict(changes),
+                },
                 content_type="application/merge-patch+json",
                 what=f"write the status of {tier}",
             )
@@ -177,6 +211,16 @@ class KubernetesCluster:
         """Create an Event."""
         self._request("POST", _path("v1", "Event", event["metadata"]["namespace"]), body=event, what="post an Event")
 
+    def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
+        """Return the Events about one object."""
+        path = _path("v1", "Event", namespace) + _query({"fieldSelector": f"involvedObject.uid={uid}"})
+        found: builtins.list[Manifest] = self._request("GET", path, what="list Events")["items"]
+        return found
+
+    def request(self, method: str, path: str, *, what: str, body: Mapping[str, Any] | None = None) -> Manifest:
+        """Send a request that no other method covers and return the answer; `what` tells an error what was tried."""
+        return self._request(method, path, what=what, body=body)
+
     def _request(
         self,
         method: str,
@@ -186,6 +230,8 @@ class KubernetesCluster:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
+        if method != "GET" and not self._may_write():
+            raise ClusterUnavailable(f"cannot {what}: this operator does not lead any more")
         request = self._api.param_serialize(
             method,
             path,
@@ -194,10 +240,12 @@ class KubernetesCluster:
             auth_settings=["BearerToken"],
         )
         try:
-            response = self._api.call_api(*request, _request_timeout=_TIMEOUT_SECONDS)
+            response = self._api.call_api(*request, _request_timeout=self._timeout_seconds)
             data = response.read()
         except (urllib3.exceptions.HTTPError, client.ApiException, OSError) as error:
+            self._on_answer(method, 0)
             raise ClusterUnavailable(f"cannot {what}: {error}") from error
+        self._on_answer(method, response.status)
         if response.status >= 400:  # noqa: PLR2004  where HTTP's errors begin
             raise _error(response.status, data, what)
         document: Manifest = json.loads(data)
@@ -208,8 +256,13 @@ class _NotFoundError(KindMissing):
     """404, which only some callers take for an answer."""
 
 
-def connect() -> KubernetesCluster:
-    """Connect with the pod's service account, or else with the kubeconfig.
+def connect(
+    *,
+    timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
+    may_write: Callable[[], bool] = lambda: True,
+    on_answer: Callable[[str, int], None] = lambda _method, _status: None,
+) -> KubernetesCluster:
+    """Connect with the pod's service account, or else with the kubeconfig; see `KubernetesCluster`.
 
     Raises:
         ClusterUnavailable: there is neither.
@@ -225,7 +278,11 @@ def connect() -> KubernetesCluster:
             raise ClusterUnavailable(
                 f"no cluster to talk to: {error}; set KUBECONFIG to a file that kubectl can use"
             ) from error
-    return KubernetesCluster(client.ApiClient(settings))
+    # Retries are the work queue's: urllib3's own would hide faults and outlast the time-outs.
+    settings.retries = False
+    return KubernetesCluster(
+        client.ApiClient(settings), timeout_seconds=timeout_seconds, may_write=may_write, on_answer=on_answer
+    )
 
 
 def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:

@@ -7,7 +7,8 @@ Data only, and pure: reading is another module's work, so every decision can be 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier_operator.names import ObjectKey, TierRef
 
@@ -18,6 +19,8 @@ class Live:
 
     uid: str
     resource_version: str
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The object as it was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class Claim:
     requested_bytes: int
     phase: str
     is_terminating: bool = False
+    uid: str = ""
+    capacity_bytes: int = 0
+    """What the volume holds; 0 while none is bound."""
+    resizing: str = ""
+    """How far an expansion is, in the words of the claim's own condition; empty while none is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +51,12 @@ class Engines:
     ready: int = 0
     is_stalled: bool = False
     """The Deployment gave up waiting for progress (ProgressDeadlineExceeded)."""
+    decisions: str = ""
+    """What was decided for this tier before, as the Deployment carries it."""
     problem: str = ""
     """Why pods cannot even be created (quota, admission), in the API server's words."""
+    rendered: str = ""
+    """What the operator noted on the Deployment about where its pods came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +71,8 @@ class Container:
     exit_code: int | None = None
     """Of the last run that ended; None when none did."""
     exit_reason: str = ""
+    exit_message: str = ""
+    """What it said last: the end of its log, if it ended with a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,49 @@ class Pod:
     hash_seed: str | None
     hash_algorithm: str | None
     containers: tuple[Container, ...]
+    uid: str = ""
+    address: str = ""
+    """IP address; empty until the pod has one."""
+    template_hash: str = ""
+    """Tells the pods of one rollout from those of another."""
+    mount_problem: str = ""
+    """Why the kubelet cannot bring the volumes to the pod, in its own words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node, as far as it decides whether an engine fits."""
+
+    name: str
+    labels: Mapping[str, str]
+    taints: tuple[Mapping[str, str], ...]
+    is_open: bool
+    """Whether it is ready and takes new pods."""
+    memory_bytes: int
+    cpu_millis: int
+    devices: Mapping[str, int]
+    """Everything countable that it offers: devices by the name of their resource."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one pod takes of its node."""
+
+    node: str
+    namespace: str
+    tier: str
+    """Name of the tier whose engine it is; empty for everybody else's pods."""
+    memory_bytes: int
+    devices: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of the cluster, and what runs on them."""
+
+    nodes: tuple[Node, ...]
+    usage: tuple[Usage, ...] | None = None
+    """None where nobody looked at the pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,5 +145,7 @@ class Snapshot:
     pods: tuple[Pod, ...]
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
+    nodes: Nodes | None = None
+    """None where the operator may not read nodes."""
     foreign: frozenset[ObjectKey] = frozenset()
     """Objects that stand under a name we need and are not ours: never overwritten."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,20 +273,32 @@ def test_the_operator_needs_no_more_rights_than_its_role_grants(api: ApiServerTh
     assert used - allowed == set()
 
 
-def test_the_kubelet_gets_an_answer(kubectl: Client) -> None:
-    import socket  # noqa: PLC0415
+@pytest.mark.usefixtures("controllers")
+def test_a_claim_of_the_users_own_is_noticed_as_soon_as_it_is_there(kubectl: Client) -> None:
+    mine = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "mine"},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}},
+    }
+    with running(resync_seconds=3600):
+        kubectl.apply_tier(body(volume={"claim": None, "existingClaim": "mine"}))
+        until(lambda: kubectl.condition("Ready").get("reason") == "ClaimMissing")
+        assert kubectl.condition("Stalled")["status"] == "False"
+        kubectl.call("POST", kubectl.path(CORE, "persistentvolumeclaims"), mine)
+        until(kubectl.is_ready)
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/healthz"
 
-    def answers() -> bool:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, ConnectionError):
-            return False
-
-    with running(liveness_endpoint=url):
-        until(answers)
+@pytest.mark.usefixtures("controllers")
+def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> None:
+    with running():
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        before = {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")}
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"metadata": {"annotations": {"kvtier.dev/restart": "once"}}})
+        until(lambda: len({pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")} - before) == 2)
+        until(kubectl.is_ready)
+    with running(connector_image="ghcr.io/kvtier/connector:next") as metrics:
+        after = {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")}
+        until(lambda: ok_passes(metrics) > 1)
+        assert {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")} == after

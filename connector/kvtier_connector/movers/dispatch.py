@@ -43,6 +43,7 @@ class DispatchSettings:
     row_bytes: int
     root: str
     direct: bool | None
+    keys_dir: str = ""
     stuck_seconds: float
     """A mover whose task takes longer hangs, and is killed."""
     file_system: str = ""
@@ -316,6 +317,7 @@ class Dispatcher:
             rows=(group * self._run_rows, self._run_rows, self._groups * self._run_rows),
             root=settings.root,
             direct=settings.direct,
+            keys_dir=settings.keys_dir,
             file_system=settings.file_system,
         )
         return told.encode(), [self._board_fd, settings.region.fd, *pipes, self._done.writer]

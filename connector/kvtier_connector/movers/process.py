@@ -52,6 +52,7 @@ class MoverSettings:
     """Which rows come this way: first row, rows in a run, step from run to run."""
     root: str
     direct: bool | None
+    keys_dir: str = ""
     file_system: str = ""
     """``module:class`` of the system calls, for tests; empty for the real ones."""
 
@@ -122,7 +123,12 @@ class Mover:
         self._settings = settings
         self._board = Board(settings.board)
         self._rows = Rows(settings)
-        self._store = BlockStore(Path(settings.root), fs=_file_system(settings.file_system), direct=settings.direct)
+        self._store = BlockStore(
+            Path(settings.root),
+            fs=_file_system(settings.file_system),
+            direct=settings.direct,
+            keys_dir=settings.keys_dir,
+        )
         self._poll = select.poll()
         for pipe in settings.pipes:
             self._poll.register(pipe, select.POLLIN)
@@ -177,7 +183,9 @@ class Mover:
             if self._board.ticket(entry) != ticket:
                 return None
             self._rows.copy_out(task.slot)
-        return self._store.put(task.key, self._rows.staging, task.lineage)
+        if (keyring := self._store.keyring) is not None:
+            keyring.activate(task.active_key)
+        return self._store.put(task.key, self._rows.staging, task.lineage, is_scratch=True)
 
 
 def _address(view: memoryview) -> int:

@@ -29,17 +29,19 @@ class Task(NamedTuple):
     slot: int
     """Row of the CPU tier."""
     lineage: Lineage = NO_LINEAGE
+    active_key: str = ""
+    """Name of the key that encrypts what is saved, if there is a directory of keys."""
 
 
 def encode_task(task: Task) -> bytes:
     """Return what `decode_task` reads."""
-    return marshal.dumps((task.is_load, tuple(task.key), task.slot, tuple(task.lineage)))
+    return marshal.dumps((task.is_load, tuple(task.key), task.slot, tuple(task.lineage), task.active_key))
 
 
 def decode_task(data: bytes) -> Task:
     """Read what `encode_task` wrote."""
-    is_load, key, slot, lineage = marshal.loads(data)  # noqa: S302 - the engine's own memory
-    return Task(is_load, BlockKey(*key), slot, Lineage(*lineage))
+    is_load, key, slot, lineage, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
+    return Task(is_load, BlockKey(*key), slot, Lineage(*lineage), active_key)
 
 
 def encode_outcome(outcome: Outcome | StoreOutcome | None) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -36,8 +36,8 @@ class Transport(Protocol):
     def load(self, job: Job) -> None:
         """Bring the blocks of a job into their rows."""
 
-    def save(self, job: Job) -> None:
-        """Write the blocks of a job to the volume."""
+    def save(self, job: Job, indices: Sequence[int]) -> None:
+        """Write these blocks of a job to the volume."""
 
     def collect(self) -> None:
         """Take in what has ended; call it in each step."""
@@ -63,15 +63,14 @@ class ThreadTransport:
         self._pool = pool
         self._transfers = transfers
 
-    def load(self, job: Job, indices: Iterable[int] | None = None) -> None:
+    def load(self, job: Job, indices: Sequence[int] | None = None) -> None:
         """Queue a task for each block, or for some."""
         wanted = range(len(job.blocks)) if indices is None else indices
         self._pool.submit(Lane.LOAD, [functools.partial(self._transfers.load, job, index) for index in wanted])
 
-    def save(self, job: Job, indices: Iterable[int] | None = None) -> None:
-        """Queue a task for each block, or for some."""
-        wanted = range(len(job.blocks)) if indices is None else indices
-        self._pool.submit(Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in wanted])
+    def save(self, job: Job, indices: Sequence[int]) -> None:
+        """Queue a task for each of these blocks."""
+        self._pool.submit(Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in indices])
 
     def collect(self) -> None:
         """Do nothing: the threads settle what they did."""
@@ -126,19 +125,29 @@ class ProcessTransport:
                 job.refuse(index, metrics.BREAKER)
         self._send(job, tasks)
 
-    def save(self, job: Job) -> None:
+    def save(self, job: Job, indices: Sequence[int]) -> None:
         """Send each block that the breaker lets through, has room and is not known to be on the volume."""
         if not self._dispatcher.is_usable:
-            self._threads.save(job)
+            self._threads.save(job, indices)
             return
+        keyring = self._store.blocks.keyring
+        active_key = "" if keyring is None else keyring.active_name
         tasks = []
-        for index, block in enumerate(job.blocks):
+        for index in indices:
+            block = job.blocks[index]
             if not self._breaker.admit(Direction.STORE):
                 job.refuse(index, metrics.BREAKER)
                 continue
             outcome = self._store.begin_put(block.name, self._row_bytes)
             if outcome is None:
-                tasks.append((index, Task(is_load=False, key=block.name, slot=block.slot, lineage=block.lineage)))
+                tasks.append(
+                    (
+                        index,
+                        Task(
+                            is_load=False, key=block.name, slot=block.slot, lineage=block.lineage, active_key=active_key
+                        ),
+                    )
+                )
             else:
                 self._breaker.record_store(outcome)
                 job.settle(index, outcome, seconds=0.0)
@@ -236,6 +245,7 @@ def make_transport(
             row_bytes=row_bytes,
             root=config.root,
             direct=config.direct_io,
+            keys_dir=config.keys_dir,
             stuck_seconds=config.load_deadline_seconds,
         )
     )

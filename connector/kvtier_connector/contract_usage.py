@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a janitor answers at ``/usage`` and the operator reads: one JSON document about one tier.
+
+Pure and stdlib only, as the other contracts are. All sizes are bytes, all times seconds since the epoch. A reader of
+another release ignores fields that it does not know, and a field that is missing has its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+USAGE_PATH = "/usage"
+
+MOST_ENTRIES = 1000
+"""Generations, tenants or problems in one document; a writer leaves out the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationUsage:
+    """One generation on the volume."""
+
+    digest: str
+    used_bytes: int = 0
+    """What its blocks take on the volume."""
+    blocks: int = 0
+    created: float = 0.0
+    """When its ``tier.json`` was made; 0 where nobody knows."""
+    last_used: float = 0.0
+    """When a block of it was last stored or read, as far as engines told; 0 where nobody did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantUsage:
+    """One tenant, over all generations."""
+
+    tenant: str
+    """Empty for blocks of nobody in particular."""
+    used_bytes: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a tier takes on its volume, and how the janitor fares with it."""
+
+    tier: str
+    """``<namespace>/<name>`` of the KVCacheTier."""
+    is_active: bool = False
+    """Whether this janitor holds the Lease; one that waits for it knows nothing of the rest."""
+    is_counted: bool = False
+    """Whether everything was counted once; before that the numbers only grow."""
+    used_bytes: int = 0
+    """What all blocks of the tier take on the volume."""
+    blocks: int = 0
+    volume_bytes: int = 0
+    """Size of the file system; 0 where it does not say."""
+    volume_free_bytes: int = 0
+    oldest: float = 0.0
+    """When the oldest block was stored; 0 without one."""
+    evicted_blocks: int = 0
+    """Blocks removed for room since the process began; those that were too old are not among them."""
+    brake: str = ""
+    """Why engines were asked to stop storing; empty while they were not."""
+    quarantined: int = 0
+    """Damaged files that wait for a person to look at them."""
+    generations: Sequence[GenerationUsage] = ()
+    tenants: Sequence[TenantUsage] = ()
+    problems: Sequence[str] = ()
+    """What keeps the janitor from its work now, for people: the system call, the path and the error."""
+
+
+def encode(usage: Usage) -> str:
+    """Return the document as canonical JSON."""
+    document = asdict(usage)
+    for name in ("generations", "tenants", "problems"):
+        document[name] = list(document[name])[:MOST_ENTRIES]
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def decode(text: str | bytes) -> Usage:
+    """Read a document written by `encode`.
+
+    Raises:
+        ValueError: the text is not JSON, or a field is missing or of another type; names the field.
+    """
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("/usage: nested too deeply") from error
+    lists: dict[str, Callable[[Any], Any]] = {
+        "generations": lambda item: _read(GenerationUsage, item, {}),
+        "tenants": lambda item: _read(TenantUsage, item, {}),
+        "problems": lambda item: _expect("problems", item, str),
+    }
+    return _read(Usage, document, lists)
+
+
+Record = TypeVar("Record", Usage, GenerationUsage, TenantUsage)
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
+
+
+def _read(record: type[Record], document: Any, lists: Mapping[str, Callable[[Any], Any]]) -> Record:
+    if not isinstance(document, dict):
+        raise ValueError(  # noqa: TRY004  one exception for every document that cannot be read
+            f"/usage: {record.__name__} must be a JSON object, found {type(document).__name__}"
+        )
+    found: dict[str, Any] = {}
+    for each in fields(record):
+        if each.name not in document:
+            continue
+        value = document[each.name]
+        if each.name in lists:
+            items = _expect(each.name, value, list)[:MOST_ENTRIES]
+            found[each.name] = tuple(lists[each.name](item) for item in items)
+        else:
+            found[each.name] = _expect(each.name, value, _TYPES[str(each.type)])
+    try:
+        return record(**found)
+    except TypeError as error:
+        raise ValueError(f"/usage: {error}") from error
+
+
+def _expect(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+    is_wrong_bool = isinstance(value, bool) and kind is not bool
+    if not isinstance(value, kind) or is_wrong_bool:
+        raise ValueError(f"/usage: {name} has a value of type {type(value).__name__}")
+    if isinstance(value, (int, float)) and not 0 <= value < 2**63:
+        raise ValueError(f"/usage: {name}={value!r} is out of range")
+    return value
