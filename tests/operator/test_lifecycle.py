@@ -248,32 +248,6 @@ def test_an_invalid_tier_says_which_field_without_any_child(api: ApiServerThread
 
 
 @pytest.mark.usefixtures("controllers")
-def test_the_operator_needs_no_more_rights_than_its_role_grants(api: ApiServerThread, kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
-    used = {
-        (
-            entry.verb,
-            entry.target.group,
-            entry.target.plural + (f"/{entry.target.subresource}" if entry.target.subresource else ""),
-        )
-        for entry in list(api.server.audit)
-        if entry.user_agent != "test" and entry.target is not None
-    }
-    manifests = yaml.safe_load_all((Path(__file__).parents[2] / "docs" / "operator.yaml").read_text())
-    role = next(manifest for manifest in manifests if manifest["kind"] == "ClusterRole")
-    allowed = {
-        (verb, group, resource)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    assert used - allowed == set()
-
-
-@pytest.mark.usefixtures("controllers")
 def test_a_claim_of_the_users_own_is_noticed_as_soon_as_it_is_there(kubectl: Client) -> None:
     mine = {
         "apiVersion": "v1",

@@ -11,7 +11,7 @@ import enum
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,12 +33,13 @@ from kvtier_connector.store.fs import (
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, tenant_of
 from kvtier_connector.store.quarantine import quarantine
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import can_read, encrypt, scratch_for, with_checksum
-from kvtier_connector.store.usage import Usage
+from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.verify import Take, read_verified, stream_verified
+from kvtier_connector.store.writers import Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class StoreFault(enum.Enum):
 
     NO_BUDGET = "no_budget"
     """The tier's own limit would be exceeded."""
+    NO_QUOTA = "no_quota"
+    """The quota of the block's tenant would be exceeded."""
     NO_KEY = "no_key"
     """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"
@@ -93,7 +96,7 @@ StoreOutcome = Stored | Present | StoreFault
 
 _RETRIES = 2
 """One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
-
+_REFUSALS = {None: None, Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
 _STORE_FAULTS = {
     errno.ENOSPC: StoreFault.NO_SPACE,
     errno.EDQUOT: StoreFault.NO_SPACE,
@@ -114,11 +117,11 @@ class _Found(NamedTuple):
 class BlockStore:
     """The blocks under one root, for any number of threads and processes at once.
 
-    Any thread may call any method. Between processes, atomic renames protect readers from half-written
-    blocks, and a unique partial name protects writers from each other. Inside the process, `_keys_changed` guards
-    `_keys_in_write`, so that one block is written once at a time; `Usage` and `DirectIo` guard themselves;
-    `_scanning` lets one thread count at a time; each thread has its own header page. No lock but `_scanning` is held
-    over a system call, so a volume that hangs holds up only the threads that asked it for something.
+    Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
+    blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` sees to it that
+    one block is written once at a time; it, `Ledger`, `Keyring` and `DirectIo` guard themselves; `_scanning` lets one
+    thread count at a time; each thread has its own header page. No lock but `_scanning` is held over a system call of
+    the volume, so a volume that hangs holds up only the threads that asked it for something.
 
     A method blocks for as long as the volume does: never call one from a thread that must not wait.
     """
@@ -132,6 +135,7 @@ class BlockStore:
         clock: Callable[[], int] = time.time_ns,
         max_bytes: int = 0,
         keys_dir: str = "",
+        quotas: Quotas = NO_QUOTAS,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -143,16 +147,16 @@ class BlockStore:
             max_bytes: `put` refuses what would exceed it; 0 means no limit. Call `refresh_usage` once at the start.
             keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
                 made active first; reading needs no more than this. Empty means that nothing is encrypted.
+            quotas: As `max_bytes`, for the blocks of single tenants.
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
         self._fs = fs
         self._clock = clock
         self._direct = DirectIo(fs, self._root, direct=direct)
-        self.usage = Usage(max_bytes)
+        self._usage = Ledger(max_bytes, quotas)
         self._scanning = threading.Lock()
-        self._keys_changed = threading.Condition()
-        self._keys_in_write: set[BlockKey] = set()
+        self._writers = Writers()
         self._of_thread = threading.local()
 
     def get(self, key: BlockKey, into: memoryview) -> Outcome:
@@ -201,16 +205,15 @@ class BlockStore:
         data = payload.cast("B")
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
-        block_bytes = HEADER_BYTES + data.nbytes
-        with self._sole_writer(key):
+        with self._writers.alone(key):
             found = self._find(key, data.nbytes)
             if found.is_whole:
                 return Present()
             encryption_key = None if self.keyring is None else self.keyring.active()
             if self.keyring is not None and encryption_key is None:
                 return StoreFault.NO_KEY
-            if not self.usage.reserve(block_bytes):
-                return StoreFault.NO_BUDGET
+            if (refusal := self.reserve(key, data.nbytes)) is not None:
+                return refusal
             is_written = False
             try:
                 header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), lineage)
@@ -223,21 +226,18 @@ class BlockStore:
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
-                if is_written:
-                    self.usage.commit(block_bytes, replaced=found.size)
-                else:
-                    self.usage.cancel(block_bytes)
-        return Stored(block_bytes)
+                self.end_reserved(key, data.nbytes, is_written=is_written, replaced=found.size)
+        return Stored(HEADER_BYTES + data.nbytes)
 
     def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
+        """Answer as `look_up` does, but False where the volume gives no answer."""
+        return self.look_up(key, payload_bytes) is True
+
+    def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Say whether the volume has a file for the block, of the right size if the payload's length is given.
 
         One system call, and the bytes are not verified: `get` may still answer otherwise.
         """
-        return self.look_up(key, payload_bytes) is True
-
-    def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
-        """Answer as `contains` does, but `Fault.IO` where the volume gives no answer."""
         try:
             size = self._fs.stat(self._path(key)).st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -260,16 +260,16 @@ class BlockStore:
             return False
         except OSError as error:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
-        self.usage.forget(size)
+        self._usage.forget(size, key.tenant)
         return True
 
     def set_limit(self, max_bytes: int) -> None:
         """Take another limit from now on; 0 means none."""
-        self.usage.set_limit(max_bytes)
+        self._usage.set_limit(max_bytes)
 
     def usage_bytes(self) -> int:
         """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
-        return self.usage.total()
+        return self._usage.total()
 
     def refresh_usage(self, visit: Callable[[BlockEntry | Leftover], None] | None = None, *, threads: int = 1) -> int:
         """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
@@ -282,27 +282,41 @@ class BlockStore:
             StoreUnavailable: the root cannot be walked.
         """
         with self._scanning:
-            self.usage.begin_scan()
-            found = 0
+            self._usage.begin_scan()
             for entry in scan_parallel(Path(self._root), fs=self._fs, clock=self._clock, threads=threads):
                 if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
-                    found += entry.size
+                    self._usage.find(entry.size, tenant_of(entry.path))
                 if visit is not None:
                     visit(entry)
-            self.usage.end_scan(found)
-        return self.usage.total()
+            self._usage.end_scan()
+        return self._usage.total()
+
+    def reserve(self, key: BlockKey, payload_bytes: int) -> StoreFault | None:
+        """Hold room for a block, or say why there is none; the room must be ended with `end_reserved`."""
+        return _REFUSALS[self._usage.reserve(HEADER_BYTES + payload_bytes, key.tenant)]
+
+    def end_reserved(self, key: BlockKey, payload_bytes: int, *, is_written: bool, replaced: int = 0) -> None:
+        """Count the block that was written, less what it replaced, or give its room back."""
+        if is_written:
+            self._usage.commit(HEADER_BYTES + payload_bytes, key.tenant, replaced=replaced)
+        else:
+            self._usage.cancel(HEADER_BYTES + payload_bytes, key.tenant)
+
+    def tenant_bytes(self, tenant: str) -> int:
+        """Return the bytes of one tenant, as `usage_bytes` does for all."""
+        return self._usage.total_of(tenant)
 
     def share_room(self, writers: int) -> None:
         """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
-        self.usage.begin_period(writers)
+        self._usage.begin_period(writers)
 
-    def learn_stored(self, payload_bytes: int) -> None:
+    def learn_stored(self, payload_bytes: int, tenant: str = "") -> None:
         """Count a block that another process wrote, without waiting for the next walk."""
-        self.usage.learn(HEADER_BYTES + payload_bytes)
+        self._usage.learn(HEADER_BYTES + payload_bytes, tenant)
 
-    def learn_gone(self, payload_bytes: int) -> None:
+    def learn_gone(self, payload_bytes: int, tenant: str = "") -> None:
         """Stop counting a block that another process removed."""
-        self.usage.forget(HEADER_BYTES + payload_bytes)
+        self._usage.forget(HEADER_BYTES + payload_bytes, tenant)
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"
@@ -327,26 +341,13 @@ class BlockStore:
             found = read(fd, bool(direct))
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
-                self.usage.forget(quarantine(self._fs, self._root, fd, key, found))
+                self._usage.forget(quarantine(self._fs, self._root, fd, key, found), key.tenant)
         except OSError:
             return Fault.IO
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         return Hit(found) if isinstance(found, int) else found
-
-    @contextlib.contextmanager
-    def _sole_writer(self, key: BlockKey) -> Iterator[None]:
-        """Wait until no other thread of this process writes the block."""
-        with self._keys_changed:
-            self._keys_changed.wait_for(lambda: key not in self._keys_in_write)
-            self._keys_in_write.add(key)
-        try:
-            yield
-        finally:
-            with self._keys_changed:
-                self._keys_in_write.discard(key)
-                self._keys_changed.notify_all()
 
     def _find(self, key: BlockKey, payload_bytes: int) -> _Found:
         """Look at the file that has the block's name: its size, and whether length and header are right."""

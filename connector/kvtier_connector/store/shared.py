@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreFault, StoreOutcome
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreOutcome
 from kvtier_connector.store.counters import Counters, Operation, Totals
-from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
@@ -25,6 +25,7 @@ from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
+from kvtier_connector.store.usage import NO_QUOTAS, Quotas
 from kvtier_connector.store.verify import Take
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
@@ -68,6 +69,7 @@ class SharedStore:
         direct: bool | None = None,
         max_bytes: int = 0,
         keys_dir: str = "",
+        quotas: Quotas = NO_QUOTAS,
         scan_threads: int = 4,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -80,11 +82,14 @@ class SharedStore:
             direct: As for `BlockStore`.
             max_bytes: As for `BlockStore`.
             keys_dir: As for `BlockStore`.
+            quotas: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
-        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir)
+        self.blocks = BlockStore(
+            root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir, quotas=quotas
+        )
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
@@ -155,11 +160,8 @@ class SharedStore:
 
         None obliges to call `end_put` or `cancel_put`. Only memory is touched.
         """
-        outcome: StoreOutcome | None = None
-        if self._index.state(key) is Presence.PRESENT:
-            outcome = Present()
-        elif not self.blocks.usage.reserve(HEADER_BYTES + payload_bytes):
-            outcome = StoreFault.NO_BUDGET
+        is_known = self._index.state(key) is Presence.PRESENT
+        outcome = Present() if is_known else self.blocks.reserve(key, payload_bytes)
         if outcome is not None:
             self._record_put(key, payload_bytes, outcome, seconds=0.0)
         return outcome
@@ -168,15 +170,12 @@ class SharedStore:
         self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
     ) -> None:
         """Remember the answer to a `put` of another process's `BlockStore`, which has no limit of its own."""
-        if isinstance(outcome, Stored):
-            self.blocks.usage.commit(HEADER_BYTES + payload_bytes, replaced=0)
-        else:
-            self.cancel_put(payload_bytes)
+        self.blocks.end_reserved(key, payload_bytes, is_written=isinstance(outcome, Stored))
         self._record_put(key, payload_bytes, outcome, seconds=seconds, lineage=lineage)
 
-    def cancel_put(self, payload_bytes: int) -> None:
+    def cancel_put(self, key: BlockKey, payload_bytes: int) -> None:
         """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
-        self.blocks.usage.cancel(HEADER_BYTES + payload_bytes)
+        self.blocks.end_reserved(key, payload_bytes, is_written=False)
 
     def _record_put(
         self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
@@ -345,8 +344,8 @@ class SharedStore:
             self._index.renew_block(record.key)
         if record.op in {Op.STORED, Op.USED}:
             if self._index.add(record.key):
-                self.blocks.learn_stored(record.payload_bytes)
+                self.blocks.learn_stored(record.payload_bytes, record.key.tenant)
         elif record.op == Op.GONE:
             was_present = self._index.discard(record.key)
             if was_present and record.payload_bytes:
-                self.blocks.learn_gone(record.payload_bytes)
+                self.blocks.learn_gone(record.payload_bytes, record.key.tenant)

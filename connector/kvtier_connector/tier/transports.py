@@ -209,10 +209,10 @@ class ProcessTransport:
     def _forget(self, opened: _Open) -> None:
         """Undo what was noted when the blocks were sent."""
         del self._open[opened.job.job_id]
-        for _ in opened.indices:
+        for index in opened.indices:
             self._breaker.record_nothing(Direction.LOAD if opened.job.is_load else Direction.STORE)
             if not opened.job.is_load:
-                self._store.cancel_put(self._row_bytes)
+                self._store.cancel_put(opened.job.blocks[index].name, self._row_bytes)
 
     def _fall_back(self) -> None:
         """Have the threads do what the movers could not, since they died too often."""
