@@ -293,9 +293,9 @@ class Rigs:
         name = f"{get_offload_block_hash(of).hex()}_g{get_offload_group_idx(of)}.kvb"
         return next((self.root / "blocks").rglob(name))
 
-    def write(self, wanted: Sequence[OffloadKey]) -> None:
+    def write(self, wanted: Sequence[OffloadKey], *, clock: Callable[[], int] = time.time_ns) -> None:
         """Put blocks on the volume without an engine."""
-        store = BlockStore(self.root)
+        store = BlockStore(self.root, clock=clock)
         for block in wanted:
             store.put(BlockKey(get_offload_block_hash(block), get_offload_group_idx(block)), memoryview(payload(block)))
 
