@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run the command and return its exit status.
+    """Run the command and return its exit status: 1 also where no node holds what is planned.
 
     Raises:
         OperatorError: a file or the cluster does not allow it.
@@ -54,13 +54,14 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
     found_nodes = read_nodes(options.nodes)
     config = None if options.config is None else offline.read_config(options.config)
     documents: list[dict[str, Any]] = []
-    pages = []
+    pages, is_fitting = [], True
     for body in offline.read_tiers(options.files[0]):
         spec, tier = _parse(body, config), names.tier_ref(body)
         snapshot = make_snapshot(tier, found_nodes)
         plan = make_unchecked_plan(spec, tier, connector_image=settings.connector_image, snapshot=snapshot)
         capacity = make_capacity(spec, plan.decisions, snapshot)
-        fits, is_fitting = _fit(plan, snapshot)
+        fits, fits_some = _fit(plan, snapshot)
+        is_fitting = is_fitting and fits_some
         pages.append(report.describe(plan, capacity, fits=fits))
         documents.append(
             {
@@ -68,11 +69,11 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
                 "model": spec.model.name,
                 "generation": plan.generation.digest,
                 "sizing": terms.terms(plan.sizing, capacity, node_bytes=plan.decisions.node_bytes),
-                **({} if fits is None else {"nodes": {"fits": is_fitting, "message": fits}}),
+                **({} if fits is None else {"nodes": {"fits": fits_some, "message": fits}}),
             }
         )
     _print(json.dumps(documents, indent=2) + "\n" if options.json else "\n".join(pages))
-    return 0
+    return 0 if is_fitting else 1
 
 
 def read_nodes(file: str | None) -> Nodes | None:

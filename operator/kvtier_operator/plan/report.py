@@ -97,7 +97,7 @@ def _chunk(plan: TierPlan, capacity: Capacity) -> tuple[str, str]:
     else:
         blocks = chunking.blocks or 1
         said = "1 block of vLLM" if blocks == 1 else f"{blocks} blocks of vLLM"
-    several = "" if groups == 1 else f"; {groups} files, one for each group of layers, hold the same tokens"
+    several = "" if groups == 1 else f", in {groups} files: one for each group of layers"
     tokens = chunking.tokens if capacity.chunk_tokens is None else capacity.chunk_tokens
     return _tokens(tokens), said + several
 
@@ -124,9 +124,9 @@ def _pod(plan: TierPlan) -> Iterable[Row]:
     engines = sizing.engines_per_pod
     shared = f"{show_bytes(sizing.cpu_bytes)} CPU tier + {show_bytes(sizing.shm_overhead_bytes // engines)} of vLLM"
     starting = (
-        f"{sizing.startup_base_seconds} s + {sizing.startup_pin_seconds} s to pin "
-        f"{show_bytes(engines * sizing.cpu_bytes)} at {PIN_BYTES_PER_SECOND // GIB} GiB/s + "
-        f"{sizing.startup_load_seconds} s to load {_weights(plan)} at {LOAD_BYTES_PER_SECOND / GIB:g} GiB/s"
+        f"{sizing.startup_base_seconds} s + {sizing.startup_pin_seconds} s ({show_bytes(engines * sizing.cpu_bytes)} "
+        f"pinned at {PIN_BYTES_PER_SECOND // GIB} GiB/s) + {sizing.startup_load_seconds} s ({_weights(plan)} loaded at "
+        f"{LOAD_BYTES_PER_SECOND / GIB:g} GiB/s)"
     )
     yield "shared memory", show_bytes(sizing.shm_bytes), "", shared if engines == 1 else f"{engines} x ({shared})"
     yield (
@@ -143,15 +143,15 @@ def _pod(plan: TierPlan) -> Iterable[Row]:
 
 
 def _weights(plan: TierPlan) -> str:
-    guess = "" if plan.decisions.weight_bytes is not None else " (at most: spec.engine.memory)"
-    return f"{show_bytes(plan.sizing.weight_bytes)} of weights{guess}"
+    guess = "" if plan.decisions.weight_bytes is not None else "up to "
+    return f"{guess}{show_bytes(plan.sizing.weight_bytes)}"
 
 
 def _storage(plan: TierPlan) -> Row:
     asked = plan.spec.engine.ephemeral_bytes
     if asked is not None:
         return "node's disk, limit", show_bytes(asked), "", "spec.engine.ephemeralStorage"
-    weights = "" if plan.sizing.ephemeral_bytes == SCRATCH_BYTES else f" + {_weights(plan)}"
+    weights = "" if plan.sizing.ephemeral_bytes == SCRATCH_BYTES else f" + {_weights(plan)} of weights"
     return (
         "node's disk, request",
         show_bytes(plan.sizing.ephemeral_bytes),
