@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from kvtier_operator import names, offline, quantity
@@ -176,7 +177,8 @@ def _live_snapshot(body: Manifest) -> Snapshot:
     from kvtier_operator.inventory import Inventory  # noqa: PLC0415
 
     cluster = connect()
-    found = gather(cluster, names.tier_ref(body), existing_claim=parse(body).volume.existing_claim)
+    existing = parse(body).volume.existing_claim
+    found = gather(cluster, names.tier_ref(body), existing_claim=existing, now=datetime.now(UTC))
     inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
     return replace(found, nodes=inventory.look(with_pods=True))
 

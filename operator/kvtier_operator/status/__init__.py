@@ -61,7 +61,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
     blocker = _blocker(view)
-    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and problem.is_known), None)
+    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and _counts(problem)), None)
     is_paused = view.spec is not None and view.spec.paused
     stalled = _stalled(view, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
@@ -151,15 +151,23 @@ def _blocker(view: View) -> Problem | None:
     return None
 
 
+def _counts(problem: Problem) -> bool:
+    return problem.is_known and not problem.is_met
+
+
 def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
     """Return the problem that only a person can solve, or None."""
     if view.failure is not None and blocker is not None:
         is_hopeless = view.failure.retry_after is None or view.failure.retry_after > _SOON_SECONDS
         return blocker if is_hopeless else None
     if blocker is not None:
-        return blocker
+        return None if blocker.reason in _ENDS_BY_ITSELF else blocker
     return first if first is not None and first.reason in {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST} else None
 
+
+_ENDS_BY_ITSELF: Final = frozenset({Reason.CLAIM_MISSING, Reason.OBJECT_NOT_OURS})
+"""Refusals that end without an edit of the resource: whoever makes the claim, or removes what stands in the way, is
+noticed."""
 
 _SOON_SECONDS: Final = 30.0
 """What is worth retrying sooner than this passes by itself."""
@@ -169,7 +177,7 @@ def _condition(kind: str, *, problem: Problem | None, ok: Reason, text: str) -> 
     """Return a condition that is good when True."""
     if problem is None:
         return {"type": kind, "status": "True", "reason": ok.value, "message": text}
-    status = "False" if problem.is_known else "Unknown"
+    status = "True" if problem.is_met else "False" if problem.is_known else "Unknown"
     return {"type": kind, "status": status, "reason": problem.reason.value, "message": problem.message}
 
 
