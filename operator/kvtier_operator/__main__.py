@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--leader-elect", action="store_true", help="wait for the Lease, so that several may run")
     run.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics there")
+    run.add_argument("--webhook-cert", metavar="FILE", help="certificate of the admission webhook; none serves none")
+    run.add_argument("--webhook-key", metavar="FILE", help="key of that certificate")
+    run.add_argument("--webhook-port", type=int, metavar="PORT", help="where the webhook listens (9443)")
     run.add_argument("--log-format", choices=("plain", "full", "json"), default="full")
     run.add_argument("-v", "--verbose", action="store_true", help="log what kopf sees, too")
     render = commands.add_parser("render", help="print the objects of a tier, without a cluster")
@@ -79,6 +82,9 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         liveness_endpoint=options.liveness or settings.liveness_endpoint,
         metrics_port=settings.metrics_port if options.metrics_port is None else options.metrics_port,
         leader_elect=options.leader_elect or settings.leader_elect,
+        webhook_cert=options.webhook_cert or settings.webhook_cert,
+        webhook_key=options.webhook_key or settings.webhook_key,
+        webhook_port=settings.webhook_port if options.webhook_port is None else options.webhook_port,
     )
     return run(settings, log_format=options.log_format, is_verbose=options.verbose)
 
