@@ -9,14 +9,12 @@ wakes us for ever.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
-
-from pydantic.alias_generators import to_camel
 
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.plan import Generation, RefusalReason
+from kvtier_operator.plan import Generation, RefusalReason, terms
 from kvtier_operator.status import proofs
 from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
@@ -96,7 +94,11 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
         "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
         **_proof(view, previous),
-        **({} if view.sizing is None else {"sizing": _sizing(view)}),
+        **(
+            {}
+            if view.sizing is None
+            else {"sizing": terms.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
+        ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
     }
 
@@ -223,18 +225,6 @@ def _timed(
         time = now if has_flipped else old["lastTransitionTime"]
         timed.append({**condition, "observedGeneration": generation, "lastTransitionTime": time})
     return timed
-
-
-def _sizing(view: View) -> dict[str, Any]:
-    """Return every term that is known."""
-    assert view.sizing is not None
-    terms: dict[str, Any] = {
-        **asdict(view.sizing),
-        **({} if view.capacity is None else asdict(view.capacity)),
-        "node_bytes": view.node_bytes,
-    }
-    terms["notes"] = list(terms.get("notes") or ()) or None
-    return {to_camel(term): value for term, value in terms.items() if value is not None}
 
 
 def _generation(current: Generation) -> dict[str, str]:
