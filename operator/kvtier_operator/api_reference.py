@@ -18,6 +18,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "SizingFits": "Nodes have room for the memory and devices of every engine.",
     "EnginesReady": "As many engines as asked for serve, all of them with the current spec.",
     "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
+    "StorageChecked": "The volume was tried before engines started on it: they may write, renames are atomic, there is "
+    "room. `status.storage` shows how fast it is.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
     "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
     "depend on it.",

@@ -85,6 +85,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "SizingFits": "True",
         "EnginesReady": "True",
         "HashSeedConsistent": "True",
+        "StorageChecked": "Unknown",
         "SharedCacheVerified": "Unknown",
         "DiskEffective": "Unknown",
         "Paused": "False",

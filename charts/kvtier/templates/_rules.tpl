@@ -10,6 +10,9 @@
   # Never deleted by the operator: the garbage collector does it, with a claim only under deletionPolicy Delete.
   resources: [configmaps, persistentvolumeclaims, serviceaccounts, services]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [batch] # tries a new claim; read and written only until it was found good
+  resources: [jobs]
+  verbs: [get, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch]

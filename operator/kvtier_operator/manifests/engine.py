@@ -93,20 +93,25 @@ def _pod(plan: TierPlan) -> Manifest:
         # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            # Changing the owner of millions of block files at each start would take longer than the start.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-            **(template.security_context or {}),
-        },
+        "securityContext": pod_security(plan),
         **{field: value for field, value in optional.items() if value},
         "initContainers": [_install_container(plan)],
         "containers": [_engine_container(plan)],
         "volumes": _volumes(plan),
+    }
+
+
+def pod_security(plan: TierPlan) -> Manifest:
+    """Return the security context of every pod that uses the volume."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        # Changing the owner of millions of block files at each start would take longer than the start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **(plan.spec.engine.pod_template.security_context or {}),
     }
 
 
@@ -123,7 +128,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         },
         # The end of a crashed container's log is the only thing that says why, to a person and in the status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _hardened(),
+        "securityContext": hardened(),
         "volumeMounts": [
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
@@ -153,7 +158,7 @@ def _engine_container(plan: TierPlan) -> Manifest:
         "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
         "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _hardened(),
+        "securityContext": hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
@@ -169,7 +174,8 @@ def _health() -> Manifest:
     return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
 
 
-def _hardened() -> Manifest:
+def hardened() -> Manifest:
+    """Return the security context of every container: what the restricted standard asks for."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
