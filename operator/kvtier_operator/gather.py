@@ -4,16 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
+from kvtier_connector.contract_janitor import JANITOR_PORT
+from kvtier_connector.contract_usage import USAGE_PATH, Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.cluster import Cluster
-from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.snapshot import Claim, Container, Engines, Live, Pod, Snapshot
+from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+from kvtier_operator.probes import Address, Probes
+from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Live, Pod, Snapshot
+from kvtier_operator.usage import EngineReport, read_metrics, read_usage
+
+_NO_ADDRESS: Final = frozenset({"", "None"})
+"""Cluster IP of a Service that has none yet, or none at all."""
 
 
-def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Snapshot:
-    """Return what the cluster holds for a tier now.
+def gather(
+    cluster: Cluster, tier: TierRef, *, existing_claim: str | None, probes: Probes[TierName] | None = None
+) -> Snapshot:
+    """Return what the cluster holds for a tier now, and what its pods said when they were last asked.
 
     Raises:
         ClusterError: something could not be read; a partial view would be mistaken for the truth.
@@ -42,13 +52,20 @@ def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Sn
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
         claim = cluster.get(claim_key, tier.namespace)
-    deployment = next((found for key, found in ours.items() if key.kind == "Deployment"), None)
-    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=names.selector_text(tier))
+    deployment = ours.get(names.engine_key(tier))
+    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}")
+    pods.sort(key=lambda found: str(found["metadata"]["name"]))
     return Snapshot(
         tier=tier,
         claim=None if claim is None else _claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(sorted((_pod(found) for found in pods), key=lambda pod: pod.name)),
+        pods=tuple(_engine_pod(found, tier, probes) for found in pods if _is_of(found, names.COMPONENT_ENGINE)),
+        janitor=_janitor(
+            [found for found in pods if _is_of(found, names.COMPONENT_JANITOR)],
+            ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier))),
+            tier,
+            probes,
+        ),
         live={key: _live(found) for key, found in ours.items()},
         foreign=frozenset(foreign),
     )
@@ -85,6 +102,41 @@ def _engines(found: Manifest) -> Engines:
         is_stalled=progressing.get("reason") == "ProgressDeadlineExceeded",
         problem=failure.get("message", "") if failure.get("status") == "True" else "",
     )
+
+
+def _is_of(pod: Manifest, component: str) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get(names.LABEL_COMPONENT) == component)
+
+
+def _engine_pod(found: Manifest, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
+    """Return an engine pod with what it says: one that does not serve is not asked."""
+    pod, host = _pod(found), found.get("status", {}).get("podIP", "")
+    if probes is None or not host or not pod.is_ready or pod.is_terminating:
+        return pod
+    address = Address(host=host, port=names.HTTP_PORT, path="/metrics")
+    answer = probes.look(address, owner=_owner(tier), meaning=read_metrics)
+    report = None if answer is None else answer.value
+    return replace(pod, report=report if isinstance(report, EngineReport) else None)
+
+
+def _janitor(
+    pods: Iterable[Manifest], service: Manifest | None, tier: TierRef, probes: Probes[TierName] | None
+) -> Janitor:
+    found = Janitor(pods=tuple(_pod(each) for each in pods))
+    host = "" if service is None else service.get("spec", {}).get("clusterIP", "")
+    if probes is None or host in _NO_ADDRESS:
+        return found
+    address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
+    answer = probes.look(address, owner=_owner(tier), meaning=read_usage)
+    if answer is None:
+        return found
+    usage = answer.value if isinstance(answer.value, Usage) else None
+    return replace(found, usage=usage, silence=answer.problem)
+
+
+def _owner(tier: TierRef) -> TierName:
+    return TierName(namespace=tier.namespace, name=tier.name)
 
 
 def _pod(found: Manifest) -> Pod:

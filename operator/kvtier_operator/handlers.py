@@ -22,6 +22,8 @@ from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import TierName
+from kvtier_operator.plan import Images
+from kvtier_operator.probes import Probes
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
 from kvtier_operator.workqueue import Done, WorkQueue
@@ -42,6 +44,8 @@ _WATCHED: Final = (
     ("", "v1", "services"),
     ("apps", "v1", "deployments"),
     ("policy", "v1", "poddisruptionbudgets"),
+    ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    ("rbac.authorization.k8s.io", "v1", "roles"),
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
 
@@ -66,6 +70,7 @@ class Operator:
         self._cluster = cluster
         self._metrics = metrics
         self._login = login
+        self._images = Images(connector=settings.connector_image, janitor=settings.janitor_image)
         self._clock = clock
         self._queue: WorkQueue[TierName] = WorkQueue(
             self._pass,
@@ -73,6 +78,7 @@ class Operator:
             resync_seconds=settings.resync_seconds,
             settle_seconds=settings.settle_seconds,
         )
+        self._probes: Probes[TierName] = Probes(self._queue.add, interval_seconds=settings.probe_seconds)
 
     def run(self, *, stop_flag: threading.Event | None = None) -> None:
         """Serve until a signal or the flag says stop; passes that run then may end."""
@@ -118,6 +124,7 @@ class Operator:
         self._queue.add(EVERY_TIER)
 
     def _on_cleanup(self, **_: Any) -> None:
+        self._probes.close()
         if not self._queue.close(timeout=self._settings.stop_seconds):
             logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
 
@@ -155,9 +162,10 @@ class Operator:
         outcome = reconcile(
             self._cluster,
             key,
-            connector_image=self._settings.connector_image,
+            images=self._images,
             clock=self._clock,
             attempt=attempt,
+            probes=self._probes,
         )
         self._count(outcome, time.monotonic() - start)
         if outcome.written:

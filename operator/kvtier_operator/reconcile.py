@@ -18,7 +18,8 @@ from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
 from kvtier_operator.gather import gather
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.plan import Refusal, TierPlan, make_generation, make_plan, sizing_of
+from kvtier_operator.plan import Images, Refusal, TierPlan, make_generation, make_plan, sizing_of
+from kvtier_operator.probes import Probes
 from kvtier_operator.snapshot import Snapshot
 from kvtier_operator.spec import parse
 
@@ -40,15 +41,24 @@ class Outcome:
     """Why the pass is to be repeated soon."""
 
 
-def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: Clock, attempt: int = 1) -> Outcome:
+def reconcile(  # noqa: PLR0913  a pass is given everything that it uses
+    cluster: Cluster,
+    tier: TierName,
+    *,
+    images: Images,
+    clock: Clock,
+    attempt: int = 1,
+    probes: Probes[TierName] | None = None,
+) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
         cluster: what is read and written.
         tier: which one.
-        connector_image: image that brings the connector into the engine pods.
+        images: those that come with the operator.
         clock: for the times in the status.
         attempt: 1, and one more for each failure in a row before this pass.
+        probes: what pods say about themselves; None asks no pod.
 
     Returns:
         What was done. A failure of the cluster is part of it: raising would lose what was done before.
@@ -60,7 +70,7 @@ def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: 
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
         return Outcome(exists=False)
-    act = _act(cluster, body, connector_image)
+    act = _act(cluster, body, images, probes)
     is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
         return Outcome(exists=True, written=act.written, failure=act.failure)
@@ -78,7 +88,7 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
+def _act(cluster: Cluster, body: Manifest, images: Images, probes: Probes[TierName] | None) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
@@ -88,11 +98,11 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
         return _Act(view=replace(view, invalid=error))
     view = replace(view, spec=spec, sizing=sizing_of(spec), current=make_generation(spec, tier))
     try:
-        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
+        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, probes=probes)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
     view = replace(view, snapshot=snapshot)
-    plan = make_plan(spec, snapshot, connector_image=connector_image)
+    plan = make_plan(spec, snapshot, images=images)
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
     if spec.paused:
@@ -101,7 +111,8 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            view = replace(view, snapshot=gather(cluster, tier, existing_claim=spec.volume.existing_claim))
+            snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, probes=probes)
+            view = replace(view, snapshot=snapshot)
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvtier_connector.contract_usage import Usage
 from kvtier_operator.names import ObjectKey, TierRef
+from kvtier_operator.usage import EngineReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,19 @@ class Pod:
     hash_seed: str | None
     hash_algorithm: str | None
     containers: tuple[Container, ...]
+    report: EngineReport | None = None
+    """What the engine in it says about its disk tier; None while it has not been heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Janitor:
+    """The janitor's pods, and what the active one reports."""
+
+    pods: tuple[Pod, ...] = ()
+    usage: Usage | None = None
+    """Its last report; None where there is none."""
+    silence: str = ""
+    """Why there is none, if it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,5 +103,6 @@ class Snapshot:
     pods: tuple[Pod, ...]
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
+    janitor: Janitor = Janitor()
     foreign: frozenset[ObjectKey] = frozenset()
     """Objects that stand under a name we need and are not ours: never overwritten."""

@@ -12,6 +12,7 @@ from tiers import (
     CLAIM,
     CONFIG,
     DEPLOYMENT,
+    IMAGES,
     NAMESPACE,
     NOON,
     SERVICE,
@@ -46,7 +47,7 @@ CHILDREN = {
 
 def run(cluster: FakeCluster, attempt: int = 1) -> Outcome:
     cluster.calls.clear()
-    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=attempt)
+    return reconcile(cluster, TIER, images=IMAGES, clock=lambda: NOON, attempt=attempt)
 
 
 def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:

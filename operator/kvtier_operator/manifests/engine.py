@@ -7,14 +7,12 @@ import math
 from typing import Final
 
 from kvtier_operator import names, quantity
+from kvtier_operator.manifests import pods
 from kvtier_operator.manifests.config import kv_transfer_config
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
 
 NO_ACCELERATOR: Final = "none"
-
-USER_ID: Final = 10001
-"""Any non-root number will do; the volume's files belong to the group of the same number."""
 
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
@@ -76,16 +74,7 @@ def _pod(plan: TierPlan) -> Manifest:
         # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            # Changing the owner of millions of block files at each start would take longer than the start.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-            **(template.security_context or {}),
-        },
+        "securityContext": pods.security_context(template),
         **{field: value for field, value in optional.items() if value},
         "initContainers": [_install_container(plan)],
         "containers": [_engine_container(plan)],
@@ -104,7 +93,7 @@ def _install_container(plan: TierPlan) -> Manifest:
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
         },
-        "securityContext": _hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
@@ -133,7 +122,7 @@ def _engine_container(plan: TierPlan) -> Manifest:
         # to throw away what it computed.
         "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
         "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
-        "securityContext": _hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
@@ -147,14 +136,6 @@ def _engine_container(plan: TierPlan) -> Manifest:
 
 def _health() -> Manifest:
     return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
-
-
-def _hardened() -> Manifest:
-    return {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-    }
 
 
 def _args(plan: TierPlan) -> list[str]:

@@ -16,6 +16,7 @@ from kvtier_connector import contract
 from kvtier_operator import names
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import digest, flags
+from kvtier_operator.plan.janitor import JanitorPlan, make_janitor
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Claim, Snapshot
 from kvtier_operator.spec import TierSpec
@@ -64,17 +65,26 @@ class TierPlan:
     live_text: str
     """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
+    janitor: JanitorPlan | None
 
 
-def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str) -> TierPlan | Refusal:
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images that come with the operator."""
+
+    connector: str
+    janitor: str
+
+
+def make_plan(spec: TierSpec, snapshot: Snapshot, *, images: Images) -> TierPlan | Refusal:
     """Decide everything the manifests need; refuse what Kubernetes would reject later (a shrinking claim)."""
     refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
     if refusal is not None:
         return refusal
-    return make_unchecked_plan(spec, snapshot.tier, connector_image=connector_image)
+    return make_unchecked_plan(spec, snapshot.tier, images=images)
 
 
-def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) -> TierPlan:
+def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> TierPlan:
     """Decide the same for a cluster that nobody has looked at: for rendering offline."""
     generation = make_generation(spec, tier)
     config_text = contract.encode(
@@ -90,13 +100,14 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
     return TierPlan(
         tier=tier,
         spec=spec,
-        connector_image=connector_image,
+        connector_image=images.connector,
         sizing=sizing_of(spec),
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
         live_text=contract.encode_live(spec.disk.mode),
         claim_name=spec.volume.existing_claim or names.claim(tier),
+        janitor=make_janitor(spec, tier, root=generation.root, image=images.janitor),
     )
 
 
