@@ -4,7 +4,9 @@
 ConnectorError
 ├── ConfigInvalid      the operator's document, or a tier option, cannot be used; a person must act
 ├── IdentityMismatch   the directory belongs to another model or layout; a person must act
-└── StoreUnavailable   the volume cannot be used now; trying again later may succeed
+├── StoreUnavailable   the volume cannot be used now; trying again later may succeed
+├── LeaseConflict      somebody else changed the Lease, or it is gone; look at it again
+└── LeaseUnavailable   the Lease cannot be read or written now; trying again later may succeed
 """
 
 from __future__ import annotations
@@ -24,3 +26,11 @@ class IdentityMismatch(ConnectorError):
 
 class StoreUnavailable(ConnectorError):
     """The volume cannot be used now (missing, read-only, full, failing); the message carries the system's reason."""
+
+
+class LeaseConflict(ConnectorError):
+    """Somebody else created or changed the Lease since it was read, or deleted it."""
+
+
+class LeaseUnavailable(ConnectorError):
+    """The API server did not do what it was asked with the Lease; the message carries its answer."""

@@ -112,7 +112,7 @@ def read_layers(config: Mapping[str, Any]) -> Layers:
     if len(kinds) < count:
         raise ConfigUnclear(f"it lists {len(kinds)} layers and has {count}")
     # The last layers of some models read the KV of earlier ones and keep none.
-    shared = config.get("num_kv_shared_layers") or 0
+    shared = _optional(config, "num_kv_shared_layers")
     kept = [kind for layer in kinds[: count - shared] for kind in layer]
     layers = Layers(
         full=kept.count(FULL), sliding=kept.count(SLIDING), linear=kept.count(LINEAR), window=_window(config)
@@ -120,6 +120,11 @@ def read_layers(config: Mapping[str, Any]) -> Layers:
     if layers.full + layers.sliding == 0:
         raise ConfigUnclear("none of its layers is an attention layer, so nothing grows with the prompt")
     return layers
+
+
+def _optional(config: Mapping[str, Any], name: str) -> int:
+    """Return a number that is 0 where it is left out."""
+    return number(config, name) if config.get(name) else 0
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
@@ -178,7 +183,7 @@ def _by_period(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...
     """Jamba: every Nth layer is attention, starting at an offset."""
     if "attn_layer_period" not in config:
         return None
-    period, offset = number(config, "attn_layer_period"), config.get("attn_layer_offset", 0)
+    period, offset = number(config, "attn_layer_period"), _optional(config, "attn_layer_offset")
     return [(FULL,) if layer % period == offset else (LINEAR,) for layer in range(count)]
 
 
@@ -206,7 +211,7 @@ def _by_window(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return [(FULL,)] * count
     if config.get("use_sliding_window"):
-        first = config.get("max_window_layers") or 0
+        first = _optional(config, "max_window_layers")
         return [(SLIDING,) if layer >= first else (FULL,) for layer in range(count)]
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     every = pattern if isinstance(pattern, int) else _PATTERNS.get(str(config.get("model_type")), 0)

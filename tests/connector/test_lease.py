@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The election over a Lease: one leader at a time whatever fails, and soon another one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from kvtier_connector.errors import LeaseConflict, LeaseUnavailable
+from kvtier_connector.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
+@dataclass
+class LeaseServer:
+    """One Lease with optimistic locking, and calls that fail before or after they were done."""
+
+    lease: LeaseObject | None = None
+    version: int = 0
+    fault: Callable[[str], str | None] = field(default=lambda _call: None)
+    calls: list[str] = field(default_factory=list)
+
+    def api(self) -> LeaseApi:
+        return LeaseApi(get=self._get, create=self._create, update=self._update)
+
+    def _get(self) -> LeaseObject | None:
+        return self._through("get", lambda: copy.deepcopy(self.lease))
+
+    def _create(self, lease: LeaseObject) -> LeaseObject:
+        def create() -> LeaseObject:
+            if self.lease is not None:
+                raise LeaseConflict("exists")
+            return self._store(lease)
+
+        return self._through("create", create)
+
+    def _update(self, lease: LeaseObject) -> LeaseObject:
+        def update() -> LeaseObject:
+            if self.lease is None or self.lease["metadata"]["resourceVersion"] != lease["metadata"]["resourceVersion"]:
+                raise LeaseConflict("changed or gone")
+            return self._store(lease)
+
+        return self._through("update", update)
+
+    def _store(self, lease: LeaseObject) -> LeaseObject:
+        self.version += 1
+        self.lease = copy.deepcopy(lease)
+        self.lease["metadata"]["resourceVersion"] = str(self.version)
+        return copy.deepcopy(self.lease)
+
+    def _through(self, call: str, work: Callable[[], Any]) -> Any:
+        self.calls.append(call)
+        fault = self.fault(call)
+        if fault == "before":
+            raise LeaseUnavailable("injected, and not done")
+        result = work()
+        if fault == "after":
+            raise LeaseUnavailable("injected, but done")
+        return result
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        assert self.lease is not None
+        spec: dict[str, Any] = self.lease["spec"]
+        return spec
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def settings(identity: str = "a", **changes: Any) -> LeaseSettings:
+    return LeaseSettings(namespace="ns", name="kvtier", identity=identity, **changes)
+
+
+def elector(server: LeaseServer, clock: Callable[[], float], identity: str = "a") -> Elector:
+    return Elector(server.api(), settings(identity), clock=clock, wall=lambda: NOON)
+
+
+def test_the_first_one_creates_the_lease_and_leads() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = elector(server, clock)
+    assert not first.is_leader()
+    assert first.step() == 4.0
+    assert first.is_leader()
+    assert server.spec == {
+        "holderIdentity": "a",
+        "leaseDurationSeconds": 12,
+        "acquireTime": "2026-11-21T12:00:00.000000Z",
+        "renewTime": "2026-11-21T12:00:00.000000Z",
+        "leaseTransitions": 0,
+    }
+
+
+def test_a_second_one_waits_as_long_as_the_first_renews() -> None:
+    server, clock = LeaseServer(), Clock()
+    first, second = elector(server, clock, "a"), elector(server, clock, "b")
+    for _ in range(20):
+        assert first.step() == 4.0
+        for _ in range(2):
+            assert second.step() == 1.5
+            clock.now += 2
+        assert (first.is_leader(), second.is_leader()) == (True, False)
+
+
+def test_a_dead_holder_is_followed_when_its_lease_has_not_changed_for_its_duration_here() -> None:
+    server, clock = LeaseServer(), Clock()
+    elector(server, clock, "a").step()
+    second = elector(server, clock, "b")
+    died = clock.now
+    pause = second.step()
+    while not second.is_leader():
+        clock.now += pause
+        assert clock.now < died + 14
+        pause = second.step()
+    assert clock.now >= died + 12
+    assert (server.spec["holderIdentity"], server.spec["leaseTransitions"]) == ("b", 1)
+
+
+def test_the_clock_of_the_holder_does_not_matter() -> None:
+    server, clock = LeaseServer(), Clock()
+    elector(server, clock, "a").step()
+    server.spec["renewTime"] = "1999-01-01T00:00:00.000000Z"
+    second = elector(server, clock, "b")
+    second.step()
+    assert not second.is_leader()
+
+
+def test_a_lease_given_back_is_taken_at_once() -> None:
+    server, clock = LeaseServer(), Clock()
+    first, second = elector(server, clock, "a"), elector(server, clock, "b")
+    first.step()
+    second.step()
+    first.release()
+    assert not first.is_leader()
+    assert server.spec["holderIdentity"] == ""
+    second.step()
+    assert second.is_leader()
+
+
+def test_who_does_not_hold_the_lease_does_not_give_it_back() -> None:
+    server, clock = LeaseServer(), Clock()
+    first, second = elector(server, clock, "a"), elector(server, clock, "b")
+    first.step()
+    second.step()
+    second.release()
+    assert server.spec["holderIdentity"] == "a"
+
+
+def test_a_holder_that_cannot_renew_stops_before_anybody_may_follow() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = elector(server, clock)
+    first.step()
+    server.fault = lambda _call: "before"
+    clock.now += 7.9
+    first.step()
+    assert first.is_leader()
+    clock.now += 0.2
+    assert not first.is_leader()
+
+
+def test_a_renewal_that_was_done_but_not_answered_is_found_at_the_next_look() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = elector(server, clock)
+    first.step()
+    server.fault = lambda call: "after" if call == "update" else None
+    clock.now += 4
+    assert first.step() == 1.5
+    server.fault = lambda _call: None
+    clock.now += 1.5
+    first.step()
+    clock.now += 7
+    assert first.is_leader()
+
+
+def test_a_holder_that_sees_another_one_stops_at_once() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = elector(server, clock)
+    first.step()
+    server.lease = None
+    elector(server, clock, "b").step()
+    first.step()
+    first.step()
+    assert not first.is_leader()
+    assert server.spec["holderIdentity"] == "b"
+
+
+def test_a_lease_that_vanishes_keeps_those_who_knew_it_waiting() -> None:
+    server, clock = LeaseServer(), Clock()
+    first, second = elector(server, clock, "a"), elector(server, clock, "b")
+    first.step()
+    second.step()
+    server.lease = None
+    clock.now += 1
+    second.step()
+    assert not second.is_leader()
+    assert first.is_leader()
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}, {"holderIdentity": "", "leaseTransitions": None}])
+def test_a_lease_that_names_nobody_is_taken(spec: Any) -> None:
+    server, clock = LeaseServer(), Clock()
+    server.lease = {"metadata": {"name": "kvtier", "resourceVersion": "0"}, "spec": spec}
+    first = elector(server, clock)
+    first.step()
+    assert first.is_leader()
+
+
+@pytest.mark.parametrize("duration", [None, 0, -5, 10**9, "12"])
+def test_a_nonsensical_duration_does_not_lock_everybody_out(duration: Any) -> None:
+    server, clock = LeaseServer(), Clock()
+    spec = {"holderIdentity": "x", "leaseDurationSeconds": duration}
+    server.lease = {"metadata": {"name": "kvtier", "resourceVersion": "0"}, "spec": spec}
+    first = elector(server, clock)
+    first.step()
+    clock.now += 11.9
+    first.step()
+    assert not first.is_leader()
+    clock.now += 0.2
+    first.step()
+    assert first.is_leader()
+
+
+def test_other_fields_of_the_lease_are_kept() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = elector(server, clock)
+    first.step()
+    assert server.lease is not None
+    server.lease["metadata"]["annotations"] = {"theirs": "1"}
+    server.lease["metadata"]["resourceVersion"] = "77"
+    clock.now += 4
+    first.step()
+    first.step()
+    assert server.lease["metadata"]["annotations"] == {"theirs": "1"}
+
+
+@pytest.mark.parametrize("changes", [{"deadline_seconds": 12.0}, {"retry_seconds": 0}, {"renew_seconds": 9.0}])
+def test_times_that_could_make_two_leaders_are_refused(changes: Any) -> None:
+    with pytest.raises(ValueError, match="retry <= renew < deadline < duration"):
+        settings(**changes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_fails_there_are_never_two_leaders_and_one_comes_back(seed: int) -> None:
+    chance = random.Random(seed)
+    server, clock = LeaseServer(), Clock()
+    rate = chance.choice([0.0, 0.2, 0.6])
+    server.fault = lambda _call: chance.choice(["before", "after"]) if chance.random() < rate else None
+    # Each process has a clock that started at another moment; it may stop for a while, or die and come back renamed.
+    due: dict[str, float] = {}
+    running: dict[str, Elector] = {}
+
+    def spawn(name: str) -> None:
+        offset = chance.uniform(0, 1e6)
+        running[name] = elector(server, lambda: clock.now + offset, name)
+        due[name] = clock.now + chance.uniform(0, 3)
+
+    for number in range(3):
+        spawn(f"p{number}")
+    led = 0
+    for turn in range(600):
+        name = min(due, key=lambda each: due[each])
+        clock.now = max(clock.now, due[name])
+        leaders = [each for each, process in running.items() if process.is_leader()]
+        assert len(leaders) <= 1, f"{leaders} lead at {clock.now}"
+        led += len(leaders)
+        due[name] = clock.now + running[name].step()
+        event = chance.random()
+        if event < 0.05:
+            due[name] += chance.uniform(0, 40)  # paused, with all it believes
+        elif event < 0.07:
+            del due[name], running[name]
+            spawn(f"p{turn + 3}")
+        elif event < 0.09:
+            running[name].release()
+    assert led > 50
+    server.fault = lambda _call: None
+    end = clock.now + 80
+    while clock.now < end:
+        name = min(due, key=lambda each: due[each])
+        clock.now = max(clock.now, due[name])
+        due[name] = clock.now + running[name].step()
+    assert [each for each, process in running.items() if process.is_leader()] == [server.spec["holderIdentity"]]
+
+
+def quick(server: LeaseServer, identity: str, told: list[bool]) -> Elector:
+    fast = settings(identity, duration_seconds=2, deadline_seconds=0.6, renew_seconds=0.2, retry_seconds=0.1)
+    return Elector(server.api(), fast, on_change=told.append)
+
+
+def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+
+
+def test_on_threads_it_leads_hands_over_and_ends() -> None:
+    server = LeaseServer()
+    told_a: list[bool] = []
+    told_b: list[bool] = []
+    first, second = quick(server, "a", told_a), quick(server, "b", told_b)
+    first.start()
+    until(lambda: told_a == [True])
+    second.start()
+    first.close()
+    assert told_a == [True, False]
+    until(lambda: told_b == [True])
+    assert second.is_leader()
+    second.close()
+    assert server.spec["holderIdentity"] == ""
+    assert told_b == [True, False]
+
+
+def test_the_loss_is_told_even_while_a_request_hangs() -> None:
+    server = LeaseServer()
+    told: list[bool] = []
+    hang = threading.Event()
+
+    def stuck(call: str) -> None:
+        if call == "update":
+            hang.wait(20)
+
+    first = quick(server, "a", told)
+    first.start()
+    until(lambda: told == [True])
+    server.fault = stuck
+    until(lambda: told == [True, False])
+    assert not first.is_leader()
+    hang.set()
+    first.close()
+
+
+def test_a_client_that_breaks_does_not_end_the_campaign() -> None:
+    server = LeaseServer()
+    told: list[bool] = []
+    failures = iter([ZeroDivisionError("a bug")])
+
+    def breaks(_call: str) -> None:
+        for error in failures:
+            raise error
+
+    server.fault = breaks
+    first = quick(server, "a", told)
+    first.start()
+    until(lambda: told == [True])
+    first.close()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV of a token, for every family of models, and in words where it cannot be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_operator.plan import models
+from kvtier_operator.plan.kv import KvCache, KvUnknown, Layout, make_kv, make_layout
+
+DENSE: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def kv(config: dict[str, Any], layout: Layout | None = None) -> KvCache:
+    found = make_kv(config, layout or Layout())
+    assert isinstance(found, KvCache), found
+    return found
+
+
+def without(*fields: str, **more: Any) -> dict[str, Any]:
+    return {**{name: value for name, value in DENSE.items() if name not in fields}, **more}
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "grouped heads": (DENSE, 131072, 1, 0),
+    "as many key heads as heads": (without("num_key_value_heads"), 524288, 1, 0),
+    "one key head": (without("num_key_value_heads", multi_query=True), 16384, 1, 0),
+    "heads of a size of their own": (without(head_dim=64), 65536, 1, 0),
+    "keys and values of different sizes": (without(head_dim=192, v_head_dim=128), 163840, 1, 0),
+    "GPT-2's names": ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864, 1, 0),
+    "a window for every layer": (without(sliding_window=4096), 131072, 1, 0),
+    "a window that is off": (without(sliding_window=4096, use_sliding_window=False), 131072, 1, 0),
+    "every second layer": (without(sliding_window=4096, model_type="gemma2"), 131072, 2, 0),
+    "a pattern": (without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6), 98304, 6, 0),
+    "layers by name": (
+        without(num_hidden_layers=4, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
+        16384,
+        2,
+        0,
+    ),
+    "chunked layers": (without(num_hidden_layers=48, attention_chunk_size=8192), 196608, 4, 0),
+    "layers that share KV": (without(num_kv_shared_layers=8), 98304, 1, 0),
+    "a language model inside": ({"torch_dtype": "float16", "text_config": without("torch_dtype")}, 131072, 1, 0),
+    "a thinker inside": ({"thinker_config": {"text_config": DENSE, "vision_config": {}}}, 131072, 1, 0),
+    "Nemotron-H": (
+        without(num_hidden_layers=8, hybrid_override_pattern="M-M*M-M*", model_type="nemotron_h"),
+        8192,
+        1,
+        2,
+    ),
+    "MiniMax": (without(num_hidden_layers=8, attn_type_list=[0, 0, 0, 1] * 2), 8192, 1, 3),
+    "Kimi Linear": (
+        {
+            "num_hidden_layers": 8,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "linear_attn_config": {"full_attn_layers": [4, 8]},
+        },
+        2304,
+        1,
+        3,
+    ),
+    "Granite hybrid": (
+        without(num_hidden_layers=20, layer_types=(["mamba"] * 9 + ["attention"]) * 2),
+        8192,
+        1,
+        9,
+    ),
+    "Falcon-H1": (without(model_type="falcon_h1"), 131072, 1, 1),
+    "fp8 scales in the checkpoint": (
+        without(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}),
+        65536,
+        1,
+        0,
+    ),
+    "an fp8 scheme in the checkpoint": (
+        without(quantization_config={"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+        65536,
+        1,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_takes_what_its_layers_take(family: str) -> None:
+    config, token_bytes, attention, states = FAMILIES[family]
+    found = kv(config)
+    assert (found.token_bytes, found.attention_groups, found.state_groups) == (token_bytes, attention, states)
+
+
+@pytest.mark.parametrize(
+    ("args", "tp", "token_bytes"),
+    [
+        (["--kv-cache-dtype", "fp8"], 1, 65536),
+        (["--dtype=float32"], 1, 262144),
+        ([], 8, 131072),
+        ([], 16, 262144),
+        (["--pipeline-parallel-size", "2"], 1, 131072),
+        (["-pp", "3"], 1, 135168),
+        (["-tp", "many", "--kv-cache-dtype=bfloat16"], 1, 131072),
+        (["--decode-context-parallel-size", "2"], 16, 131072),
+    ],
+)
+def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
+    assert kv(DENSE, make_layout(args, tensor_parallel=tp, is_cpu_build=False)).token_bytes == token_bytes
+
+
+def test_copies_of_heads_are_explained() -> None:
+    found = kv(DENSE, Layout(tensor_parallel=16))
+    assert found.formula == "2 x 128 x 16 KV heads (8 heads, each on 2 of 16 ranks) x 2 B"
+    assert kv(DENSE, Layout(tensor_parallel=16, is_canonical=True)).token_bytes == 131072
+
+
+def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
+    latent = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert kv(latent, Layout(tensor_parallel=8)).token_bytes == 69120
+    assert kv(latent, Layout(tensor_parallel=8, pipeline_parallel=2)).token_bytes == 8 * 69120
+    assert kv(latent, Layout(kv_dtype="fp8_ds_mla")).layer_bytes == 656
+
+
+def test_a_single_group_makes_windows_cost_what_full_attention_costs() -> None:
+    config = without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6)
+    assert kv(config, Layout(is_single_group=True)).attention_groups == 1
+
+
+def test_states_make_blocks_large() -> None:
+    model = models.known("qwen/qwen3-next-80b-a3b-instruct")
+    assert model is not None
+    # The number vLLM logs when it starts this model.
+    assert kv(dict(model.config)).block_tokens == 544
+    assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, "num_hidden_layers is missing"),
+        (without("num_hidden_layers", num_hidden_layers="32"), "num_hidden_layers is '32', not a whole number"),
+        (without("num_attention_heads", "num_key_value_heads"), "num_attention_heads is missing"),
+        (without("hidden_size"), "hidden_size is missing"),
+        (without(layer_types=["full_attention"] * 3), "it lists 3 layers and has 32"),
+        (without(layer_types=["magic"] * 32), "it has layers of type 'magic'"),
+        (without(hybrid_override_pattern="?" * 32), "hybrid_override_pattern has layers of type '?'"),
+        (without(layer_types=["mamba"] * 32), "none of its layers is an attention layer"),
+        (without(index_topk=2048), "sparse attention"),
+        (without(swa_head_dim=64), "heads of another size"),
+        (without(is_encoder_decoder=True), "encoder-decoder"),
+        (without(torch_dtype="int3"), "dtype 'int3' is not known here"),
+    ],
+)
+def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
+    found = make_kv(config, Layout())
+    assert isinstance(found, KvUnknown)
+    assert why in found.why
+
+
+@pytest.mark.parametrize("name", ["turboquant_k8v4", "int8_per_token_head", "nonsense"])
+def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
+    assert isinstance(make_kv(DENSE, Layout(kv_dtype=name)), KvUnknown)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_every_model_of_the_table_is_sized(name: str) -> None:
+    model = models.known(name)
+    assert model is not None
+    found = kv(dict(model.config))
+    assert found.block_tokens is not None
+    assert 1 << 13 <= found.token_bytes <= 1 << 20
+    assert 10**8 < model.weight_bytes < 2 * 10**12
+
+
+def test_a_name_is_found_however_it_is_written_and_a_stranger_is_not() -> None:
+    assert models.known("Meta-Llama/llama-3.1-8b-INSTRUCT") == models.known("meta-llama/Llama-3.1-8B-Instruct")
+    assert models.known("/models/llama") is None
+
+
+FIELDS = (
+    *DENSE,
+    "head_dim",
+    "kv_lora_rank",
+    "layer_types",
+    "text_config",
+    "sliding_window",
+    "sliding_window_pattern",
+    "attention_chunk_size",
+    "no_rope_layers",
+    "attn_layer_period",
+    "attn_layer_offset",
+    "attn_type_list",
+    "linear_num_value_heads",
+    "linear_attn_config",
+    "hybrid_override_pattern",
+    "mamba_n_heads",
+    "num_kv_shared_layers",
+    "max_window_layers",
+    "use_sliding_window",
+    "quantization_config",
+)
+SCALARS = st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=3)
+ANY = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from(FIELDS), SCALARS, max_size=4)
+
+
+@settings(max_examples=300)
+@given(config=st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=6), base=st.booleans(), tp=st.integers(1, 64))
+def test_no_config_is_too_strange_to_answer(config: dict[str, Any], base: bool, tp: int) -> None:
+    found = make_kv({**(DENSE if base else {}), **config}, Layout(tensor_parallel=tp))
+    assert isinstance(found, KvUnknown) or found.token_bytes >= 1
+
+
+@given(
+    layers=st.integers(1, 128),
+    heads=st.integers(1, 128),
+    head=st.integers(1, 512),
+    tp=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_splitting_never_makes_the_cache_smaller(layers: int, heads: int, head: int, tp: int) -> None:
+    config = {"num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": head}
+    whole, split = kv(config), kv(config, Layout(tensor_parallel=tp))
+    assert whole.token_bytes == layers * heads * head * 2 * 2
+    if heads % tp == 0 or tp % heads == 0:
+        assert split.token_bytes >= whole.token_bytes
