@@ -142,7 +142,7 @@ class Probes(Generic[Owner]):
 
     def close(self) -> None:
         """Ask nobody any more; what is being asked ends at its deadline."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, address: Address, known: _Known[Owner], meaning: Meaning) -> None:
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pods say about the volume, reduced to what is worth writing down. Pure.
 
-Sizes are rounded down to seven significant bits (at most 0.8 % off) and times to the hour, so that a tier on which
+Sizes are rounded down to eight significant bits (at most 0.8 % off) and times to the hour, so that a tier on which
 nothing much happens has one and the same status all day.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 from kvtier_connector import contract_usage
 from kvtier_connector.contract_usage import Usage
 
-_SIGNIFICANT_BITS: Final = 7
+_SIGNIFICANT_BITS: Final = 8
 _HOUR: Final = 3600
 _REFUSED: Final = re.compile(rb"^vllm:kvtier_disk_refused\{([^}]*)\} (\S+)", re.MULTILINE)
 _FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
@@ -68,7 +68,7 @@ def read_metrics(body: bytes) -> EngineReport:
 
 
 def rounded(number: int) -> int:
-    """Return a number rounded down to seven significant bits."""
+    """Return a number rounded down to eight significant bits."""
     shift = max(0, number.bit_length() - _SIGNIFICANT_BITS)
     return number >> shift << shift
 

@@ -13,6 +13,9 @@ from tiers import (
     CONFIG,
     DEPLOYMENT,
     IMAGES,
+    JANITOR,
+    JANITOR_CONFIG,
+    JANITOR_SERVICE,
     NAMESPACE,
     NOON,
     SERVICE,
@@ -42,6 +45,12 @@ CHILDREN = {
     SERVICE,
     ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine"),
     ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine"),
+    JANITOR,
+    JANITOR_CONFIG,
+    JANITOR_SERVICE,
+    ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-janitor"),
+    ObjectKey(api_version=names.RBAC, kind="Role", name="llama-janitor"),
+    ObjectKey(api_version=names.RBAC, kind="RoleBinding", name="llama-janitor"),
 }
 
 
@@ -81,7 +90,7 @@ def test_a_second_pass_writes_nothing() -> None:
     version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
     outcome = run(cluster)
     assert outcome.written == ()
-    assert [verb for verb, _ in cluster.writes()] == ["apply"] * 6
+    assert [verb for verb, _ in cluster.writes()] == ["apply"] * len(CHILDREN)
     assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
     assert len(cluster.events) == 1
 
@@ -142,7 +151,7 @@ def test_a_change_of_the_configuration_rolls_the_engines() -> None:
     run(cluster)
     before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
     cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "1Ti"}}}})
-    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
+    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
     assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
 
 

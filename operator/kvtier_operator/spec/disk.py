@@ -83,7 +83,8 @@ class Budget(ApiModel):
 
     rules = (
         Rule(
-            cel=f"!self.highWatermark.matches('{_PERCENTAGE.pattern}') "
+            cel="!has(self.highWatermark) || !has(self.lowWatermark) "
+            f"|| !self.highWatermark.matches('{_PERCENTAGE.pattern}') "
             f"|| !self.lowWatermark.matches('{_PERCENTAGE.pattern}') "
             "|| int(self.lowWatermark.replace('%', '')) < int(self.highWatermark.replace('%', ''))",
             message="must be less than spec.disk.budget.highWatermark: lower it, so that an eviction makes room for "

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvtier_connector.contract_usage import Usage
-from kvtier_operator import names
+from kvtier_operator import names, quantity
 from kvtier_operator.snapshot import Janitor
 from kvtier_operator.status.problems import Check, Look, Problem, quoted
 from kvtier_operator.status.reasons import Reason
@@ -49,7 +49,7 @@ def volume_is_counted(look: Look) -> Problem | None:
         return None
     return Problem(
         reason=Reason.COUNTING,
-        message=f"the janitor still counts what lies on the volume: {_amount(usage.used_bytes)} so far",
+        message=f"the janitor still counts what lies on the volume: {quantity.show_bytes(usage.used_bytes)} so far",
         is_known=False,
     )
 
@@ -61,7 +61,7 @@ def budget_holds(look: Look) -> Problem | None:
         return None
     return Problem(
         reason=Reason.OVER_BUDGET,
-        message=f"blocks take {_amount(usage.used_bytes)} of spec.disk.budget.maxBytes "
+        message=f"blocks take {quantity.show_bytes(usage.used_bytes)} of spec.disk.budget.maxBytes "
         f"({look.spec.disk.budget.max_size}) and the janitor is evicting; if this stays, "
         f"`kubectl logs deployment/{names.janitor(look.snapshot.tier)}` says what holds it up",
     )
@@ -86,9 +86,10 @@ def volume_has_room(look: Look) -> Problem | None:
         return None
     return Problem(
         reason=Reason.VOLUME_FULL,
-        message=f"{_amount(usage.volume_free_bytes)} of {_amount(usage.volume_bytes)} are free on the volume, less "
-        f"than spec.disk.budget.minFree ({look.spec.disk.budget.min_free}), and blocks of this tier take "
-        f"{_amount(usage.used_bytes)}: free it of what is not ours, raise spec.volume.claim.size, or lower minFree",
+        message=f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
+        f"on the volume, less than spec.disk.budget.minFree ({look.spec.disk.budget.min_free}), and blocks of this "
+        f"tier take {quantity.show_bytes(usage.used_bytes)}: free it of what is not ours, raise "
+        "spec.volume.claim.size, or lower minFree",
     )
 
 
@@ -185,9 +186,3 @@ def _why_silent(look: Look, janitor: Janitor) -> str:
     if janitor.silence:
         return f"the janitor does not answer ({janitor.silence}): `kubectl logs deployment/{name}` says why"
     return f"the janitor has not reported yet: `kubectl get pods -l {names.LABEL_TIER}={look.snapshot.tier.name}`"
-
-
-def _amount(count: int) -> str:
-    """Write a rounded number of bytes for people: 1.74Ti."""
-    power = max(0, min(5, (count.bit_length() - 1) // 10))
-    return f"{count / (1 << 10 * power):.3g}{('', 'Ki', 'Mi', 'Gi', 'Ti', 'Pi')[power]}"
