@@ -8,8 +8,9 @@ vLLM nor torch. The document reaches the pod as a file of a ConfigMap; ``seconda
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvtier_connector.errors import ConfigInvalid
@@ -25,7 +26,19 @@ TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
 KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
 
+KEY_BYTES = 32
+"""Length of an encryption key, AES-256; a file of the mounted Secret holds it raw, as 64 hex digits or in base64."""
+
+MODES = ("ReadWrite", "ReadOnly", "Bypass")
+"""What the volume may be used for, the strictest last."""
+
+TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
+"""Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
+TENANT_PARAMETER = "kvtier_tenant"
+"""The entry of a request's ``kv_transfer_params`` that names its tenant."""
+
 MOST_IO_THREADS = 256
+MOST_REUSE = 100
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -61,9 +74,25 @@ class ConnectorConfig:
     """Directories that a walk reads at once."""
     direct_io: bool | None = None
     """Whether to bypass the page cache; None asks the volume."""
+    keys_dir: str = ""
+    """Directory of the mounted Secret whose entries are encryption keys; empty means no encryption. Blocks that are not
+    encrypted are then neither written nor read."""
+    tenant_from: str = "None"
+    """One of `TENANT_SOURCES`."""
+    tenant_quotas: Mapping[str, int] = field(default_factory=dict)
+    """By tenant, the bytes that its blocks may take on the volume."""
+    default_quota_bytes: int = 0
+    """What the blocks of a tenant that ``tenant_quotas`` does not name may take; 0 means no limit."""
     live_file: str = ""
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
+
+    cost_aware: bool = True
+    """Whether a hit is computed instead where that is measured to be quicker than loading it."""
+    min_tokens: int = 0
+    """Hits of fewer tokens are computed; 0 is no such limit."""
+    min_reuse: int = 1
+    """A block is written when the engine offers it for this many-th time; 1 writes every block."""
 
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
@@ -76,11 +105,39 @@ class ConnectorConfig:
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
             (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
+            (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
+            (
+                not self.tenant_quotas or self.tenant_from != "None",
+                "tenant_quotas",
+                "needs tenant_from to be CacheSalt or Parameter",
+            ),
+            (
+                all(re.fullmatch(TENANT_PATTERN, tenant, re.ASCII) for tenant in self.tenant_quotas),
+                "tenant_quotas",
+                f"must name tenants that match {TENANT_PATTERN}",
+            ),
+            (all(quota > 0 for quota in self.tenant_quotas.values()), "tenant_quotas", "must all be more than 0"),
+            (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
+            (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
+            (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
             (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
         )
-        for is_valid, field, remedy in checks:
+        for is_valid, name, remedy in checks:
             if not is_valid:
-                raise ConfigInvalid(f"{CONFIG_FILE}: {field}={getattr(self, field)!r} {remedy}")
+                raise ConfigInvalid(f"{CONFIG_FILE}: {name}={getattr(self, name)!r} {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveSettings:
+    """What engines follow while they run; no digest of a pod template contains it."""
+
+    mode: str = "ReadWrite"
+    """What the volume may be used for: ``ReadWrite``, ``ReadOnly`` or ``Bypass``."""
+    max_bytes: int | None = None
+    """Takes the place of `ConnectorConfig.max_bytes`: 0 means no limit, None leaves that as it is."""
+    active_key: str = ""
+    """Entry of ``keys_dir`` with which blocks are encrypted from now on. Without one, nothing is stored."""
 
 
 def encode(config: ConnectorConfig) -> str:
@@ -88,13 +145,43 @@ def encode(config: ConnectorConfig) -> str:
     return json.dumps({"version": CONTRACT_VERSION, **asdict(config)}, sort_keys=True, indent=2) + "\n"
 
 
-def encode_live(mode: str) -> str:
+def encode_live(mode: str, *, max_bytes: int | None = None, active_key: str = "") -> str:
     """Return the live settings as canonical JSON: what engines follow without a restart.
 
     Args:
-        mode: what the volume may be used for: ``ReadWrite``, ``ReadOnly`` or ``Bypass``.
+        mode: As `LiveSettings.mode`.
+        max_bytes: As `LiveSettings.max_bytes`.
+        active_key: As `LiveSettings.active_key`.
     """
-    return json.dumps({"mode": mode}, sort_keys=True, indent=2) + "\n"
+    document: dict[str, Any] = {"mode": mode}
+    if max_bytes is not None:
+        document["max_bytes"] = max_bytes
+    if active_key:
+        document["active_key"] = active_key
+    return json.dumps(document, sort_keys=True, indent=2) + "\n"
+
+
+def decode_live(text: str) -> LiveSettings:
+    """Read the live settings; fields of a later release are ignored, since an operator is upgraded before its engines.
+
+    Raises:
+        ConfigInvalid: the text is not JSON, or a field cannot be used.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigInvalid(f"{LIVE_FILE}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigInvalid(f"{LIVE_FILE}: must be a JSON object, found {type(document).__name__}")
+    mode, max_bytes = document.get("mode"), document.get("max_bytes")
+    active_key = document.get("active_key", "")
+    if mode not in MODES:
+        raise ConfigInvalid(f"{LIVE_FILE}: mode={mode!r} must be one of {', '.join(MODES)}")
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
+        raise ConfigInvalid(f"{LIVE_FILE}: max_bytes={max_bytes!r} must be 0 (no limit) or a larger whole number")
+    if active_key != "" and not (isinstance(active_key, str) and re.fullmatch(KEY_ID_PATTERN, active_key, re.ASCII)):
+        raise ConfigInvalid(f"{LIVE_FILE}: active_key={active_key!r} must match {KEY_ID_PATTERN}")
+    return LiveSettings(mode=mode, max_bytes=max_bytes, active_key=active_key)
 
 
 def decode(text: str) -> ConnectorConfig:
@@ -115,7 +202,7 @@ def decode(text: str) -> ConnectorConfig:
             f"{CONFIG_FILE}: version {version!r} is not {CONTRACT_VERSION}; "
             "run the connector image of the same release as the operator"
         )
-    known = {field.name for field in fields(ConnectorConfig)}
+    known = {each.name for each in fields(ConnectorConfig)}
     if unknown := sorted(set(document) - known):
         raise ConfigInvalid(f"{CONFIG_FILE}: unknown field {unknown[0]!r}")
     try:

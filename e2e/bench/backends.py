@@ -76,7 +76,8 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
         root=str(directory / digest),
         digest=digest,
         identity=identity,
-        **{"max_bytes": 0, **offload.kvtier},
+        # What a disk hit costs is measured, so each one is taken.
+        **{"max_bytes": 0, "cost_aware": False, **offload.kvtier},
     )
     path = directory / CONFIG_FILE
     path.write_text(encode(config), encoding="utf-8")

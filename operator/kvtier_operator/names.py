@@ -38,6 +38,7 @@ HTTP_PORT: Final = 8000
 
 VOLUME_MOUNT: Final = "/var/lib/kvtier"
 CONFIG_MOUNT: Final = "/etc/kvtier"
+KEYS_MOUNT: Final = "/etc/kvtier-keys"
 JANITOR_CONFIG_MOUNT: Final = "/etc/kvtier-janitor"
 CONNECTOR_MOUNT: Final = "/opt/kvtier"
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from

@@ -27,6 +27,7 @@ from tiers import (
     tier,
 )
 
+from kvtier_connector import contract_janitor
 from kvtier_operator import names
 from kvtier_operator.errors import (
     ClusterConflict,
@@ -115,8 +116,48 @@ def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
     before = cluster.look(DEPLOYMENT)
     cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
     assert run(cluster).written == (CONFIG,)
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"mode": "Bypass"}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"max_bytes": 0, "mode": "Bypass"}
     assert cluster.look(DEPLOYMENT) == before
+
+
+def test_a_budget_reaches_engines_and_janitor_without_a_new_pod() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    budget = {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": budget}, "generations": {"keepPrevious": 0}}})
+    assert set(run(cluster).written) == {CONFIG, JANITOR_CONFIG}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["max_bytes"] == 1 << 40
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (told.max_bytes, told.ttl_seconds, told.low_watermark, told.keep_previous) == (1 << 40, 3600, 0.5, 0)
+
+
+def test_another_key_reaches_the_engines_without_a_new_pod() -> None:
+    encryption = {"secretName": "keys", "activeKey": "2026-10"}
+    cluster = FakeCluster(tier(disk={"encryption": encryption}))
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"encryption": {"activeKey": "2026-11"}}}})
+    assert run(cluster).written == (CONFIG,)
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["active_key"] == "2026-11"
+
+
+def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
+    gone = set(run(cluster).written)
+    assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
+    assert {key.name for key in gone} == {"llama-janitor"}
+    assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
+
+
+def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    cluster.edit(TIER_KEY, {"spec": {"hash": {"seed": "7"}}})
+    assert JANITOR not in run(cluster).written
+    after = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (before.tier_dir, before.current != after.current) == (after.tier_dir, True)
 
 
 def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:
@@ -150,8 +191,8 @@ def test_a_change_of_the_configuration_rolls_the_engines() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
     before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "1Ti"}}}})
-    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"admission": {"minReuse": 2}}}})
+    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
     assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
 
 

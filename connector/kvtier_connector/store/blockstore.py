@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.checksums import checksum
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header, encode_header
+from kvtier_connector.store.checksums import CHECKSUM_BYTES
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
@@ -33,8 +32,11 @@ from kvtier_connector.store.fs import (
     read_page,
     write_block,
 )
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, quarantine_path
+from kvtier_connector.store.keyring import Keyring
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path
+from kvtier_connector.store.quarantine import quarantine
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
+from kvtier_connector.store.sealing import can_read, encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import Usage
 from kvtier_connector.store.verify import Take, read_verified, stream_verified
 
@@ -70,6 +72,8 @@ class StoreFault(enum.Enum):
 
     NO_BUDGET = "no_budget"
     """The tier's own limit would be exceeded."""
+    NO_KEY = "no_key"
+    """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"
     """The volume, or the quota on it, is full."""
     READ_ONLY = "read_only"
@@ -121,7 +125,7 @@ class BlockStore:
     A method blocks for as long as the volume does: never call one from a thread that must not wait.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords with defaults
         self,
         root: Path,
         *,
@@ -129,6 +133,7 @@ class BlockStore:
         direct: bool | None = None,
         clock: Callable[[], int] = time.time_ns,
         max_bytes: int = 0,
+        keys_dir: str = "",
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -138,7 +143,10 @@ class BlockStore:
             direct: True or False to use O_DIRECT for aligned buffers or never; None asks the volume at first use.
             clock: Nanoseconds since 1970, for the header.
             max_bytes: `put` refuses what would exceed it; 0 means no limit. Call `refresh_usage` once at the start.
+            keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
+                made active first; reading needs no more than this. Empty means that nothing is encrypted.
         """
+        self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
         self._fs = fs
         self._clock = clock
@@ -160,7 +168,9 @@ class BlockStore:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
 
         def read(fd: int, is_direct: bool) -> int | Fault:
-            return read_verified(self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct)
+            return read_verified(
+                self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct, keyring=self.keyring
+            )
 
         return self._open_and_read(key, self._direct.flag(target), read) or Fault.IO
 
@@ -175,17 +185,20 @@ class BlockStore:
         def read(fd: int, is_direct: bool) -> int | Fault | None:
             page = self._page()
             if not is_direct:
-                return stream_verified(self._fs, fd, key, page=page, buffer=whole, take=take)
-            found = read_verified(self._fs, fd, key, page=page, target=whole, is_direct=True)
+                return stream_verified(self._fs, fd, key, page=page, buffer=whole, take=take, keyring=self.keyring)
+            found = read_verified(self._fs, fd, key, page=page, target=whole, is_direct=True, keyring=self.keyring)
             return found if isinstance(found, Fault) or take(0, whole) else None
 
         return self._open_and_read(key, self._direct.flag(whole), read)
 
-    def put(self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE) -> StoreOutcome:
+    def put(
+        self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
+    ) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
-        The payload must not change until this returns. Nobody waits for the device: after a power failure a block may
-        be damaged or gone, which its reader notices.
+        The payload must not change until this returns. With `is_scratch` it is encrypted where it is, if blocks are
+        encrypted, and is worth nothing afterwards; without, memory of the same length is taken for that. Nobody waits
+        for the device: after a power failure a block may be damaged or gone, which its reader notices.
         """
         data = payload.cast("B")
         if data.nbytes == 0:
@@ -195,11 +208,19 @@ class BlockStore:
             found = self._find(key, data.nbytes)
             if found.is_whole:
                 return Present()
+            encryption_key = None if self.keyring is None else self.keyring.active()
+            if self.keyring is not None and encryption_key is None:
+                return StoreFault.NO_KEY
             if not self._usage.reserve(block_bytes):
                 return StoreFault.NO_BUDGET
             is_written = False
             try:
-                self._write(key, data, lineage)
+                header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), lineage)
+                if encryption_key is None:
+                    self._write(key, with_checksum(header, data), data)
+                else:
+                    sealed = data if is_scratch and not data.readonly else scratch_for(data)
+                    self._write(key, encrypt(header, data, sealed, encryption_key), sealed)
                 is_written = True
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
@@ -243,6 +264,10 @@ class BlockStore:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
         self._usage.forget(size)
         return True
+
+    def set_limit(self, max_bytes: int) -> None:
+        """Take another limit from now on; 0 means none."""
+        self._usage.set_limit(max_bytes)
 
     def usage_bytes(self) -> int:
         """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
@@ -300,41 +325,13 @@ class BlockStore:
             found = read(fd, bool(direct))
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
-                self._quarantine(fd, key, found)
+                self._usage.forget(quarantine(self._fs, self._root, fd, key, found))
         except OSError:
             return Fault.IO
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         return Hit(found) if isinstance(found, int) else found
-
-    def _quarantine(self, fd: int, key: BlockKey, fault: Fault) -> None:
-        """Move the open file away, unless the name means another file by now; give up quietly where that fails."""
-        path = self._path(key)
-        moved = f"{self._root}/{quarantine_path(key, fault.value, new_token())}"
-        with contextlib.suppress(OSError):
-            bad = self._fs.fstat(fd)
-            if not os.path.samestat(bad, self._fs.stat(path)):
-                return
-            try:
-                self._rename_to_quarantine(path, moved)
-            except FileNotFoundError:
-                return
-            except OSError:
-                # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
-                self._fs.unlink(path)
-                self._usage.forget(bad.st_size)
-                return
-            if not os.path.samestat(bad, self._fs.stat(moved)):
-                # A writer replaced the file between our two calls: this is its block, and it goes back.
-                self._fs.rename(moved, path)
-
-    def _rename_to_quarantine(self, path: str, moved: str) -> None:
-        try:
-            self._fs.rename(path, moved)
-        except FileNotFoundError:
-            make_directories(self._fs, moved.rpartition("/")[0])
-            self._fs.rename(path, moved)
 
     @contextlib.contextmanager
     def _sole_writer(self, key: BlockKey) -> Iterator[None]:
@@ -364,13 +361,13 @@ class BlockStore:
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
-        is_ours = isinstance(header, Header) and header.key == key and header.payload_bytes == payload_bytes
-        return _Found(size, is_ours and size == HEADER_BYTES + payload_bytes)
+        if not isinstance(header, Header) or header.key != key or header.payload_bytes != payload_bytes:
+            return _Found(size, is_whole=False)
+        return _Found(size, size == HEADER_BYTES + payload_bytes and can_read(header, self.keyring))
 
-    def _write(self, key: BlockKey, data: memoryview, lineage: Lineage) -> None:
-        header = Header(key, data.nbytes, checksum(data), self._clock(), lineage)
+    def _write(self, key: BlockKey, first_page: bytes, data: memoryview) -> None:
         page = self._page()
-        page[:] = encode_header(header)
+        page[:] = first_page
         path = self._path(key)
         for _ in range(_RETRIES):
             try:

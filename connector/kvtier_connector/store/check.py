@@ -25,10 +25,12 @@ from kvtier_connector.store import identity
 from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
+from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import TIER_FILE, BlockKey
 from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
-from kvtier_connector.store.verify import PIECE_BYTES, begin_reading
+from kvtier_connector.store.sealing import begin_reading
+from kvtier_connector.store.verify import PIECE_BYTES
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
@@ -56,6 +58,8 @@ class Report:
     blocks: int
     bytes: int
     problems: tuple[Problem, ...]
+    unverified: int = 0
+    """Blocks whose key was not given: their headers and lengths are right, of their payloads nothing is known."""
 
 
 def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[Problem]:
@@ -63,12 +67,13 @@ def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PA
     return list(inspect(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
 
 
-def inspect(
+def inspect(  # noqa: PLR0913 - keywords with defaults
     root: Path,
     *,
     fs: FileSystem = LOCAL,
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
+    keyring: Keyring | None = None,
     on_block: Callable[[int], None] = lambda _: None,
 ) -> Report:
     """Verify every file under the root of one generation.
@@ -78,23 +83,26 @@ def inspect(
         fs: The system calls.
         partial_age_seconds: Younger partial files belong to a writer at work.
         threads: How many files are verified at once.
+        keyring: The keys of encrypted blocks.
         on_block: Told the size of each file that was verified, by the calling thread.
     """
     problems = _identity_problems(fs, root)
-    blocks = size = 0
+    blocks = size = unverified = 0
     try:
-        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads):
+        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring):
             if isinstance(entry, Problem):
                 problems.append(entry)
                 continue
             blocks += 1
             size += entry.size
             on_block(entry.size)
-            if fault is not None:
+            if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
+                unverified += 1
+            elif fault is not None:
                 problems.append(Problem(entry.path, fault.value, f"a reader would answer {fault.name}"))
     except ConnectorError as error:
         problems.append(Problem("", "unreadable", str(error)))
-    return Report(blocks, size, tuple(sorted(problems)))
+    return Report(blocks, size, tuple(sorted(problems)), unverified)
 
 
 def inspect_all(
@@ -102,6 +110,7 @@ def inspect_all(
     *,
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
+    keyring: Keyring | None = None,
     on_block: Callable[[int], None] = lambda _: None,
 ) -> Report:
     """Verify every generation at or below the directory; paths in the report are relative to the directory."""
@@ -109,22 +118,25 @@ def inspect_all(
         roots = find_generations(directory)
     except ConnectorError as error:
         return Report(0, 0, (Problem("", "unreadable", str(error)),))
-    blocks = size = 0
+    blocks = size = unverified = 0
     problems: list[Problem] = []
     # A directory without any is checked as one, and the report says what it lacks.
     for root in roots or [directory]:
-        report = inspect(root, partial_age_seconds=partial_age_seconds, threads=threads, on_block=on_block)
+        report = inspect(
+            root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, on_block=on_block
+        )
         prefix = root.relative_to(directory)
         blocks += report.blocks
         size += report.bytes
+        unverified += report.unverified
         problems += [
             problem if root == directory else problem._replace(path=str(prefix / problem.path))
             for problem in report.problems
         ]
-    return Report(blocks, size, tuple(problems))
+    return Report(blocks, size, tuple(problems), unverified)
 
 
-def verify(fs: FileSystem, path: str, key: BlockKey) -> Fault | None:
+def verify(fs: FileSystem, path: str, key: BlockKey, keyring: Keyring | None = None) -> Fault | None:
     """Read one block file piece by piece; return what is wrong with it, None if it is sound or gone."""
     try:
         fd = fs.open(path, READ_FLAGS)
@@ -133,7 +145,7 @@ def verify(fs: FileSystem, path: str, key: BlockKey) -> Fault | None:
     except OSError:
         return Fault.IO
     try:
-        return _verify_open(fs, fd, key)
+        return _verify_open(fs, fd, key, keyring)
     except OSError:
         return Fault.IO
     finally:
@@ -142,7 +154,7 @@ def verify(fs: FileSystem, path: str, key: BlockKey) -> Fault | None:
 
 
 def _verify_all(
-    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int
+    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int, keyring: Keyring | None
 ) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
     waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
@@ -151,7 +163,7 @@ def _verify_all(
             if not isinstance(entry, BlockEntry):
                 yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
                 continue
-            waiting.append((entry, pool.submit(verify, fs, f"{root}/{entry.path}", entry.key)))
+            waiting.append((entry, pool.submit(verify, fs, f"{root}/{entry.path}", entry.key, keyring)))
             if len(waiting) >= 4 * threads:
                 oldest, future = waiting.popleft()
                 yield oldest, future.result()
@@ -160,7 +172,7 @@ def _verify_all(
             yield oldest, future.result()
 
 
-def _verify_open(fs: FileSystem, fd: int, key: BlockKey) -> Fault | None:
+def _verify_open(fs: FileSystem, fd: int, key: BlockKey, keyring: Keyring | None) -> Fault | None:
     page = memoryview(bytearray(HEADER_BYTES))
     header = decode_header(page[: read_page(fs, fd, page)])
     if isinstance(header, Fault):
@@ -170,7 +182,7 @@ def _verify_open(fs: FileSystem, fd: int, key: BlockKey) -> Fault | None:
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
-    reading = begin_reading(header)
+    reading = begin_reading(header, page, keyring if header.encryption else None)
     if isinstance(reading, Fault):
         return reading
     piece = memoryview(bytearray(PIECE_BYTES))
@@ -200,8 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     is_shown = sys.stderr.isatty() if options.progress is None else options.progress
     progress = Progress(sys.stderr if is_shown else None, now=time.monotonic)
+    keyring = Keyring(str(options.keys_dir)) if options.keys_dir else None
     report = inspect_all(
         options.directory,
+        keyring=keyring,
         partial_age_seconds=options.partial_age,
         threads=options.threads,
         on_block=progress.add,
@@ -218,6 +232,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 all is well, 1 there are problems, 2 the command line is wrong",
     )
     parser.add_argument("directory", type=Path, help="a generation (the directory of tier.json), or any above")
+    parser.add_argument(
+        "--keys-dir",
+        type=Path,
+        metavar="KEYS",
+        help="directory with the keys of encrypted blocks, one file each; without a block's key only its header and "
+        "length are verified",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--threads",
@@ -251,11 +272,19 @@ def _threads(text: str) -> int:
 
 def _as_json(report: Report) -> str:
     problems = [problem._asdict() for problem in report.problems]
-    return json.dumps({"blocks": report.blocks, "bytes": report.bytes, "problems": problems}, indent=2) + "\n"
+    document = {
+        "blocks": report.blocks,
+        "bytes": report.bytes,
+        "unverified": report.unverified,
+        "problems": problems,
+    }
+    return json.dumps(document, indent=2) + "\n"
 
 
 def _as_text(report: Report) -> str:
     lines = [f"{problem.path or '.'}: {problem.kind}: {problem.message}" for problem in report.problems]
+    if report.unverified:
+        lines.append(f"{report.unverified} blocks are encrypted with a key that was not given, see --keys-dir")
     lines.append(f"{report.blocks} blocks, {report.bytes} bytes, {len(report.problems)} problems")
     return "\n".join(lines) + "\n"
 

@@ -17,9 +17,9 @@ from blake3 import blake3
 try:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 except ImportError:
-    HAS_GMAC: Final = False
+    HAS_AES: Final = False
 else:
-    HAS_GMAC: Final = True  # type: ignore[misc]
+    HAS_AES: Final = True  # type: ignore[misc]
 
 CHECKSUM_BYTES = 32
 """Room in the header; a shorter checksum is followed by zeros."""
@@ -59,7 +59,7 @@ class _Gmac:
         return self._encryptor.tag.ljust(CHECKSUM_BYTES, b"\0")
 
 
-DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_GMAC else Algorithm.BLAKE3_256
+DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_AES else Algorithm.BLAKE3_256
 """Of new blocks."""
 
 
@@ -67,7 +67,7 @@ def new_hasher(algorithm: int) -> Hasher | None:
     """Return what computes this checksum, None if that is not possible here."""
     if algorithm == Algorithm.BLAKE3_256:
         return blake3()
-    return _Gmac() if algorithm == Algorithm.AES_GMAC and HAS_GMAC else None
+    return _Gmac() if algorithm == Algorithm.AES_GMAC and HAS_AES else None
 
 
 def checksum(payload: memoryview, algorithm: Algorithm = DEFAULT_ALGORITHM) -> bytes:

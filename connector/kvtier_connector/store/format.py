@@ -38,8 +38,11 @@ _FIELDS = struct.Struct(
     f"{MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
 )
 _CRC = struct.Struct("<I")
-_CRC_OFFSET = HEADER_BYTES - _CRC.size
-_PADDING = bytes(_CRC_OFFSET - _FIELDS.size)
+CRC_OFFSET = HEADER_BYTES - _CRC.size
+"""Where the header's own checksum stands."""
+CHECKSUM_PLACE = slice(152, 152 + CHECKSUM_BYTES)
+"""Where the payload's checksum, or the tag of its encryption, stands."""
+_PADDING = bytes(CRC_OFFSET - _FIELDS.size)
 
 
 class Fault(enum.Enum):
@@ -176,7 +179,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
         return Fault.TRUNCATED if len(data) else Fault.EMPTY
     if data[: len(MAGIC)] != MAGIC:
         return Fault.MAGIC
-    if _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
+    if _CRC.unpack_from(data, CRC_OFFSET)[0] != zlib.crc32(data[:CRC_OFFSET]):
         return Fault.HEADER
     fields = _FIELDS.unpack_from(data)
     if fields[1] != FORMAT_VERSION:

@@ -62,6 +62,7 @@ class SharedStore:
         fs: FileSystem = LOCAL,
         direct: bool | None = None,
         max_bytes: int = 0,
+        keys_dir: str = "",
         scan_threads: int = 4,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -73,11 +74,12 @@ class SharedStore:
             fs: The system calls.
             direct: As for `BlockStore`.
             max_bytes: As for `BlockStore`.
+            keys_dir: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
-        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes)
+        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir)
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
@@ -129,11 +131,13 @@ class SharedStore:
         """
         self._journal.append(Op.USED, key, payload_bytes, lineage)
 
-    def put(self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE) -> StoreOutcome:
+    def put(
+        self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
+    ) -> StoreOutcome:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
         started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
-        outcome = Present() if is_known else self.blocks.put(key, payload, lineage)
+        outcome = Present() if is_known else self.blocks.put(key, payload, lineage, is_scratch=is_scratch)
         seconds = self._now() - started
         if isinstance(outcome, Stored):
             self._index.add(key)

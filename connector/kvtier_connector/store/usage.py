@@ -21,6 +21,11 @@ class Usage:
         self._reserved = 0
         self._written_since_scan_began = 0
 
+    def set_limit(self, max_bytes: int) -> None:
+        """Take another limit from now on; what is there already stays."""
+        with self._lock:
+            self._max_bytes = max_bytes
+
     def total(self) -> int:
         """Return the bytes on the volume together with those of the writes in flight."""
         with self._lock:

@@ -5,52 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier_connector.store.checksums import Hasher, new_hasher
-from kvtier_connector.store.format import HEADER_BYTES, Encryption, Fault, Header, decode_header
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.fs import FileSystem, read_block, read_page
+from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.sealing import Reading, begin_reading
 
 PIECE_BYTES = 1 << 20
-"""Through the page cache, this much is read and hashed before more is read: it is still in the core's cache then."""
+"""Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
 
 Take = Callable[[int, memoryview], bool]
 """Takes the payload's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
 
 
-class Reading:
-    """Takes in the payload of one block piece by piece, and says at its end whether it is what its writer wrote."""
-
-    def __init__(self, header: Header, hasher: Hasher) -> None:
-        """Store what `begin_reading` found."""
-        self._header = header
-        self._hasher = hasher
-
-    def take(self, piece: memoryview) -> None:
-        """Take in the next bytes."""
-        self._hasher.update(piece)
-
-    def end(self) -> Fault | None:
-        """Say what is wrong with the payload, None if it is right; call it once, after the last piece."""
-        return None if self._hasher.digest() == self._header.checksum else Fault.CHECKSUM
-
-
-def begin_reading(header: Header) -> Reading | Fault:
-    """Return what verifies the payload of a block with this header, or why that is not possible here."""
-    if header.encryption != Encryption.NONE:
-        return Fault.KEY_MISSING
-    hasher = new_hasher(header.algorithm)
-    return Fault.ALGORITHM if hasher is None else Reading(header, hasher)
-
-
 class _Verifier:
     """Takes in what has been read so far, and stops the read at the first thing that is wrong."""
 
-    def __init__(self, key: BlockKey, page: memoryview, target: memoryview) -> None:
+    def __init__(self, key: BlockKey, page: memoryview, target: memoryview, keyring: Keyring | None) -> None:
         self.header: Header | None = None
         self.fault: Fault | None = None
         self._key = key
         self._page = page
         self._target = target
+        self._keyring = keyring
         self._reading: Reading | None = None
         self._taken = 0
 
@@ -80,7 +57,7 @@ class _Verifier:
             self.header, self.fault = header, Fault.LENGTH
         else:
             self.header = header
-            begun = begin_reading(header)
+            begun = begin_reading(header, self._page, self._keyring)
             if isinstance(begun, Fault):
                 self.fault = begun
             else:
@@ -88,14 +65,21 @@ class _Verifier:
 
 
 def read_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem, fd: int, key: BlockKey, *, page: memoryview, target: memoryview, is_direct: bool
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    *,
+    page: memoryview,
+    target: memoryview,
+    is_direct: bool,
+    keyring: Keyring | None = None,
 ) -> int | Fault:
     """Read a block into `target` and verify it on the way; return the bytes read, or what is wrong.
 
     With O_DIRECT all of it is asked for at once, since the device is faster with one large request and its bytes are
     in no cache yet.
     """
-    verifier = _Verifier(key, page, target)
+    verifier = _Verifier(key, page, target, keyring)
     bytes_read = read_block(
         fs,
         fd,
@@ -117,7 +101,14 @@ def read_verified(  # noqa: PLR0913 - keywords
 
 
 def stream_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem, fd: int, key: BlockKey, *, page: memoryview, buffer: memoryview, take: Take
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    *,
+    page: memoryview,
+    buffer: memoryview,
+    take: Take,
+    keyring: Keyring | None = None,
 ) -> int | Fault | None:
     """Hand a block on piece by piece while it is in the core's cache, for files opened without O_DIRECT.
 
@@ -134,7 +125,7 @@ def stream_verified(  # noqa: PLR0913 - keywords
     header = _expect(fs, fd, key, page, payload_bytes)
     if isinstance(header, Fault):
         return header
-    reading = begin_reading(header)
+    reading = begin_reading(header, page, keyring)
     if isinstance(reading, Fault):
         return reading
     done = 0

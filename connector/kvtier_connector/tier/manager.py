@@ -14,7 +14,6 @@ import functools
 import queue
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -28,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -36,19 +36,21 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.store.blockstore import StoreFault
+from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
-from kvtier_connector.store.mode import Mode
-from kvtier_connector.tier import metrics
+from kvtier_connector.tier import gauges, metrics
 from kvtier_connector.tier.budget import Admission, PromotionBudget
 from kvtier_connector.tier.chains import Chain, chunk_tokens
 from kvtier_connector.tier.facts import engine_facts
+from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job
 from kvtier_connector.tier.lookups import Lookups, Verdict
+from kvtier_connector.tier.offers import Offers, admit
+from kvtier_connector.tier.settings import read_config
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
 from kvtier_connector.tier.volume import Volume
@@ -112,11 +114,20 @@ class SharedVolumeTier(SecondaryTierManager):
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        config = _read_config(config_file)
+        config = read_config(config_file)
         self._deadline_seconds = config.load_deadline_seconds
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
         self._budget = PromotionBudget(self._slots.count)
+        self._chunk_tokens = chunk_tokens(offloading_spec)
+        self._gate = Gate(
+            is_cost_aware=config.cost_aware,
+            min_tokens=config.min_tokens,
+            tokens_per_chunk=self._chunk_tokens[0],
+            is_prompt_only=offloading_spec.offload_prompt_only,
+            on_verdict=lambda verdict: self._stats.count(metrics.VERDICTS, cause=verdict.value),
+        )
+        self._offers = Offers(config.min_reuse)
         self._jobs: dict[int, Job] = {}
         self._completed: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._finished: list[Job] = []
@@ -141,7 +152,6 @@ class SharedVolumeTier(SecondaryTierManager):
         self._breaker = Breaker()
         self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
         self._queued_store_blocks = 0
-        self._chunk_tokens = chunk_tokens(offloading_spec)
         self._lookups = Lookups(self._volume.store.state, self._contains, self._pool, deadline_seconds=probe_seconds)
         self._pool.start()
         self._volume.start(OPEN_WAIT_SECONDS)
@@ -153,7 +163,9 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+        # What is in the CPU tier already is offered again only if asked for, and would never count as used again.
+        policy = OffloadPolicy.REQUEST_LEVEL if self._offers.is_gated else OffloadPolicy.CHUNK_LEVEL
+        return RequestOffloadingContext(policy)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -169,6 +181,11 @@ class SharedVolumeTier(SecondaryTierManager):
         if request in self._undecided:
             # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
             return LookupResult.RETRY
+        choice = self._gate.ask(request, req_context.get_offload_key_position(key))
+        if choice is Choice.WAIT:
+            return LookupResult.RETRY
+        if choice is not Choice.LOAD:
+            return self._miss(key, request, choice.value)
         admission = self._budget.admit(key, request)
         if admission is Admission.COMPUTE:
             return self._miss(key, request, metrics.BUDGET)
@@ -178,6 +195,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = self._open_job(job_metadata, is_load=True)
         self._budget.charge((block.key for block in job.blocks), job.request)
+        self._gate.begin_load(job.job_id, len(job.blocks))
         if self._is_loading_stuck:
             job.abandon(metrics.STUCK)
             return
@@ -190,12 +208,13 @@ class SharedVolumeTier(SecondaryTierManager):
         job = self._open_job(job_metadata, is_load=False)
         cause = self._why_not_storing()
         self._queued_store_blocks += len(job.blocks)
+        ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
+        self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
+        wanted = admit(job, self._offers, self._volume.store.state)
         if cause is not None:
             job.abandon(cause)
             return
-        self._pool.submit(
-            Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in range(len(job.blocks))]
-        )
+        self._pool.submit(Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in wanted])
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -213,15 +232,21 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.send()
+        self._gate.end_step(self._undecided)
         self._budget.end_step()
         self._undecided.clear()
-        for request in (*context.new_req_ids, *context.preempted_req_ids):
+        for request in context.new_req_ids:
+            self._gate.begin_compute(request)
+            self._budget.release(request)
+        for request in context.preempted_req_ids:
+            self._gate.interrupt(request)
             self._budget.release(request)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._note_used(req_context)
         self._lookups.forget(req_context.req_id)
+        self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
         self._missed.pop(req_context.req_id, None)
 
@@ -246,21 +271,15 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        self._stats.set(metrics.ACTIVE, int(self._volume.is_readable))
-        self._stats.set(metrics.STUCK_THREADS, self._pool.count_stuck())
-        self._stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.view(Direction.LOAD).state])
-        self._stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.view(Direction.STORE).state])
-        self._stats.set(metrics.MODE, _MODES[self._volume.mode])
+        gauges.observe(self._stats, self._volume, self._pool, self._breaker)
+        gauges.observe_gate(self._stats, self._gate)
         loading = sum(len(job.blocks) for job in self._jobs.values() if job.is_load)
         self._stats.set(metrics.QUEUED_LOAD_BYTES, loading * self._slots.row_bytes)
         self._stats.set(metrics.QUEUED_STORE_BYTES, self._queued_store_blocks * self._slots.row_bytes)
         self._stats.set(metrics.QUEUED_JOBS, len(self._jobs))
         oldest = min((job.deadline for job in self._jobs.values()), default=time.monotonic() + self._deadline_seconds)
         self._stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, time.monotonic() + self._deadline_seconds - oldest))
-        self._stats.set(metrics.KNOWN_BLOCKS, self._volume.store.known_blocks)
         self._stats.set(metrics.WAITING_REQUESTS, self._budget.waiting)
-        if self._volume.is_counted:
-            self._stats.set(metrics.USED_BYTES, self._volume.store.usage_bytes())
         return self._stats.take()
 
     @override
@@ -300,6 +319,8 @@ class SharedVolumeTier(SecondaryTierManager):
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
+            # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
+            self._gate.end_load(job.job_id, len(job.blocks), measures=is_success or job.cause == metrics.DEADLINE)
             is_done = frozenset(done)
             self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:
@@ -349,6 +370,8 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.INERT
         if not self._volume.is_writable:
             return metrics.UNCOUNTED
+        if not self._volume.has_key:
+            return StoreFault.NO_KEY.value
         if self._is_storing_stuck:
             return metrics.STUCK
         if not self._breaker.has_room(Direction.STORE):
@@ -376,15 +399,5 @@ class SharedVolumeTier(SecondaryTierManager):
         return self._volume.store.state(name) is Presence.PRESENT
 
 
-_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
-_MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 _CAUSES = {Verdict.ABSENT: metrics.ABSENT, Verdict.LATE: metrics.LATE_PROBE, Verdict.FAILED: None}
 """A failed load was counted with its own cause already."""
-
-
-def _read_config(path: str) -> contract.ConnectorConfig:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
-    return contract.decode(text)

@@ -35,18 +35,25 @@ PRESENT_BLOCKS = Metric(
 MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
-    "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), mode, inert, "
+    "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
+    "quicker), min_tokens (the hit is too short), mode, inert, "
     "deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
     "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), mode, queue_full "
-    "(too much waits to be written), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
+    "(too much waits to be written), min_reuse (not offered often enough yet), no_key (blocks are to be encrypted, and "
+    "there is no active key), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
+)
+KEY_MISSING = Metric(
+    "vllm:kvtier_disk_key_missing",
+    "1 while blocks are to be encrypted and there is no active key to do it with, so that none is stored.",
+    is_gauge=True,
 )
 STUCK_THREADS = Metric(
     "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
@@ -79,6 +86,28 @@ REFUSED_PROMOTIONS = Metric(
     "vllm:kvtier_disk_refused_promotions", "Blocks on the shared volume that were computed for want of room."
 )
 
+VERDICTS = Metric(
+    "vllm:kvtier_disk_verdicts",
+    "Requests that found blocks on the shared volume, by what was decided: load, compute (measured to be quicker), "
+    "load_probe and compute_probe (the other way, to measure it), short (fewer tokens than configured).",
+    ("verdict",),
+)
+LOAD_PACE = Metric(
+    "vllm:kvtier_disk_load_tokens_per_second",
+    "How fast a hit as long as the last one is loaded, as measured while serving; 0 before that.",
+    is_gauge=True,
+)
+COMPUTE_PACE = Metric(
+    "vllm:kvtier_disk_compute_tokens_per_second",
+    "How fast the engine computes as many tokens, as measured while serving; 0 before that.",
+    is_gauge=True,
+)
+BREAK_EVEN_TOKENS = Metric(
+    "vllm:kvtier_disk_break_even_tokens",
+    "Tokens of the shortest hit that is loaded and not computed again; 0 if every one is loaded, -1 if none is.",
+    is_gauge=True,
+)
+
 METRICS = (
     READ_BYTES,
     READ_BLOCKS,
@@ -90,6 +119,7 @@ METRICS = (
     MISSES,
     SHED_STORES,
     ACTIVE,
+    KEY_MISSING,
     STUCK_THREADS,
     USED_BYTES,
     LOAD_BREAKER,
@@ -102,6 +132,10 @@ METRICS = (
     KNOWN_BLOCKS,
     WAITING_REQUESTS,
     REFUSED_PROMOTIONS,
+    VERDICTS,
+    LOAD_PACE,
+    COMPUTE_PACE,
+    BREAK_EVEN_TOKENS,
 )
 
 ABSENT = "absent"
@@ -115,6 +149,7 @@ UNCOUNTED = "uncounted"
 BREAKER = "breaker"
 BYPASSED = "mode"
 QUEUE_FULL = "queue_full"
+UNREUSED = "min_reuse"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:

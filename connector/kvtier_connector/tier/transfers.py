@@ -75,7 +75,7 @@ class Transfers(NamedTuple):
         try:
             self.slots.copy_out(block.slot, staging.array)
             job.release(index)
-            outcome = stored = self.store.put(block.name, staging.array.data, block.lineage)
+            outcome = stored = self.store.put(block.name, staging.array.data, block.lineage, is_scratch=True)
             self.breaker.record_store(stored)
         finally:
             job.settle(index, outcome, seconds=time.monotonic() - started)

@@ -2,9 +2,9 @@
 """Opens the shared volume without ever holding up the engine: an engine without its disk tier still serves.
 
 Whatever waits for the volume or for a mounted file runs on threads of its own: one claims the directory and walks it,
-one tells other engines and hears from them, one reads the mode. They are apart because each can hang, and the mode must
-be heard of most when the volume hangs. Until the directory is claimed, and for ever if it belongs to somebody else, the
-tier is inert: every lookup is a miss.
+one tells other engines and hears from them and the janitor, one reads the live settings. They are apart because each
+can hang, and the live settings must be heard of most when the volume hangs. Until the directory is claimed, and for
+ever if it belongs to somebody else, the tier is inert: every lookup is a miss.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from kvtier_connector.contract import ConnectorConfig
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store import identity
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.mode import Mode, ModeFile
+from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
+from kvtier_connector.store.mode import Mode, stricter
 from kvtier_connector.store.shared import SharedStore
 
 logger = init_logger("vllm.kvtier.volume")
 
 RETRY_SECONDS = 30.0
-MODE_SECONDS = 5.0
+LIVE_SECONDS = 5.0
 
 
 class Volume:
@@ -46,19 +47,23 @@ class Volume:
             fs=fs,
             direct=config.direct_io,
             max_bytes=config.max_bytes,
+            keys_dir=config.keys_dir,
             scan_threads=config.scan_threads,
         )
         # The file is mounted from a ConfigMap and not on the volume.
-        self._mode_file = ModeFile(config.live_file, seconds=min(MODE_SECONDS, config.refresh_seconds))
+        self._live_file = LiveFile(config.live_file, seconds=min(LIVE_SECONDS, config.refresh_seconds))
+        self._brake_file = BrakeFile(str(Path(config.root).parent / BRAKE_FILE), fs=fs)
+        self._max_bytes = config.max_bytes
         self._problem = ""
+        self._key_problem = ""
         self._is_readable = False
         self._is_writable = False
         self._refusal = "the volume has not answered yet"
         self._settled = threading.Event()
         self._closed = threading.Event()
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
-        if config.live_file:
-            work["mode"] = self._watch
+        if config.live_file or config.keys_dir:
+            work["live"] = self._watch
         self._threads = [
             threading.Thread(target=self._guard, args=(action,), name=f"kvtier-{name}", daemon=True)
             for name, action in work.items()
@@ -86,8 +91,13 @@ class Volume:
 
     @property
     def mode(self) -> Mode:
-        """What the volume may be used for now."""
-        return self._mode_file.mode
+        """What the volume may be used for now: the user and the janitor both say, and the stricter counts."""
+        return stricter(self._live_file.mode, self._brake_file.mode)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether blocks can be written as they have to be: encrypted, if there is a directory of keys."""
+        return self.store.blocks.keyring is None or self.store.blocks.keyring.is_usable
 
     @property
     def is_readable(self) -> bool:
@@ -102,7 +112,7 @@ class Volume:
     @property
     def is_counted(self) -> bool:
         """Whether the store knows how much the volume holds; without a limit nobody asks, and it is not counted."""
-        return self._is_writable and self._config.max_bytes > 0
+        return self._is_writable and self._max_bytes > 0
 
     @property
     def refusal(self) -> str:
@@ -119,10 +129,10 @@ class Volume:
             self._settled.set()
 
     def _run(self) -> None:
-        self._refresh_mode()
+        self._refresh_live()
         if not self._claim():
             return
-        if not self._config.max_bytes:
+        if not self._max_bytes:
             self._settled.set()
         while not self._closed.is_set():
             if self.mode.may_load:
@@ -132,6 +142,8 @@ class Volume:
 
     def _follow(self) -> None:
         while not self._closed.wait(self._config.refresh_seconds / 2):
+            if self._live_file.mode.may_load:
+                self._refresh_brake()
             if self._is_readable and self.mode.may_load:
                 self._synchronize()
         if self._is_readable and self.mode.may_load:
@@ -145,23 +157,40 @@ class Volume:
         self._problem = problem
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(MODE_SECONDS, self._config.refresh_seconds)):
-            self._refresh_mode()
+        while not self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds)):
+            self._refresh_live()
 
-    def _refresh_mode(self) -> None:
-        before, problem = self._mode_file.mode, self._mode_file.problem
-        mode = self._mode_file.refresh()
+    def _refresh_live(self) -> None:
+        before, problem = self._live_file.settings, self._live_file.problem
+        live = self._live_file.refresh()
+        if live != before:
+            logger.info("kvtier %s: %s", self._config.tier, live)
+        if self._live_file.problem not in {"", problem}:
+            logger.warning("kvtier %s: %s", self._config.tier, self._live_file.problem)
+        self._max_bytes = self._config.max_bytes if live.max_bytes is None else live.max_bytes
+        self.store.blocks.set_limit(self._max_bytes)
+        if (keyring := self.store.blocks.keyring) is not None:
+            keyring.activate(live.active_key)
+            keyring.active()
+            if keyring.problem not in {"", self._key_problem}:
+                logger.error("kvtier %s: encryption: %s", self._config.tier, keyring.problem)
+            self._key_problem = keyring.problem
+
+    def _refresh_brake(self) -> None:
+        before, problem = self._brake_file.mode, self._brake_file.problem
+        mode = self._brake_file.refresh()
         if mode is not before:
-            logger.info("kvtier %s: mode %s", self._config.tier, mode.value)
-        if self._mode_file.problem not in {"", problem}:
-            logger.warning("kvtier %s: %s", self._config.tier, self._mode_file.problem)
+            reason = self._brake_file.reason or "it let go again"
+            logger.info("kvtier %s: the janitor asks for mode %s: %s", self._config.tier, mode.value, reason)
+        if self._brake_file.problem not in {"", problem}:
+            logger.warning("kvtier %s: %s", self._config.tier, self._brake_file.problem)
 
     def _claim(self) -> bool:
         while not self._closed.is_set():
             if not self.mode.may_load:
                 self._refusal = "the mode is Bypass"
                 self._settled.set()
-                self._closed.wait(min(MODE_SECONDS, self._config.refresh_seconds))
+                self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds))
                 continue
             try:
                 identity.claim(Path(self._config.root), self._claimed, self._config.digest, fs=self._fs)
@@ -177,7 +206,7 @@ class Volume:
                 logger.info("kvtier %s: disk tier at %s", self._config.tier, self._config.root)
             self._refusal = ""
             self._is_readable = True
-            self._is_writable = self._config.max_bytes == 0
+            self._is_writable = self._max_bytes == 0
             return True
         return False
 

@@ -11,6 +11,7 @@ from kvtier_operator.manifests import pods
 from kvtier_operator.manifests.config import kv_transfer_config
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
+from kvtier_operator.spec.disk import Encryption
 
 NO_ACCELERATOR: Final = "none"
 
@@ -103,7 +104,7 @@ def _install_container(plan: TierPlan) -> Manifest:
 
 
 def _engine_container(plan: TierPlan) -> Manifest:
-    engine = plan.spec.engine
+    engine, keys = plan.spec.engine, plan.spec.disk.encryption
     return {
         "name": names.ENGINE_CONTAINER,
         "image": engine.image,
@@ -129,6 +130,7 @@ def _engine_container(plan: TierPlan) -> Manifest:
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+            *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
             *engine.pod_template.volume_mounts,
         ],
     }
@@ -203,5 +205,12 @@ def _volumes(plan: TierPlan) -> list[Manifest]:
         # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         {"name": "scratch", "emptyDir": {}},
+        *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
         *plan.spec.engine.pod_template.volumes,
     ]
+
+
+def _keys(encryption: Encryption) -> Manifest:
+    """Return the volume with the keys: readable for the pod's group, as its block files are, and for nobody else."""
+    secret = {"secretName": encryption.secret_name, "defaultMode": 0o440, "optional": False}
+    return {"name": "kvtier-keys", "secret": secret}

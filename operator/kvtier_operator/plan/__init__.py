@@ -86,14 +86,19 @@ def make_plan(spec: TierSpec, snapshot: Snapshot, *, images: Images) -> TierPlan
 
 def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> TierPlan:
     """Decide the same for a cluster that nobody has looked at: for rendering offline."""
-    generation = make_generation(spec, tier)
+    generation, encryption = make_generation(spec, tier), spec.disk.encryption
     config_text = contract.encode(
         contract.ConnectorConfig(
             tier=str(tier),
             root=generation.root,
             digest=generation.digest,
             identity=generation.identity,
-            max_bytes=spec.disk.budget.max_bytes or 0,
+            # Live: what stands here would restart every engine when it changes.
+            max_bytes=0,
+            keys_dir="" if encryption is None else names.KEYS_MOUNT,
+            cost_aware=spec.disk.admission.cost_aware,
+            min_tokens=spec.disk.admission.min_tokens,
+            min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
         )
     )
@@ -105,7 +110,11 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> Tie
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
-        live_text=contract.encode_live(spec.disk.mode),
+        live_text=contract.encode_live(
+            spec.disk.mode,
+            max_bytes=spec.disk.budget.max_bytes or 0,
+            active_key="" if encryption is None else encryption.active_key,
+        ),
         claim_name=spec.volume.existing_claim or names.claim(tier),
         janitor=make_janitor(spec, tier, root=generation.root, image=images.janitor),
     )

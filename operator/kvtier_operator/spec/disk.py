@@ -8,9 +8,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, StringConstraints
 
+from kvtier_connector import contract
 from kvtier_operator import quantity
+from kvtier_operator.spec.admission import Admission
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
-from kvtier_operator.spec.scalars import ByteQuantity, CpuQuantity, Word
+from kvtier_operator.spec.scalars import ByteQuantity, CpuQuantity, ObjectName, Word
 
 _PERCENTAGE: Final = re.compile(r"^(100|[1-9][0-9]?)%$")
 _SHARE: Final = re.compile(r"^[1-9]?[0-9]%$")
@@ -41,6 +43,15 @@ AT_LEAST_ONE_MINUTE: Final = Rule(
     check=lambda text: _DURATION.fullmatch(text) is None or quantity.parse_seconds(text) >= 60,  # noqa: PLR2004  1m
 )
 
+_KEY_ID: Final = re.compile(f"^{contract.KEY_ID_PATTERN}$")
+
+IS_KEY_ID: Final = Rule(
+    cel=f"self.matches('{_KEY_ID.pattern}')",
+    message="must be the name of an entry of the Secret, of letters, digits, '.', '_' and '-', starting with a letter "
+    "or a digit, such as 2026-11",
+    check=lambda text: _KEY_ID.fullmatch(text) is not None,
+)
+
 _ShortText = Annotated[StrictStr, StringConstraints(min_length=2, max_length=24)]
 
 Percentage = Annotated[_ShortText, Checked((IS_PERCENTAGE,))]
@@ -66,7 +77,8 @@ class Budget(ApiModel):
 
     max_size: Annotated[ByteQuantity | None, Field(alias="maxBytes")] = None
     """Storage that the blocks of this tier may take, of all generations together, such as `1800Gi`; at most the size of
-    the claim. Engines stop storing there. No limit if left out: then `minFree` is."""
+    the claim. Engines stop storing there. No limit if left out: then `minFree` is.
+    Changing it restarts nothing."""
     high_watermark: Percentage = "90%"
     """Share of `maxBytes` above which the janitor evicts blocks, the least recently used first."""
     low_watermark: Percentage = "75%"
@@ -135,6 +147,17 @@ class Budget(ApiModel):
         return quantity.parse_seconds(self.ttl)
 
 
+class Encryption(ApiModel):
+    """Encryption of the blocks on the volume, with AES-256-GCM."""
+
+    secret_name: ObjectName
+    """Secret in the same namespace with a key in each entry: 32 bytes, as they are, or in hexadecimal or base64. Blocks
+    are read with whichever of them they were written with. Without the Secret no engine starts."""
+    active_key: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((IS_KEY_ID,))]
+    """Entry of the Secret that new blocks are written with. To rotate, add an entry and name it here: nothing restarts,
+    and the old entry can go when no block needs it any more, after `budget.ttl` at the latest."""
+
+
 class Disk(ApiModel):
     """The tier on the volume."""
 
@@ -143,6 +166,10 @@ class Disk(ApiModel):
     within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""
+    admission: Admission = Admission()
+    """Which blocks are worth writing to the volume and reading from it."""
+    encryption: Encryption | None = None
+    """Encryption of the blocks on the volume. Without it they lie there as they are."""
 
 
 class Generations(ApiModel):

@@ -75,6 +75,13 @@ class BlockStoreContract:
     def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
         return BlockStore(root, direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
 
+    damage = Fault.CHECKSUM
+    """What a reader says of a changed payload."""
+
+    def whole_file(self, of: BlockKey, data: memoryview) -> bytes:
+        """Return the bytes of a file that the store reads, without the store's help."""
+        return whole_file(of, data)
+
     def raw_write(self, root: Path, of: BlockKey, content: bytes) -> Path:
         """Put bytes under a block's name, bypassing the store."""
         path = root / block_path(of)
@@ -96,10 +103,10 @@ class BlockStoreContract:
 
     def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
-        assert self.raw_read(root, key(1)) == whole_file(key(1), payload(1))
+        assert self.raw_read(root, key(1)) == self.whole_file(key(1), payload(1))
 
     def test_a_file_that_another_process_wrote_is_read(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), whole_file(key(1), payload(1)))
+        self.raw_write(root, key(1), self.whole_file(key(1), payload(1)))
         into = pages()
         assert store.get(key(1), into) == Hit(BLOCK_BYTES)
         assert into == payload(1)
@@ -171,17 +178,17 @@ class BlockStoreContract:
         claim(root, {"model": "test"}, "d1gest")
 
     def test_a_block_of_another_length_is_a_fault_and_is_replaced_by_put(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), whole_file(key(1), payload(1, 4096)))
+        self.raw_write(root, key(1), self.whole_file(key(1), payload(1, 4096)))
         assert store.get(key(1), pages()) is Fault.LENGTH
         assert (root / block_path(key(1))).exists()
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
     def test_a_damaged_block_is_moved_away_once_and_can_be_written_again(self, root: Path, store: BlockStore) -> None:
-        content = bytearray(whole_file(key(1), payload(1)))
+        content = bytearray(self.whole_file(key(1), payload(1)))
         content[-1] ^= 1
         self.raw_write(root, key(1), bytes(content))
-        assert store.get(key(1), pages()) is Fault.CHECKSUM
+        assert store.get(key(1), pages()) is self.damage
         assert store.get(key(1), pages()) == Miss()
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         moved = list((root / QUARANTINE).iterdir())
@@ -197,13 +204,13 @@ class BlockStoreContract:
         assert store.usage_bytes() == BLOCK_BYTES
 
     def test_usage_learns_of_other_writers_by_a_scan(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), whole_file(key(1), payload(1)))
+        self.raw_write(root, key(1), self.whole_file(key(1), payload(1)))
         assert store.usage_bytes() == 0
         assert store.refresh_usage() == BLOCK_BYTES
         assert store.usage_bytes() == BLOCK_BYTES
 
     def test_a_replaced_file_is_not_counted_twice(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), whole_file(key(1), payload(1, 4096)))
+        self.raw_write(root, key(1), self.whole_file(key(1), payload(1, 4096)))
         store.refresh_usage()
         store.put(key(1), payload(1))
         assert store.usage_bytes() == store.refresh_usage() == BLOCK_BYTES

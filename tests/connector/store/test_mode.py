@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live mode: changed by swapping a link, as a ConfigMap's files are, and never lost to a bad text."""
+"""Live settings and brake: changed by swapping a link or in place, and never lost to a bad text."""
 
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 from store_faults import FailingFs, WatchedFs
 
-from kvtier_connector.contract import encode_live
-from kvtier_connector.store.mode import Mode, ModeFile
+from kvtier_connector.contract import LiveSettings, encode_live
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store.live import (
+    BRAKE_BYTES,
+    LONGEST_BRAKE_SECONDS,
+    Brake,
+    BrakeFile,
+    LiveFile,
+    decode_brake,
+    encode_brake,
+)
+from kvtier_connector.store.mode import Mode, stricter
 
 
 def said(mode: Mode) -> bytes:
@@ -50,57 +61,59 @@ def mounted(tmp_path: Path) -> ConfigMapDirectory:
 
 
 @pytest.fixture
-def mode_file(tmp_path: Path) -> ModeFile:
-    return ModeFile(str(tmp_path / "mode"), seconds=0)
+def live_file(tmp_path: Path) -> LiveFile:
+    return LiveFile(str(tmp_path / "mode"), seconds=0)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("end", ["", "\n", "  \r\n"])
-def test_each_mode_is_understood(mounted: ConfigMapDirectory, mode_file: ModeFile, mode: Mode, end: str) -> None:
+def test_each_mode_is_understood(mounted: ConfigMapDirectory, live_file: LiveFile, mode: Mode, end: str) -> None:
     mounted.write(said(mode) + end.encode())
-    assert mode_file.refresh() is mode
-    assert mode_file.mode is mode
-    assert mode_file.problem == ""
+    assert live_file.refresh().mode == mode.value
+    assert live_file.mode is mode
+    assert live_file.problem == ""
 
 
-def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, mode_file: ModeFile) -> None:
+def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
     mounted.write(said(Mode.READ_ONLY))
-    mode_file.refresh()
+    live_file.refresh()
     mounted.write(said(Mode.BYPASS))
-    assert mode_file.mode is Mode.READ_ONLY
-    assert mode_file.refresh() is Mode.BYPASS
+    assert live_file.mode is Mode.READ_ONLY
+    assert live_file.refresh().mode == "Bypass"
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None],
+    [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None]
+    + [b'{"mode": "Bypass", "max_bytes": %s}' % value for value in (b"-1", b"true", b'"1"', b"1.5")]
+    + [b'{"mode": "Bypass", "active_key": %s}' % value for value in (b"1", b'"../x"', b'""a')],
 )
 def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
-    mounted: ConfigMapDirectory, mode_file: ModeFile, content: bytes | None
+    mounted: ConfigMapDirectory, live_file: LiveFile, content: bytes | None
 ) -> None:
     mounted.write(said(Mode.READ_ONLY))
-    mode_file.refresh()
+    live_file.refresh()
     mounted.write(content)
-    assert mode_file.refresh() is Mode.READ_ONLY
-    assert "staying with ReadOnly" in mode_file.problem
+    assert live_file.refresh().mode == "ReadOnly"
+    assert "staying with mode ReadOnly" in live_file.problem
     mounted.write(said(Mode.READ_WRITE))
-    assert mode_file.refresh() is Mode.READ_WRITE
-    assert mode_file.problem == ""
+    assert live_file.refresh().mode == "ReadWrite"
+    assert live_file.problem == ""
 
 
 def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> None:
-    mode_file = ModeFile(str(tmp_path / "mode"), seconds=0)
-    assert mode_file.refresh() is Mode.READ_WRITE
-    assert "cannot be read" in mode_file.problem
+    live_file = LiveFile(str(tmp_path / "mode"), seconds=0)
+    assert live_file.refresh().mode == "ReadWrite"
+    assert "cannot be read" in live_file.problem
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_file_that_cannot_be_read_is_reported(mounted: ConfigMapDirectory, tmp_path: Path, call: str) -> None:
     mounted.write(said(Mode.BYPASS))
     fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
-    mode_file = ModeFile(str(tmp_path / "mode"), seconds=0, fs=fs)
-    assert mode_file.refresh() is Mode.READ_WRITE
-    assert "broken" in mode_file.problem
+    live_file = LiveFile(str(tmp_path / "mode"), seconds=0, fs=fs)
+    assert live_file.refresh().mode == "ReadWrite"
+    assert "broken" in live_file.problem
 
 
 def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirectory, tmp_path: Path) -> None:
@@ -113,19 +126,113 @@ def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirect
 
     clock = Clock()
     mounted.write(said(Mode.READ_WRITE))
-    mode_file = ModeFile(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
+    live_file = LiveFile(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
     for _ in range(11):
-        mode_file.refresh()
+        live_file.refresh()
         clock.seconds += 1
     assert len(opened) == 3
 
 
 def test_without_a_file_the_volume_is_in_use_for_ever() -> None:
-    mode_file = ModeFile("")
-    assert mode_file.refresh() is Mode.READ_WRITE
-    assert mode_file.problem == ""
+    live_file = LiveFile("")
+    assert live_file.refresh().mode == "ReadWrite"
+    assert live_file.problem == ""
 
 
 def test_what_each_mode_allows() -> None:
     allowed = {mode: (mode.may_load, mode.may_store) for mode in Mode}
     assert allowed == {Mode.READ_WRITE: (True, True), Mode.READ_ONLY: (True, False), Mode.BYPASS: (False, False)}
+
+
+def test_the_limit_and_the_active_key_are_live_too(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
+    mounted.write(encode_live("ReadWrite", max_bytes=5, active_key="k1").encode())
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite", max_bytes=5, active_key="k1")
+    mounted.write(encode_live("ReadWrite").encode())
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite", max_bytes=None, active_key="")
+
+
+def test_a_field_of_a_later_release_is_ignored(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
+    mounted.write(json.dumps({"mode": "ReadOnly", "colour": "blue"}).encode())
+    assert live_file.refresh().mode == "ReadOnly"
+
+
+@pytest.mark.parametrize("one", list(Mode))
+@pytest.mark.parametrize("other", list(Mode))
+def test_of_two_modes_the_one_that_allows_less_counts(one: Mode, other: Mode) -> None:
+    chosen = stricter(one, other)
+    assert chosen.may_load == (one.may_load and other.may_load)
+    assert chosen.may_store == (one.may_store and other.may_store)
+
+
+class NsClock:
+    def __init__(self) -> None:
+        self.ns = 1_750_000_000 * 10**9
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def after(self, seconds: float) -> int:
+        return self.ns + int(seconds * 1e9)
+
+
+@pytest.fixture
+def clock() -> NsClock:
+    return NsClock()
+
+
+@pytest.fixture
+def brake_file(tmp_path: Path, clock: NsClock) -> BrakeFile:
+    return BrakeFile(str(tmp_path / "brake.json"), clock=clock)
+
+
+@pytest.mark.parametrize("reason", ["", "full", "é" * 4000, "x" * 100_000, '"' * 2000])
+def test_a_brake_has_one_length_whatever_it_says(reason: str) -> None:
+    content = encode_brake(Brake(Mode.READ_ONLY, reason, 7))
+    assert len(content) == BRAKE_BYTES
+    brake = decode_brake(content)
+    assert (brake.mode, brake.until_ns) == (Mode.READ_ONLY, 7)
+    assert reason.startswith(brake.reason)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 1024, b"{}", b"[]", b'{"mode": "ReadOnly", "until_ns": "1"}', b"\xff"]
+)
+def test_what_is_no_brake_is_refused(content: bytes) -> None:
+    with pytest.raises(ConfigInvalid, match="not a brake"):
+        decode_brake(content)
+
+
+def test_without_a_file_nothing_brakes(brake_file: BrakeFile) -> None:
+    assert brake_file.refresh() is Mode.READ_WRITE
+    assert brake_file.problem == ""
+
+
+def test_a_brake_holds_until_it_expires(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
+    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60))))
+    assert brake_file.refresh() is Mode.READ_ONLY
+    assert brake_file.reason == "full"
+    clock.ns = clock.after(61)
+    assert brake_file.mode is Mode.READ_WRITE
+    assert brake_file.reason == ""
+
+
+def test_a_brake_of_a_wrong_clock_ends_too(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
+    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.BYPASS, "full", clock.after(1e9))))
+    brake_file.refresh()
+    clock.ns = clock.after(LONGEST_BRAKE_SECONDS - 1)
+    assert brake_file.refresh() is Mode.BYPASS
+    clock.ns = clock.after(2)
+    assert brake_file.refresh() is Mode.READ_WRITE
+
+
+def test_half_a_brake_keeps_the_last_one_and_is_reported(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
+    path = tmp_path / "brake.json"
+    whole = encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60)))
+    path.write_bytes(whole)
+    brake_file.refresh()
+    path.write_bytes(whole[:20])
+    assert brake_file.refresh() is Mode.READ_ONLY
+    assert "not a brake" in brake_file.problem
+    path.unlink()
+    assert brake_file.refresh() is Mode.READ_WRITE
+    assert brake_file.problem == ""

@@ -176,7 +176,8 @@ class Rig:
         assert prepared is not None
         for stored, slot in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
             self.row(int(slot))[:] = payload(stored)
-        self.manager.complete_store(prepared.keys_to_store, context)
+        if prepared.keys_to_store:
+            self.manager.complete_store(prepared.keys_to_store, context)
         return context
 
     def offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> None:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the state of the tier's parts into its gauges, each time vLLM asks. Scheduler thread only."""
+
+from __future__ import annotations
+
+from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.store.mode import Mode
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.gate import Gate
+from kvtier_connector.tier.volume import Volume
+from kvtier_connector.tier.workers import WorkerPool
+
+_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
+
+
+def observe(stats: metrics.Stats, volume: Volume, pool: WorkerPool, breaker: Breaker) -> None:
+    """Set what says how the volume does."""
+    stats.set(metrics.ACTIVE, int(volume.is_readable))
+    stats.set(metrics.KEY_MISSING, int(not volume.has_key))
+    stats.set(metrics.STUCK_THREADS, pool.count_stuck())
+    stats.set(metrics.LOAD_BREAKER, _STATES[breaker.view(Direction.LOAD).state])
+    stats.set(metrics.STORE_BREAKER, _STATES[breaker.view(Direction.STORE).state])
+    stats.set(metrics.MODE, _MODES[volume.mode])
+    stats.set(metrics.KNOWN_BLOCKS, volume.store.known_blocks)
+    if volume.is_counted:
+        stats.set(metrics.USED_BYTES, volume.store.usage_bytes())
+
+
+def observe_gate(stats: metrics.Stats, gate: Gate) -> None:
+    """Set what says whether loading pays."""
+    stats.set(metrics.LOAD_PACE, gate.load_tokens_per_second)
+    stats.set(metrics.COMPUTE_PACE, gate.compute_tokens_per_second)
+    stats.set(metrics.BREAK_EVEN_TOKENS, gate.break_even_tokens)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypted blocks: what is right comes back, and nothing else does, whatever was done to the file or to the keys."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_contract import BLOCK_BYTES, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
+
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.check import inspect
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.keyring import Keyring, parse_key
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
+from kvtier_connector.store.sealing import encrypt
+
+DATA = Path(__file__).parents[1] / "data"
+K1, K2 = bytes(range(32)), bytes(range(100, 132))
+
+
+@pytest.fixture
+def keys_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    (directory / "k1").write_bytes(K1)
+    (directory / "k2").write_bytes(K2)
+    return directory
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
+    return root
+
+
+def make(root: Path, keys_dir: Path, active: str = "k1", direct: bool | None = None) -> BlockStore:
+    store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(keys_dir))
+    assert store.keyring is not None
+    store.keyring.activate(active)
+    return store
+
+
+def header_of(root: Path, of: BlockKey) -> Header:
+    header = decode_header((root / block_path(of)).read_bytes())
+    assert isinstance(header, Header)
+    return header
+
+
+def stream(store: BlockStore, of: BlockKey, size: int = PAYLOAD_BYTES) -> tuple[object, bytes]:
+    """Return the outcome and what was handed on."""
+    taken = bytearray(size)
+
+    def take(offset: int, piece: memoryview) -> bool:
+        taken[offset : offset + piece.nbytes] = piece
+        return True
+
+    return store.stream(of, pages(size=size), take), bytes(taken)
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("size", [1, 4095, 4096, PAYLOAD_BYTES, (3 << 20) + 4096])
+def test_an_encrypted_block_comes_back(root: Path, keys_dir: Path, size: int, direct: bool | None) -> None:
+    store = make(root, keys_dir, direct=direct)
+    assert store.put(key(1), payload(1, size)) == Stored(HEADER_BYTES + size)
+    into = pages(size=size)
+    assert store.get(key(1), into) == Hit(HEADER_BYTES + size)
+    assert into == payload(1, size)
+    assert stream(store, key(1), size) == (Hit(HEADER_BYTES + size), bytes(payload(1, size)))
+    assert store.put(key(1), payload(1, size)) == Present()
+
+
+def test_nothing_of_the_payload_is_on_the_volume(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir).put(key(1), payload(1))
+    content = (root / block_path(key(1))).read_bytes()
+    assert bytes(payload(1))[:16] not in content
+    assert K1 not in content
+
+
+def test_the_payload_stays_unless_it_is_scratch(root: Path, keys_dir: Path) -> None:
+    store = make(root, keys_dir)
+    kept, scratch = payload(1), payload(2)
+    store.put(key(1), kept)
+    store.put(key(2), scratch, is_scratch=True)
+    assert kept == payload(1)
+    assert scratch != payload(2)
+    into = pages()
+    assert store.get(key(2), into) == Hit(BLOCK_BYTES)
+    assert into == payload(2)
+
+
+def test_read_only_memory_can_be_encrypted(root: Path, keys_dir: Path) -> None:
+    store = make(root, keys_dir)
+    assert store.put(key(1), memoryview(bytes(payload(1))), is_scratch=True) == Stored(BLOCK_BYTES)
+    assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+
+
+def test_two_writes_of_one_block_have_nothing_in_common(root: Path, keys_dir: Path) -> None:
+    store = make(root, keys_dir)
+    store.put(key(1), payload(1))
+    first = (root / block_path(key(1))).read_bytes()
+    store.delete(key(1))
+    store.put(key(1), payload(1))
+    second = (root / block_path(key(1))).read_bytes()
+    assert header_of(root, key(1)).seal.nonce != first[256:268]
+    assert first[HEADER_BYTES : HEADER_BYTES + 64] != second[HEADER_BYTES : HEADER_BYTES + 64]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    base = tmp_path_factory.mktemp("sound")
+    (base / "keys").mkdir()
+    (base / "keys" / "k1").write_bytes(K1)
+    root = base / "d1gest"
+    of = key(1)._replace(tenant="acme")
+    make(root, base / "keys").put(of, payload(1, 4096), Lineage(key(7).hash, 3))
+    return base, (root / block_path(of)).read_bytes()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(bit=st.integers(0, 8 * (HEADER_BYTES + 4096) - 1), is_resealed=st.booleans(), is_direct=st.booleans())
+def test_a_flipped_bit_anywhere_is_noticed_also_with_the_headers_checksum_made_right(
+    sound: tuple[Path, bytes], bit: int, is_resealed: bool, is_direct: bool
+) -> None:
+    base, content = sound
+    root, of = base / "d1gest", key(1)._replace(tenant="acme")
+    data = bytearray(content)
+    data[bit // 8] ^= 1 << bit % 8
+    if is_resealed and bit // 8 < HEADER_BYTES - 4:
+        data[HEADER_BYTES - 4 : HEADER_BYTES] = struct.pack("<I", zlib.crc32(data[: HEADER_BYTES - 4]))
+    (root / block_path(of)).write_bytes(data)
+    store = make(root, base / "keys", direct=None if is_direct else False)
+    assert isinstance(store.get(of, pages(size=4096)), Fault)
+    for moved in (root / "tenants/acme" / QUARANTINE).glob("*"):
+        moved.unlink()
+
+
+def test_a_block_under_another_name_or_tenant_is_not_believed(root: Path, keys_dir: Path) -> None:
+    store = make(root, keys_dir)
+    victim, attacker = key(1)._replace(tenant="victim"), key(1)._replace(tenant="attacker")
+    store.put(victim, payload(1))
+    content = bytearray((root / block_path(victim)).read_bytes())
+    for target, offset, value in ((attacker, 120, b"attacker"), (key(2)._replace(tenant="victim"), 48, key(2).hash)):
+        path = root / block_path(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        assert store.get(target, pages()) is Fault.KEY
+        forged = bytearray(content)
+        forged[offset : offset + 32] = value.ljust(32, b"\0")
+        forged[HEADER_BYTES - 4 : HEADER_BYTES] = struct.pack("<I", zlib.crc32(forged[: HEADER_BYTES - 4]))
+        path.write_bytes(forged)
+        decoded = decode_header(forged)
+        assert isinstance(decoded, Header)
+        assert decoded.key == target, "the header says what the name says, and still"
+        assert store.get(target, pages()) is Fault.TAG
+        assert store.get(target, pages()) == Miss()
+
+
+def test_a_block_that_is_not_encrypted_is_not_believed_and_is_replaced(root: Path, keys_dir: Path) -> None:
+    path = root / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(whole_file(key(1), payload(9)))
+    store = make(root, keys_dir)
+    assert store.get(key(1), pages()) is Fault.CLEAR
+    assert path.exists()
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+
+
+def test_without_keys_an_encrypted_block_is_a_miss_and_is_replaced(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir).put(key(1), payload(1))
+    store = BlockStore(root)
+    assert store.get(key(1), pages()) is Fault.KEY_MISSING
+    assert (root / block_path(key(1))).exists()
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+def test_a_rotated_key_reads_the_old_and_writes_the_new(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir, "k1").put(key(1), payload(1))
+    store = make(root, keys_dir, "k2")
+    assert store.put(key(1), payload(1)) == Present()
+    store.put(key(2), payload(2))
+    assert [header_of(root, key(number)).seal.key_id for number in (1, 2)] == ["k1", "k2"]
+    assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+    assert stream(store, key(2)) == (Hit(BLOCK_BYTES), bytes(payload(2)))
+
+
+def test_a_block_whose_key_is_gone_is_a_miss_stays_and_is_written_with_the_new_key(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir, "k1").put(key(1), payload(1))
+    (keys_dir / "k1").unlink()
+    store = make(root, keys_dir, "k2")
+    assert store.get(key(1), pages()) is Fault.KEY_MISSING
+    assert stream(store, key(1))[0] is Fault.KEY_MISSING
+    assert not (root / QUARANTINE).exists()
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert header_of(root, key(1)).seal.key_id == "k2"
+
+
+def test_another_key_of_the_same_name_is_a_miss_and_empties_no_volume(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir).put(key(1), payload(1))
+    (keys_dir / "k1").write_bytes(K2)
+    store = make(root, keys_dir)
+    assert store.get(key(1), pages()) is Fault.KEY_WRONG
+    assert (root / block_path(key(1))).exists()
+    assert not (root / QUARANTINE).exists()
+    (keys_dir / "k1").write_bytes(K1)
+    assert make(root, keys_dir).get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("active", ["", "k3", "broken"])
+def test_without_an_active_key_nothing_is_written_and_old_blocks_are_read(
+    root: Path, keys_dir: Path, active: str
+) -> None:
+    make(root, keys_dir).put(key(1), payload(1))
+    (keys_dir / "broken").write_bytes(b"short")
+    store = make(root, keys_dir, active)
+    assert store.put(key(2), payload(2)) is StoreFault.NO_KEY
+    assert not (root / block_path(key(2))).exists()
+    assert store.usage_bytes() == 0
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+def test_a_store_made_of_plain_settings_reads_in_another_process(root: Path, keys_dir: Path) -> None:
+    make(root, keys_dir).put(key(1), payload(1))
+    script = (
+        "import sys, pathlib; from kvtier_connector.store.blockstore import BlockStore\n"
+        "from kvtier_connector.store.layout import BlockKey\n"
+        "store = BlockStore(pathlib.Path(sys.argv[1]), direct=False, keys_dir=sys.argv[2])\n"
+        f"into = memoryview(bytearray({PAYLOAD_BYTES}))\n"
+        "print(store.get(BlockKey(bytes.fromhex(sys.argv[3]), 0), into))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(root), str(keys_dir), key(1).hash.hex()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == repr(Hit(BLOCK_BYTES))
+
+
+def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Path, keys_dir: Path) -> None:
+    store = make(root, keys_dir)
+    for number in range(3):
+        store.put(key(number), payload(number))
+    path = root / block_path(key(1))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    without = inspect(root)
+    assert (without.blocks, without.unverified, without.problems) == (3, 3, ())
+    with_keys = inspect(root, keyring=Keyring(str(keys_dir)))
+    assert with_keys.unverified == 0
+    assert [problem.kind for problem in with_keys.problems] == ["tag"]
+    command = [sys.executable, "-m", "kvtier_connector.store.check", str(root), "--json"]
+    done = subprocess.run([*command, "--keys-dir", str(keys_dir)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert [problem["kind"] for problem in json.loads(done.stdout)["problems"]] == ["tag"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["unverified"] == 3
+
+
+def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) -> None:
+    frozen = (DATA / "block_v2_encrypted.kvb").read_bytes()
+    of = BlockKey(bytes(range(32)), 3, "acme")
+    path = root / block_path(of)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(frozen)
+    into = pages(size=8192)
+    assert make(root, keys_dir).get(of, into) == Hit(HEADER_BYTES + 8192)
+    assert into == bytes(index * 7 % 256 for index in range(8192))
+
+
+def test_the_first_page_is_the_same_but_for_nonce_tag_and_checksum() -> None:
+    found = parse_key("k1", K1)
+    assert found is not None
+    header = Header(key(1), 4096, bytes(32), NOW_NS, Lineage(key(0).hash, 1))
+    one, other = (encrypt(header, payload(1, 4096), pages(size=4096), found) for _ in range(2))
+    assert (one[:152], one[184:256], one[268:4092]) == (other[:152], other[184:256], other[268:4092])
+    assert one[256:268] != other[256:268]
+
+
+class TestContractWithEncryption(BlockStoreContract):
+    """Everything that a store promises, with encrypted blocks."""
+
+    @pytest.fixture
+    def root(self, base: Path) -> Iterator[Path]:
+        (base / "keys").mkdir(exist_ok=True)
+        (base / "keys" / "k1").write_bytes(K1)
+        root = base / "tier" / "d1gest"
+        claim(root, {"model": "test"}, "d1gest")
+        yield root
+        report = inspect(root, partial_age_seconds=0, keyring=Keyring(str(base / "keys")))
+        assert (report.problems, report.unverified) == ((), 0)
+
+    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
+        store = BlockStore(
+            root, direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes, keys_dir=str(root.parents[1] / "keys")
+        )
+        assert store.keyring is not None
+        store.keyring.activate("k1")
+        return store
+
+    def whole_file(self, of: BlockKey, data: memoryview) -> bytes:
+        found = parse_key("k1", K1)
+        assert found is not None
+        sealed = pages(size=data.nbytes)
+        return encrypt(Header(of, data.nbytes, bytes(32), NOW_NS), data, sealed, found) + bytes(sealed)
+
+    damage = Fault.TAG
+
+    def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
+        store.put(key(1), payload(1))
+        assert len(self.raw_read(root, key(1))) == BLOCK_BYTES
