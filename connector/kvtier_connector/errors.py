@@ -23,6 +23,11 @@ class ConfigInvalid(ConnectorError):
 class IdentityMismatch(ConnectorError):
     """The directory holds blocks of another model, layout or key format; the message names the differing field."""
 
+    def __init__(self, message: str, *, field: str = "") -> None:
+        """Remember the field of the identity by which the directory is another's; empty if it cannot be read."""
+        super().__init__(message)
+        self.field = field
+
 
 class StoreUnavailable(ConnectorError):
     """The volume cannot be used now (missing, read-only, full, failing); the message carries the system's reason."""

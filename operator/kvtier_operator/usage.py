@@ -17,6 +17,7 @@ from kvtier_connector.contract_usage import Usage
 _SIGNIFICANT_BITS: Final = 8
 _HOUR: Final = 3600
 _REFUSED: Final = re.compile(rb"^vllm:kvtier_disk_refused\{([^}]*)\} (\S+)", re.MULTILINE)
+_KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0*)?\s*$", re.MULTILINE)
 _FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
 _MOST_WORDS: Final = 200
 """Characters of a field's name or a problem that a message repeats."""
@@ -28,6 +29,8 @@ class EngineReport:
 
     refused: tuple[str, ...] = ()
     """Fields of the cache identity by which the directory belongs to somebody else; empty where it does not."""
+    is_key_missing: bool = False
+    """Blocks are to be encrypted, and the active key is not there or is none."""
 
 
 def read_usage(body: bytes) -> Usage:
@@ -64,7 +67,7 @@ def read_metrics(body: bytes) -> EngineReport:
         field = _FIELD.search(labels)
         if field is not None and float(value) > 0:
             refused.add(field[1][:_MOST_WORDS].decode(errors="replace"))
-    return EngineReport(refused=tuple(sorted(refused)))
+    return EngineReport(refused=tuple(sorted(refused)), is_key_missing=_KEY_MISSING.search(body) is not None)
 
 
 def rounded(number: int) -> int:

@@ -87,6 +87,28 @@ def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_diffe
     assert "another dtype, model_name" in found["message"]
 
 
+ENCRYPTED = spec.parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
+
+
+def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
+    mute = replace(READY_POD, report=EngineReport(is_key_missing=True))
+    found = conditions(replace(VIEW, spec=ENCRYPTED, snapshot=replace(HEALTHY, pods=(mute,))))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "KeyMissing")
+    assert "Secret kv-keys has no entry 2026-11" in found["message"]
+    assert "openssl rand" in found["message"]
+
+
+def test_a_secret_that_is_not_there_is_suspected_while_pods_wait_for_their_volumes() -> None:
+    install = Container(name="install-connector", image="c", waiting_reason="PodInitializing")
+    starting = replace(READY_POD, is_ready=False, phase="Pending", containers=(install,))
+    snapshot = replace(HEALTHY, pods=(starting,), engines=replace(HEALTHY.engines, ready=0))
+    found = conditions(replace(VIEW, spec=ENCRYPTED, snapshot=snapshot))["EnginesReady"]
+    assert found["reason"] == "VolumesAwaited"
+    assert "Secret kv-keys (spec.disk.encryption.secretName) exists in namespace serving" in found["message"]
+    plain = conditions(replace(VIEW, snapshot=snapshot))["EnginesReady"]
+    assert plain["reason"] == "EnginesStarting"
+
+
 WAITING = Container(name="janitor", image="j", waiting_reason="ImagePullBackOff", waiting_message="not found")
 PULLING = replace(READY_POD, name="llama-janitor-0", is_ready=False, containers=(WAITING,))
 HOMELESS = replace(PULLING, is_scheduled=False, scheduling_message="0/3 nodes", containers=())

@@ -73,6 +73,12 @@ def test_the_fields_that_an_engine_was_refused_for_are_found_among_its_metrics()
     assert usage.read_metrics(METRICS) == EngineReport(refused=("dtype", "model_name"))
 
 
+@pytest.mark.parametrize(("value", "is_missing"), [(b"1.0", True), (b"1", True), (b"0.0", False), (b"10.0", False)])
+def test_an_engine_without_its_key_says_so(value: bytes, is_missing: bool) -> None:
+    body = METRICS + b'vllm:kvtier_disk_key_missing{engine="0",model_name="m"} ' + value + b"\n"
+    assert usage.read_metrics(body).is_key_missing is is_missing
+
+
 @pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n"])
 def test_metrics_without_a_refusal_tell_of_none(body: bytes) -> None:
     assert usage.read_metrics(body) == EngineReport()

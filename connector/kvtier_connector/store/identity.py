@@ -94,7 +94,8 @@ def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
         if expected != actual:
             raise IdentityMismatch(
                 f"{root}/{TIER_FILE}: {label} is {actual!r} there and {expected!r} here; give this tier another "
-                "volume.path, or remove the directory if nothing uses it any more"
+                "volume.path, or remove the directory if nothing uses it any more",
+                field=name,
             )
 
 

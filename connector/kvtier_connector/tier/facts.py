@@ -16,12 +16,19 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.store.format import FORMAT_VERSION
+from kvtier_connector.tier.weights import fingerprint
 
 PREFIX = "engine."
 
 
-def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any]:
-    """Return the facts by name, each name with `PREFIX`; JSON values only."""
+def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = "main") -> dict[str, Any]:
+    """Return the facts by name, each name with `PREFIX`; JSON values only.
+
+    Args:
+        spec: vLLM's settings of the engine.
+        bytes_per_chunk: size of the payload of a block file.
+        revision: branch, tag or commit of the model that the user asked for.
+    """
     config = spec.config
     parallel = config.parallel
     # Rows of the direct layout hold the ranks side by side, so they fit one topology. Only the canonical layout, which
@@ -36,6 +43,7 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int) -> dict[str, Any
     }
     facts = {
         "model_name": config.model.name,
+        "weights": fingerprint(config.model.name, revision),
         "kv_dtype": config.model.dtype,
         "kv_layout": config.kv_cache_layout,
         "is_layout_canonical": bool(config.canonical_layout),

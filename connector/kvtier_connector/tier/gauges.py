@@ -17,6 +17,8 @@ _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 def observe(stats: metrics.Stats, volume: Volume, pool: WorkerPool, breaker: Breaker) -> None:
     """Set what says how the volume does."""
     stats.set(metrics.ACTIVE, int(volume.is_readable))
+    if volume.refused_field:
+        stats.set(metrics.REFUSED, 1, label=volume.refused_field)
     stats.set(metrics.KEY_MISSING, int(not volume.has_key))
     stats.set(metrics.STUCK_THREADS, pool.count_stuck())
     stats.set(metrics.LOAD_BREAKER, _STATES[breaker.view(Direction.LOAD).state])

@@ -139,7 +139,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self._why_not_loading: str | None = metrics.INERT
         self._is_storing_stuck = False
         self._is_closed = False
-        facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes)
+        revision = str(config.identity.get("model_revision", "main"))
+        facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes, revision=revision)
         self._volume = Volume(config, {**config.identity, **facts}, self.fs)
         probe_seconds = min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds)
         self._pool = WorkerPool(

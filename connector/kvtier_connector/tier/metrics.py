@@ -50,6 +50,13 @@ SHED_STORES = Metric(
 ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
 )
+REFUSED = Metric(
+    "vllm:kvtier_disk_refused",
+    "1 when the directory on the shared volume belongs to another model or layout, by the first field of tier.json "
+    "that differs; the engine then serves without it.",
+    ("field",),
+    is_gauge=True,
+)
 KEY_MISSING = Metric(
     "vllm:kvtier_disk_key_missing",
     "1 while blocks are to be encrypted and there is no active key to do it with, so that none is stored.",
@@ -119,6 +126,7 @@ METRICS = (
     MISSES,
     SHED_STORES,
     ACTIVE,
+    REFUSED,
     KEY_MISSING,
     STUCK_THREADS,
     USED_BYTES,
@@ -174,9 +182,9 @@ class Stats:
         if amount:
             self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
 
-    def set(self, metric: Metric, value: float) -> None:
+    def set(self, metric: Metric, value: float, *, label: str | None = None) -> None:
         """Set a gauge."""
-        self._stats.set_gauge(self._checked(metric, None), value)
+        self._stats.set_gauge(self._checked(metric, label), value, () if label is None else (label,))
 
     def take(self) -> OffloadingConnectorStats:
         """Return what was observed and start over."""
@@ -184,7 +192,7 @@ class Stats:
         return taken
 
     @staticmethod
-    def _checked(metric: Metric, cause: str | None) -> str:
-        if metric not in METRICS or len(metric.labels) != (cause is not None):
+    def _checked(metric: Metric, label: str | None) -> str:
+        if metric not in METRICS or len(metric.labels) != (label is not None):
             raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
         return metric.name

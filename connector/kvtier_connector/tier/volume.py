@@ -28,13 +28,15 @@ from kvtier_connector.store.shared import SharedStore
 logger = init_logger("vllm.kvtier.volume")
 
 RETRY_SECONDS = 30.0
+UNREADABLE = "tier.json"
+"""Stands for a field where the whole description of the directory cannot be understood."""
 LIVE_SECONDS = 5.0
 
 
 class Volume:
     """One directory on the shared volume, and whether it may be used.
 
-    The opening thread alone writes `_is_readable`, `_is_writable` and `_refusal`, and anybody reads them.
+    The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field`; anybody reads them.
     """
 
     def __init__(self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem) -> None:
@@ -59,6 +61,7 @@ class Volume:
         self._is_readable = False
         self._is_writable = False
         self._refusal = "the volume has not answered yet"
+        self._refused_field = ""
         self._settled = threading.Event()
         self._closed = threading.Event()
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
@@ -118,6 +121,11 @@ class Volume:
     def refusal(self) -> str:
         """Why the volume is not readable; empty if it is."""
         return self._refusal
+
+    @property
+    def refused_field(self) -> str:
+        """By which field of its identity the directory belongs to somebody else; empty if it does not."""
+        return self._refused_field
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -195,6 +203,7 @@ class Volume:
             try:
                 identity.claim(Path(self._config.root), self._claimed, self._config.digest, fs=self._fs)
             except IdentityMismatch as error:
+                self._refused_field = error.field or UNREADABLE
                 self._refuse(error)
                 return False
             except StoreUnavailable as error:

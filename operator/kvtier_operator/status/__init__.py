@@ -34,6 +34,7 @@ _NORMAL: Final = frozenset(
         Reason.ENGINES_STARTING,
         Reason.CLAIM_MISSING,
         Reason.CLAIM_PENDING,
+        Reason.VOLUMES_AWAITED,
     )
 )
 """Reasons that a healthy tier passes through; every other one is a Warning."""

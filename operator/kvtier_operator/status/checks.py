@@ -161,6 +161,24 @@ def engines_are_scheduled(look: Look) -> Problem | None:
     return None
 
 
+def keys_are_mounted(look: Look) -> Problem | None:
+    """No engine waits for the Secret with the encryption keys."""
+    encryption = look.spec.disk.encryption
+    if encryption is None:
+        return None
+    for pod in _alive(look.snapshot):
+        first = pod.containers[0] if pod.containers else None
+        # The kubelet says no more than this while a volume cannot be mounted, and we may not look at Secrets.
+        if first is not None and first.waiting_reason in {"ContainerCreating", "PodInitializing"}:
+            return Problem(
+                reason=Reason.VOLUMES_AWAITED,
+                message=f"pod {pod.name} waits for its volumes and images: if it stays so, see that Secret "
+                f"{encryption.secret_name} (spec.disk.encryption.secretName) exists in namespace "
+                f"{look.snapshot.tier.namespace}; `kubectl describe pod {pod.name}` says what is missing",
+            )
+    return None
+
+
 def rollout_progresses(look: Look) -> Problem | None:
     """The Deployment has not given up."""
     if not look.snapshot.engines.is_stalled:
@@ -212,6 +230,7 @@ ENGINES: Final[tuple[Check, ...]] = (
     engines_have_memory,
     engines_stay_up,
     engines_are_scheduled,
+    keys_are_mounted,
     rollout_progresses,
     engines_are_ready,
 )

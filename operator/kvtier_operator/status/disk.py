@@ -108,6 +108,21 @@ def engines_own_the_directory(look: Look) -> Problem | None:
     )
 
 
+def active_key_is_there(look: Look) -> Problem | None:
+    """Every engine has the key that blocks are to be encrypted with."""
+    without = [pod.name for pod in look.snapshot.pods if pod.report is not None and pod.report.is_key_missing]
+    encryption = look.spec.disk.encryption
+    if encryption is None or not without:
+        return None
+    return Problem(
+        reason=Reason.KEY_MISSING,
+        message=f"pod {', '.join(without)} stores nothing: Secret {encryption.secret_name} has no entry "
+        f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key: 32 bytes, as they are, as 64 "
+        "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints; the kubelet brings a change of the "
+        "Secret within a minute or two",
+    )
+
+
 def janitor_is_not_hindered(look: Look) -> Problem | None:
     """The janitor can do its work."""
     usage = look.snapshot.janitor.usage
@@ -121,7 +136,12 @@ def janitor_is_not_hindered(look: Look) -> Problem | None:
 
 
 BUDGET: Final[tuple[Check, ...]] = (janitor_reports, volume_is_counted, budget_holds, brake_is_off, volume_has_room)
-HEALTH: Final[tuple[Check, ...]] = (engines_own_the_directory, janitor_reports, janitor_is_not_hindered)
+HEALTH: Final[tuple[Check, ...]] = (
+    engines_own_the_directory,
+    active_key_is_there,
+    janitor_reports,
+    janitor_is_not_hindered,
+)
 
 
 def tiers(look: Look) -> list[dict[str, Any]]:

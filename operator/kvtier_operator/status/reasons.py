@@ -69,4 +69,6 @@ class Reason(enum.Enum):
         "Stranger",
         "An engine was refused by the directory of its generation, which belongs to another identity.",
     )
+    KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
+    VOLUMES_AWAITED = "VolumesAwaited", "An engine pod waits for its volumes; one of them holds the encryption keys."
     SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."

@@ -200,6 +200,7 @@ def test_another_model_is_refused_but_its_engine_serves(rigs: Rigs) -> None:
     assert stranger.serve(keys(3)).hit_blocks == 0
     stranger.offload(keys(2, first=50))
     assert stranger.metric("vllm:kvtier_disk_active") == 0
+    assert stranger.metric("vllm:kvtier_disk_refused", "engine.model_name") == 1
     assert stranger.metric("vllm:kvtier_disk_misses", "inert") > 0
     assert stranger.metric("vllm:kvtier_disk_shed_stores", "inert") == 2
     assert rigs.make().serve(keys(2, first=50)).hit_blocks == 0
