@@ -37,10 +37,12 @@ imports: venv ## who may import whom
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
+	$(RUN) kvtier_operator.metrics --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
+	$(RUN) kvtier_operator.metrics --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
 
 golden: venv ## rewrite the golden manifests; review the diff

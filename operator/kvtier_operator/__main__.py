@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import runpy
 import sys
@@ -53,7 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     scope = run.add_mutually_exclusive_group()
     scope.add_argument("-n", "--namespace", action="append", default=[], help="serve this namespace (may be repeated)")
     scope.add_argument("-A", "--all-namespaces", action="store_true", help="serve every namespace (the default)")
-    run.add_argument("--liveness", metavar="URL", help="answer the kubelet at http://ADDRESS:PORT/PATH")
+    run.add_argument(
+        "--liveness", metavar="URL", help="answer the kubelet at http://ADDRESS:PORT, /healthz and /readyz"
+    )
+    run.add_argument("--leader-elect", action="store_true", help="wait for the Lease, so that several may run")
     run.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics there")
     run.add_argument("--log-format", choices=("plain", "full", "json"), default="full")
     run.add_argument("-v", "--verbose", action="store_true", help="log what kopf sees, too")
@@ -67,31 +69,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
     # kopf and the client take a second to import, which no other command needs.
-    import kopf  # noqa: PLC0415
-
-    from kvtier_operator.cluster import check_access, connect  # noqa: PLC0415
-    from kvtier_operator.handlers import Operator  # noqa: PLC0415
-    from kvtier_operator.metrics import OperatorMetrics  # noqa: PLC0415
+    from kvtier_operator.process import run  # noqa: PLC0415
 
     settings = replace(
         settings,
         namespaces=() if options.all_namespaces else tuple(options.namespace) or settings.namespaces,
         liveness_endpoint=options.liveness or settings.liveness_endpoint,
         metrics_port=settings.metrics_port if options.metrics_port is None else options.metrics_port,
+        leader_elect=options.leader_elect or settings.leader_elect,
     )
-    kopf.configure(verbose=options.verbose, log_format=kopf.LogFormat[options.log_format.upper()])
-    if not options.verbose:
-        # kopf reports every event of every pod as a handler that succeeded; ours only say what they wrote.
-        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
-    cluster = connect()
-    check_access(cluster, settings.namespaces)
-    metrics = OperatorMetrics()
-    stop_serving = metrics.serve(settings.metrics_port) if settings.metrics_port else lambda: None
-    try:
-        Operator(settings, cluster=cluster, metrics=metrics, login=lambda: connect().credentials()).run()
-    finally:
-        stop_serving()
-    return 0
+    return run(settings, log_format=options.log_format, is_verbose=options.verbose)
 
 
 def _render(settings: Settings, file: str) -> int:

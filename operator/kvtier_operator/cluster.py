@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -99,9 +99,26 @@ class Credentials:
 class KubernetesCluster:
     """The cluster that a kubeconfig or the pod's service account points at."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        """Use the client's connection pool and credentials; `connect` makes one."""
+    def __init__(
+        self,
+        api: client.ApiClient,
+        *,
+        timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
+        may_write: Callable[[], bool] = lambda: True,
+        on_answer: Callable[[str, int], None] = lambda _method, _status: None,
+    ) -> None:
+        """Use the client's connection pool and credentials; `connect` makes one.
+
+        Args:
+            api: the client.
+            timeout_seconds: to connect, and to read.
+            may_write: asked right before each request that is no GET.
+            on_answer: told the method and the HTTP status of each request; 0 where there was no answer.
+        """
         self._api = api
+        self._timeout_seconds = timeout_seconds
+        self._may_write = may_write
+        self._on_answer = on_answer
 
     def credentials(self) -> Credentials:
         """Return what this client connects with now."""
@@ -179,6 +196,10 @@ class KubernetesCluster:
         """Create an Event."""
         self._request("POST", _path("v1", "Event", event["metadata"]["namespace"]), body=event, what="post an Event")
 
+    def request(self, method: str, path: str, *, what: str, body: Mapping[str, Any] | None = None) -> Manifest:
+        """Send a request that no other method covers and return the answer; `what` tells an error what was tried."""
+        return self._request(method, path, what=what, body=body)
+
     def _request(
         self,
         method: str,
@@ -188,6 +209,8 @@ class KubernetesCluster:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
+        if method != "GET" and not self._may_write():
+            raise ClusterUnavailable(f"cannot {what}: this operator does not lead any more")
         request = self._api.param_serialize(
             method,
             path,
@@ -196,10 +219,12 @@ class KubernetesCluster:
             auth_settings=["BearerToken"],
         )
         try:
-            response = self._api.call_api(*request, _request_timeout=_TIMEOUT_SECONDS)
+            response = self._api.call_api(*request, _request_timeout=self._timeout_seconds)
             data = response.read()
         except (urllib3.exceptions.HTTPError, client.ApiException, OSError) as error:
+            self._on_answer(method, 0)
             raise ClusterUnavailable(f"cannot {what}: {error}") from error
+        self._on_answer(method, response.status)
         if response.status >= 400:  # noqa: PLR2004  where HTTP's errors begin
             raise _error(response.status, data, what)
         document: Manifest = json.loads(data)
@@ -210,8 +235,13 @@ class _NotFoundError(KindMissing):
     """404, which only some callers take for an answer."""
 
 
-def connect() -> KubernetesCluster:
-    """Connect with the pod's service account, or else with the kubeconfig.
+def connect(
+    *,
+    timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
+    may_write: Callable[[], bool] = lambda: True,
+    on_answer: Callable[[str, int], None] = lambda _method, _status: None,
+) -> KubernetesCluster:
+    """Connect with the pod's service account, or else with the kubeconfig; see `KubernetesCluster`.
 
     Raises:
         ClusterUnavailable: there is neither.
@@ -227,7 +257,11 @@ def connect() -> KubernetesCluster:
             raise ClusterUnavailable(
                 f"no cluster to talk to: {error}; set KUBECONFIG to a file that kubectl can use"
             ) from error
-    return KubernetesCluster(client.ApiClient(settings))
+    # Retries are the work queue's: urllib3's own would hide faults and outlast the time-outs.
+    settings.retries = False
+    return KubernetesCluster(
+        client.ApiClient(settings), timeout_seconds=timeout_seconds, may_write=may_write, on_answer=on_answer
+    )
 
 
 def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ gone for good. What to do is decided by a pass over the tier as it then is, neve
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -20,8 +21,10 @@ import kopf
 from kvtier_operator import names
 from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
+from kvtier_operator.health import LOOP_SECONDS, Beat, Health
+from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
-from kvtier_operator.names import TierName
+from kvtier_operator.names import Manifest, TierName
 from kvtier_operator.plan import Images
 from kvtier_operator.probes import Probes
 from kvtier_operator.reconcile import Outcome, reconcile
@@ -33,8 +36,14 @@ logger = logging.getLogger(__name__)
 EVERY_TIER: Final = TierName(namespace="", name="")
 """Key of the pass that lists all tiers, in case a watch has missed one."""
 
+LIST_SECONDS: Final = 60.0
+"""How often all tiers are listed."""
+
 STUCK_SECONDS: Final = 600.0
 """After how long without any progress the operator calls itself dead; longer than any pass can take."""
+
+DEAF_SECONDS: Final = 300.0
+"""For how long a change may stand that no watch told of; several lists must have shown it."""
 
 _WATCHED: Final = (
     ("", "v1", "configmaps"),
@@ -49,6 +58,21 @@ _WATCHED: Final = (
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
 
+_WATCHED_KINDS: Final = frozenset(
+    {
+        names.KIND,
+        "ConfigMap",
+        "Deployment",
+        "PersistentVolumeClaim",
+        "Pod",
+        "PodDisruptionBudget",
+        "Role",
+        "RoleBinding",
+        "Service",
+        "ServiceAccount",
+    }
+)
+
 
 class Operator:
     """Connects kopf's events with passes over tiers.
@@ -56,18 +80,22 @@ class Operator:
     Threads: kopf's event loop calls the handlers, which only add keys; the queue's threads do the work.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what it is wired to
         self,
         settings: Settings,
         *,
         cluster: Cluster,
         metrics: OperatorMetrics,
         login: Callable[[], Credentials],
+        health: Health | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """Store what a pass needs; `run` starts everything."""
         self._settings = settings
-        self._cluster = cluster
+        self._lookout = Lookout(_WATCHED_KINDS)
+        self._cluster = WatchfulCluster(cluster, self._lookout)
+        self._beat = Beat()
+        self._stop_flag: threading.Event | None = None
         self._metrics = metrics
         self._login = login
         self._images = Images(connector=settings.connector_image, janitor=settings.janitor_image)
@@ -79,16 +107,21 @@ class Operator:
             settle_seconds=settings.settle_seconds,
         )
         self._probes: Probes[TierName] = Probes(self._queue.add, interval_seconds=settings.probe_seconds)
+        metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
+        if health is not None:
+            health.alive_if("queue", self._stuck_queue)
+            health.alive_if("event-loop", self._stuck_loop)
+            health.alive_if("watches", self._deaf_watch)
 
     def run(self, *, stop_flag: threading.Event | None = None) -> None:
         """Serve until a signal or the flag says stop; passes that run then may end."""
+        self._stop_flag = stop_flag
         kopf.run(
             registry=self._registry(),
             settings=_kopf_settings(),
             namespaces=self._settings.namespaces,
             clusterwide=not self._settings.namespaces,
-            liveness_endpoint=self._settings.liveness_endpoint or None,
-            # One operator runs at a time: the Deployment of the operator is recreated, never surged.
+            # Who may run is settled by a Lease before: kopf's own peering needs a second CRD and freezes on a tie.
             standalone=True,
             stop_flag=stop_flag,
         )
@@ -98,7 +131,6 @@ class Operator:
         kopf.on.login(registry=registry)(self._on_login)
         kopf.on.startup(registry=registry)(self._on_startup)
         kopf.on.cleanup(registry=registry)(self._on_cleanup)
-        kopf.on.probe(registry=registry, id="queue", errors=kopf.ErrorsMode.PERMANENT)(self._on_probe)
         kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)(self._on_tier)
         for group, version, plural in _WATCHED:
             kopf.on.event(group, version, plural, registry=registry)(self._on_child)
@@ -122,22 +154,41 @@ class Operator:
     async def _on_startup(self, **_: Any) -> None:
         self._queue.start()
         self._queue.add(EVERY_TIER)
+        self._beat_again(asyncio.get_running_loop())
+
+    def _beat_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat.mark()
+        loop.call_later(LOOP_SECONDS / 10, self._beat_again, loop)
 
     def _on_cleanup(self, **_: Any) -> None:
         self._probes.close()
+        if self._stop_flag is not None:
+            # kopf waits for it on a thread, which a signal does not end.
+            self._stop_flag.set()
         if not self._queue.close(timeout=self._settings.stop_seconds):
             logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
 
-    async def _on_probe(self, **_: Any) -> dict[str, float]:
+    def _stuck_queue(self) -> str | None:
         overdue = self._queue.seconds_overdue()
-        if overdue > STUCK_SECONDS:
-            raise kopf.PermanentError(f"no pass has ended for {overdue:.0f} s although tiers wait")
-        return {"overdue_seconds": round(overdue, 1)}
+        return f"no pass has ended for {overdue:.0f} s although tiers wait" if overdue > STUCK_SECONDS else None
 
-    async def _on_tier(self, namespace: str | None, name: str, **_: Any) -> None:
+    def _stuck_loop(self) -> str | None:
+        age = self._beat.seconds_since()
+        return f"the event loop has not moved for {age:.0f} s" if age > LOOP_SECONDS else None
+
+    def _deaf_watch(self) -> str | None:
+        age, what = self._lookout.longest_unheard()
+        is_deaf = age > max(DEAF_SECONDS, 3 * self._settings.resync_seconds)
+        return f"no watch has told in {age:.0f} s that {what} changed" if is_deaf else None
+
+    async def _on_tier(self, namespace: str | None, name: str, body: Mapping[str, Any], **details: Any) -> None:
+        self._lookout.heard(body, is_deleted=details["type"] == "DELETED")
         self._queue.add(TierName(namespace=namespace or "", name=name))
 
-    async def _on_child(self, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+    async def _on_child(
+        self, namespace: str | None, labels: Mapping[str, str], body: Mapping[str, Any], **details: Any
+    ) -> None:
+        self._lookout.heard(body, is_deleted=details["type"] == "DELETED")
         tier = labels.get(names.LABEL_TIER)
         if tier is not None:
             self._queue.add(TierName(namespace=namespace or "", name=tier))
@@ -151,11 +202,14 @@ class Operator:
             return Done(retry_after=error.retry_after or STUCK_SECONDS)
 
     def _list_tiers(self) -> Done:
+        bodies: list[Manifest] = []
         for scope in self._settings.namespaces or ("",):
             for found in self._cluster.list(names.API_VERSION, names.KIND, namespace=scope, selector=""):
                 metadata = found["metadata"]
                 self._queue.add_if_unknown(TierName(namespace=metadata["namespace"], name=metadata["name"]))
-        return Done()
+                bodies.append(found)
+        self._metrics.count_conditions(bodies)
+        return Done(again_after=min(LIST_SECONDS, self._settings.resync_seconds))
 
     def _reconcile(self, key: TierName, attempt: int) -> Done:
         start = time.monotonic()

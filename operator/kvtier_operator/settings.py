@@ -22,14 +22,22 @@ class Settings:
     """Image of the janitors, where a tier names none."""
     workers: int = 4
     """Tiers that are looked at in the same moment."""
-    resync_seconds: float = 60.0
+    resync_seconds: float = 600.0
     """After how long a tier is looked at again though nothing was heard of it."""
     settle_seconds: float = 0.2
     """How long a tier waits after an event, so that a burst of events makes one pass."""
     probe_seconds: float = 15.0
     """How often a pod is asked at most what it has to report."""
     liveness_endpoint: str = ""
-    """``http://ADDRESS:PORT/PATH`` that answers the kubelet; empty serves none."""
+    """``http://ADDRESS:PORT`` that answers the kubelet at ``/healthz`` and ``/readyz``; empty serves none."""
+    leader_elect: bool = False
+    """Whether to wait for the Lease before doing anything: needed with more than one replica."""
+    lease_namespace: str = ""
+    """Where the Lease is; empty for the namespace of this pod."""
+    lease_name: str = "kvtier-operator"
+    """Name of the Lease; operators that serve different namespaces need different ones."""
+    lease_seconds: float = 12.0
+    """How long after its last sign of life the leader is followed by another operator."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
     stop_seconds: float = 20.0
@@ -52,9 +60,20 @@ def parse(environ: Mapping[str, str]) -> Settings:
         settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),
         probe_seconds=_number(environ, "KVTIER_PROBE_SECONDS", defaults.probe_seconds, least=1, most=3600),
         liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
+        leader_elect=_flag(environ, "KVTIER_LEADER_ELECT", default=defaults.leader_elect),
+        lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),
+        lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
+        lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
         stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
     )
+
+
+def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = environ.get(name, "").lower()
+    if text not in {"", "true", "false"}:
+        raise SettingsInvalid(f"{name}={text!r} must be true or false")
+    return text == "true" if text else default
 
 
 def _number(environ: Mapping[str, str], name: str, default: float, *, least: float, most: float) -> float:

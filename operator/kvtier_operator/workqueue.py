@@ -33,6 +33,8 @@ class Done:
 
     retry_after: float | None = None
     """Seconds until the next try after the first failure in a row; None where the pass did not fail."""
+    again_after: float | None = None
+    """Seconds until the next look after a pass that did not fail; None for the resync interval."""
     is_gone: bool = False
     """Nothing is left to do for the key until it is added again."""
 
@@ -108,6 +110,18 @@ class WorkQueue(Generic[Key]):
             earliest = min(self._due.values(), default=now)
             return max(0.0, min(now - earliest, now - self._beat))
 
+    def depth(self) -> int:
+        """Return how many keys are due and wait for a worker."""
+        with self._changed:
+            now = time.monotonic()
+            return sum(1 for due in self._due.values() if due <= now)
+
+    def seconds_late(self) -> float:
+        """Return how long the longest waiting key has been due."""
+        with self._changed:
+            now = time.monotonic()
+            return max(0.0, now - min(self._due.values(), default=now))
+
     def _schedule(self, key: Key, due: float) -> None:
         """Make the key due, or due earlier; a running one when its pass has ended. Caller holds the condition."""
         if key in self._running:
@@ -154,7 +168,7 @@ class WorkQueue(Generic[Key]):
                 delay = min(done.retry_after * 2 ** min(attempt - 1, 16), LONGEST_DELAY_SECONDS)
             else:
                 self._failures.pop(key, None)
-                delay = self._resync_seconds
+                delay = self._resync_seconds if done.again_after is None else done.again_after
             if again is not None:
                 self._schedule(key, again)
             elif not done.is_gone:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.cluster import connect
 from kvtier_operator.handlers import Operator
+from kvtier_operator.health import Health
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
@@ -172,12 +173,18 @@ class Controllers:
 
 
 @contextmanager
-def running(**changes: Any) -> Iterator[OperatorMetrics]:
+def running(*, health: Health | None = None, **changes: Any) -> Iterator[OperatorMetrics]:
     """Run the operator in a thread as `kvtier run` does, and stop it gracefully."""
     defaults = {"namespaces": (NAMESPACE,), "settle_seconds": 0.02, "resync_seconds": 30.0}
     settings = Settings(**{**defaults, **changes})
     metrics, stop = OperatorMetrics(), threading.Event()
-    operator = Operator(settings, cluster=connect(), metrics=metrics, login=lambda: connect().credentials())
+    operator = Operator(
+        settings,
+        cluster=connect(on_answer=metrics.count_request),
+        metrics=metrics,
+        health=health,
+        login=lambda: connect().credentials(),
+    )
     failures: list[BaseException] = []
 
     def target() -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,22 +283,3 @@ def test_the_operator_needs_no_more_rights_than_its_role_grants(api: ApiServerTh
         for verb in rule["verbs"]
     }
     assert used - allowed == set()
-
-
-def test_the_kubelet_gets_an_answer(kubectl: Client) -> None:
-    import socket  # noqa: PLC0415
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/healthz"
-
-    def answers() -> bool:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, ConnectionError):
-            return False
-
-    with running(liveness_endpoint=url):
-        until(answers)

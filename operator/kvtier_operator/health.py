@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kubelet is told: ``/healthz`` while this process does its work, ``/readyz`` once it can.
+
+Served by a thread of its own and not by kopf's event loop, so that it answers, with the reason, just when the loop is
+stuck, and already while an operator waits for the lead.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar, Final
+
+Check = Callable[[], str | None]
+"""Returns what is wrong, in words for who reads the pod's events, or None."""
+
+LOOP_SECONDS: Final = 60.0
+"""After how long without a beat the event loop counts as stuck."""
+
+
+class Health:
+    """Named checks, asked at each request. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        """Have nothing to check yet."""
+        self._alive: dict[str, Check] = {}
+        self._ready: dict[str, Check] = {}
+
+    def alive_if(self, name: str, check: Check) -> None:
+        """Let the kubelet restart this process when the check finds something."""
+        self._alive = {**self._alive, name: check}
+
+    def ready_if(self, name: str, check: Check) -> None:
+        """Let the pod count as not ready when the check finds something."""
+        self._ready = {**self._ready, name: check}
+
+    def problems(self, path: str) -> dict[str, str]:
+        """Return what is wrong, by the name of the check; a check that fails to answer is wrong, too."""
+        checks = self._alive if path == "/healthz" else {**self._alive, **self._ready}
+        found: dict[str, str] = {}
+        for name, check in checks.items():
+            try:
+                problem = check()
+            except Exception as error:  # noqa: BLE001  an edge: the kubelet must get an answer
+                problem = f"cannot be checked: {error!r}"
+            if problem is not None:
+                found[name] = problem
+        return found
+
+    def serve(self, port: int, *, host: str = "0.0.0.0") -> Callable[[], None]:  # noqa: S104  the kubelet is outside
+        """Serve on a thread and return what stops it.
+
+        Raises:
+            OSError: the port cannot be listened on.
+        """
+
+        class Handler(_Handler):
+            health = self
+
+        server = ThreadingHTTPServer((host, port), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+
+class Beat:
+    """When something was last seen to move. Safe to use from several threads."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without a beat: what never started is not late."""
+        self._clock = clock
+        self._last: float | None = None
+
+    def mark(self) -> None:
+        """Beat."""
+        self._last = self._clock()
+
+    def seconds_since(self) -> float:
+        """Return the age of the last beat; 0 before the first one."""
+        last = self._last
+        return 0.0 if last is None else self._clock() - last
+
+
+class _Handler(BaseHTTPRequestHandler):
+    health: ClassVar[Health]
+    protocol_version = "HTTP/1.1"
+    timeout = 10
+
+    def do_GET(self) -> None:
+        """Answer a probe."""
+        path = self.path.partition("?")[0]
+        if path not in {"/healthz", "/readyz"}:
+            self._answer(404, {"error": "there are /healthz and /readyz"})
+            return
+        problems = self.health.problems(path)
+        self._answer(503 if problems else 200, {"ok": not problems, "problems": problems})
+
+    def _answer(self, status: int, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log no probes."""

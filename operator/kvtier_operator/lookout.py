@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator has seen and written, so that it notices a dead watch and does not write the same thing twice.
+
+`Lookout` stands between a pass and the cluster: reads and writes go through it. From the lists that passes make anyway
+it learns which version of an object stands, and compares it with what the watches told. And it leaves out an apply that
+would repeat the last one on an object which nobody has touched since: an idle tier costs the API server no write.
+
+Thread-safe: the event loop tells what it heard, the workers read and write.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvtier_operator import names
+from kvtier_operator.cluster import Cluster
+from kvtier_operator.names import Manifest
+
+
+class _Where(NamedTuple):
+    kind: str
+    namespace: str
+    name: str
+
+
+class _Stand(NamedTuple):
+    uid: str
+    resource_version: str
+
+
+class Lookout:
+    """Remembers versions, of every object of every tier: some hundred bytes each."""
+
+    def __init__(self, watched_kinds: frozenset[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know nothing yet.
+
+        Args:
+            watched_kinds: kinds whose changes a watch should tell.
+            clock: seconds that only grow.
+        """
+        self._watched_kinds = watched_kinds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._heard: dict[_Where, str] = {}
+        self._unheard: dict[_Where, tuple[str, float]] = {}
+        self._standing: dict[_Where, _Stand] = {}
+        self._applied: dict[_Where, tuple[_Stand, bytes]] = {}
+
+    def heard(self, body: Mapping[str, Any], *, is_deleted: bool) -> None:
+        """Take note of what a watch told."""
+        metadata = body["metadata"]
+        where = _Where(body["kind"], metadata.get("namespace", ""), metadata["name"])
+        with self._lock:
+            self._unheard.pop(where, None)
+            if is_deleted:
+                for memory in (self._heard, self._standing, self._applied):
+                    memory.pop(where, None)
+            else:
+                self._heard[where] = metadata.get("resourceVersion", "")
+
+    def longest_unheard(self) -> tuple[float, str]:
+        """Return for how many seconds a change stands that no watch told of, and which object changed."""
+        with self._lock:
+            if not self._unheard:
+                return 0.0, ""
+            where, (_, since) = min(self._unheard.items(), key=lambda item: item[1][1])
+            return self._clock() - since, f"{where.kind} {where.namespace}/{where.name}"
+
+    def found(self, body: Manifest) -> None:
+        """Take note of an object as it was just read."""
+        metadata = body["metadata"]
+        where = _Where(body["kind"], metadata.get("namespace", ""), metadata["name"])
+        version = metadata["resourceVersion"]
+        with self._lock:
+            self._standing[where] = _Stand(metadata["uid"], version)
+            if where.kind not in self._watched_kinds or self._heard.get(where) == version:
+                self._unheard.pop(where, None)
+            elif where not in self._unheard:
+                # An event on its way looks the same: only what stays unheard for minutes says something.
+                self._unheard[where] = (version, self._clock())
+
+    def is_applied(self, manifest: Manifest, *, over: str) -> _Stand | None:
+        """Return how the object stands if this was applied to it last and nobody has written it since."""
+        where = _where(manifest)
+        with self._lock:
+            stand = self._standing.get(where)
+            known = self._applied.get(where)
+        if stand is None or stand.uid != over or known != (stand, _digest(manifest)):
+            return None
+        return stand
+
+    def applied(self, manifest: Manifest, result: Manifest) -> None:
+        """Take note of an apply that succeeded."""
+        metadata = result["metadata"]
+        stand = _Stand(metadata["uid"], metadata["resourceVersion"])
+        with self._lock:
+            self._standing[_where(manifest)] = stand
+            self._applied[_where(manifest)] = (stand, _digest(manifest))
+
+
+class WatchfulCluster:
+    """A cluster whose every read is noted, and whose repeated writes are left out."""
+
+    def __init__(self, cluster: Cluster, lookout: Lookout) -> None:
+        """Stand before that cluster."""
+        self._cluster = cluster
+        self._lookout = lookout
+        self.get = cluster.get
+        self.delete = cluster.delete
+        self.patch_status = cluster.patch_status
+        self.post_event = cluster.post_event
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
+        """Return the objects that carry the labels of the selector, and note how they stand."""
+        found = self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
+        for body in found:
+            self._lookout.found(body)
+        return found
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        """Create or update an object, unless that would change nothing as far as we know."""
+        if over is not None and (stand := self._lookout.is_applied(manifest, over=over)) is not None:
+            metadata = {**manifest["metadata"], "uid": stand.uid, "resourceVersion": stand.resource_version}
+            return {**manifest, "metadata": metadata}
+        result = self._cluster.apply(manifest, over=over)
+        self._lookout.applied(manifest, result)
+        return result
+
+
+def _where(manifest: Manifest) -> _Where:
+    return _Where(manifest["kind"], manifest["metadata"]["namespace"], names.key_of(manifest).name)
+
+
+def _digest(manifest: Manifest) -> bytes:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).digest()

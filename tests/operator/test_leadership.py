@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several operators, of which one acts: real processes, a real API server, and no mercy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from live import APPS, NAMESPACE, Client, until
+from tiers import tier
+
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+
+CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
+LEASES = "/apis/coordination.k8s.io/v1"
+SLOW = 40.0
+Spawn = Callable[[], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServerThread]:
+    with ApiServerThread() as server:
+        server.create(yaml.safe_load(CRD.read_text()))
+        yield server
+
+
+@pytest.fixture
+def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
+    """Start operators that wait for the lead; their logs are files, so that nobody blocks on a pipe."""
+    processes: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvtier_operator", "run", "--leader-elect", "-n", NAMESPACE]
+        with (tmp_path / f"log-{len(processes)}").open("wb") as log:
+            processes.append(
+                subprocess.Popen(command, env={**environment, "KVTIER_LEASE_SECONDS": "3"}, stdout=log, stderr=log)
+            )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def body(name: str) -> dict[str, Any]:
+    manifest = tier()
+    manifest["metadata"] |= {"namespace": NAMESPACE, "name": name}
+    return manifest
+
+
+def holder(kubectl: Client) -> str:
+    lease = kubectl.get(LEASES, "leases", "kvtier-operator") or {}
+    return str(lease.get("spec", {}).get("holderIdentity") or "")
+
+
+def has_engine(kubectl: Client, name: str) -> Callable[[], bool]:
+    return lambda: kubectl.get(APPS, "deployments", f"{name}-engine") is not None
+
+
+def test_when_the_leader_is_killed_the_one_that_waited_goes_on(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    first = spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    kubectl.apply_tier(body("one"))
+    until(has_engine(kubectl, "one"), seconds=SLOW)
+    before = len(api.server.audit)
+    second = spawn()
+    until(lambda: waits(api, before), seconds=SLOW)
+    # One that waits listed the tiers once, to see whether it may, and since then looks at the Lease alone.
+    watches = [call for call in list(api.server.audit) if call.verb == "watch" and call.path.endswith("/kvcachetiers")]
+    assert len(watches) == 1
+    first.send_signal(signal.SIGKILL)
+    kubectl.apply_tier(body("two"))
+    until(has_engine(kubectl, "two"), seconds=SLOW)
+    assert holder(kubectl) not in {"", leader}
+    assert second.poll() is None
+
+
+def waits(api: ApiServerThread, since: int) -> bool:
+    looks = [call for call in list(api.server.audit)[since:] if call.verb == "get" and "/leases/" in call.path]
+    return len(looks) > 3
+
+
+def test_a_leader_that_is_told_to_go_hands_over_without_a_wait(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    first = spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(SLOW) == 0
+    assert holder(kubectl) == ""
+    spawn()
+    assert until(lambda: holder(kubectl), seconds=SLOW) != leader
+
+
+def test_one_that_waits_goes_at_once_when_told_to(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    before = len(api.server.audit)
+    second = spawn()
+    until(lambda: waits(api, before), seconds=SLOW)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(SLOW) == 0
+    assert holder(kubectl) == leader
+
+
+def test_a_leader_that_cannot_renew_ends_and_writes_nothing_more(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl, is_cut = Client(api.url), threading.Event()
+
+    def cut(request: Any) -> ApiError | None:
+        is_theirs = request.headers.get("User-Agent") != "test" and "/leases/" in request.path
+        return ApiError(503, "ServiceUnavailable", "injected") if is_theirs and is_cut.is_set() else None
+
+    api.server.faults.append(cut)
+    first = spawn()
+    until(lambda: holder(kubectl), seconds=SLOW)
+    is_cut.set()
+    assert first.wait(SLOW) == 1
