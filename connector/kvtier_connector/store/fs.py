@@ -92,6 +92,10 @@ class FileSystem:
         with contextlib.suppress(OSError):
             os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
 
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)  # noqa: PTH106 - one system call, no more
+
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         """List a directory."""
         with os.scandir(path) as entries:

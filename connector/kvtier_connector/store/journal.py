@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,10 +219,13 @@ class JournalReader:
         self.damaged = 0
         """How many records could not be read, because their bytes are wrong."""
 
-    def start(self) -> None:
+    def start(self, places: Mapping[str, int] | None = None) -> None:
         """Remember where the journals end now; a second call does nothing.
 
         Walk the root after this and not before: then each block is found by the walk, or is in a journal, or both.
+
+        Args:
+            places: What `places` returned to an earlier process: begin there, and at the start of all other journals.
 
         Raises:
             StoreUnavailable: the journals cannot be looked at.
@@ -231,6 +234,9 @@ class JournalReader:
             return
         try:
             for name in self._list():
+                if places is not None:
+                    self._tails[name] = _Tail(places.get(journal_path(name), 0))
+                    continue
                 size = self._fs.stat(self._path(name)).st_size
                 self._tails[name] = _Tail(size - size % RECORD_BYTES)
         except FileNotFoundError:
@@ -239,6 +245,10 @@ class JournalReader:
             self._tails.clear()
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be looked at: {error}") from error
         self._is_started = True
+
+    def places(self) -> dict[str, int]:
+        """Return up to where each journal was read, by its path relative to the root."""
+        return {journal_path(name): tail.offset for name, tail in self._tails.items()}
 
     def read(self) -> Iterator[list[Record]]:
         """Yield what was added since the last read, in the order of each journal: one listing, and one read a journal.

@@ -67,6 +67,10 @@ class WatchedFs(FileSystem):
         self.before("mkdir", path)
         super().mkdir(path)
 
+    def rmdir(self, path: str) -> None:
+        self.before("rmdir", path)
+        super().rmdir(path)
+
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         self.before("scandir", path)
         return super().scandir(path)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep the blocks of one tier within their budget until told to stop: ``python -m kvtier_connector.janitor``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE, decode
+from kvtier_connector.errors import ConnectorError
+from kvtier_connector.janitor.election import make_leader
+from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.janitor.metrics import exposition
+from kvtier_connector.janitor.server import Server, make_pages
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the janitor; return 0 when it was told to stop, 1 when it cannot run, 2 when it is misused."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = decode(options.config.read_text(encoding="utf-8"))
+        leader = make_leader(config)
+        loop = Loop(config, leader=leader, config_file=options.config)
+        pages = make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health)
+        server = Server(config.http_port, pages)
+    except (ConnectorError, OSError, ValueError) as error:
+        print(f"kvtier janitor: {error}", file=sys.stderr)
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.stop())
+    server.start()
+    print(f"serving on port {server.port}", flush=True)
+    leader.start()
+    has_let_go = loop.run()
+    # Only now may another one act: what this one did has ended, or never will and does nothing but wait.
+    leader.close()
+    server.close()
+    logging.shutdown()
+    if not has_let_go:
+        # A thread in a system call that never returns would keep the interpreter from ending.
+        os._exit(0)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvtier_connector.janitor", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help=f"the operator's document, {JANITOR_CONFIG_FILE}"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

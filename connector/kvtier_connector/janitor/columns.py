@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands the ledger to the policy: the living rows as arrays, and back from their places there to rows.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_connector.janitor.ledger import Ledger, Rows
+from kvtier_connector.janitor.policy import Blocks, Flags, Ints
+from kvtier_connector.store.layout import MAX_HASH_BYTES
+
+
+def make_blocks(ledger: Ledger, *, order: Sequence[str], pins: Collection[bytes]) -> tuple[Blocks, Ints]:
+    """Return the blocks, and the row of each.
+
+    Args:
+        ledger: All blocks.
+        order: Generations, the one that goes last first; those that are not named go before all others.
+        pins: Hashes that people want to keep.
+    """
+    rows = np.flatnonzero(ledger.rows["is_alive"])
+    living = ledger.rows
+
+    def column(name: str, kind: type) -> NDArray[np.int64]:
+        taken: NDArray[np.int64] = living[name][rows].astype(kind, copy=False)
+        return taken
+
+    ages = np.full(max(1, len(ledger.generations)), len(order), np.int16)
+    for number, digest in enumerate(ledger.generations):
+        if digest in order:
+            ages[number] = order.index(digest)
+    blocks = Blocks(
+        name=living["name"][rows],
+        parent=living["parent"][rows],
+        # Narrow types: a million blocks shall be decided on in little memory.
+        position=column("position", np.int32),
+        size=column("size", np.int64),
+        created=column("created", np.int64),
+        used=column("used", np.int64),
+        tenant=column("tenant", np.int32),
+        age=ages[living["generation"][rows]].astype(np.int64),
+        is_pinned=_pinned(living, rows, pins),
+    )
+    return blocks, rows
+
+
+def used_by_tenant(ledger: Ledger) -> dict[int, int]:
+    """Return the bytes of each tenant that has any."""
+    used: Counter[int] = Counter()
+    for (_, tenant), each in ledger.sums().items():
+        used[tenant] += each.bytes
+    return dict(used)
+
+
+def pinned_rows(ledger: Ledger, pins: Collection[bytes]) -> Ints:
+    """Return the rows of the blocks with these hashes."""
+    rows = np.flatnonzero(ledger.rows["is_alive"])
+    return rows[_pinned(ledger.rows, rows, pins)]
+
+
+def _pinned(living: Rows, rows: Ints, pins: Collection[bytes]) -> Flags:
+    is_pinned = np.zeros(rows.size, np.bool_)
+    if not pins or not rows.size:
+        return is_pinned
+    begins = np.array([int.from_bytes(pin[:8], "little") for pin in pins], np.uint64)
+    hashes = living["hash"][rows].view("<u8")[:: MAX_HASH_BYTES // 8]
+    for at in np.flatnonzero(np.isin(hashes, begins)).tolist():
+        each = living[int(rows[at])]
+        is_pinned[at] = each["hash"].tobytes()[: int(each["hash_bytes"])] in pins
+    return is_pinned

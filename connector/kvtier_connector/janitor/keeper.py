@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps one tier within its budget, a second of work at a time: look, listen, count, decide, remove, tell.
+
+A fault of the volume is a problem that is stated until it is over; whatever else can be done is done meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier_connector.contract_janitor import JanitorConfig
+from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
+from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
+from kvtier_connector.janitor.columns import make_blocks, used_by_tenant
+from kvtier_connector.janitor.eviction import Eviction
+from kvtier_connector.janitor.generations import (
+    Generation,
+    Standing,
+    condemn,
+    find_generations,
+    last_written_ns,
+    look_at,
+    rank,
+)
+from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
+from kvtier_connector.janitor.news import News
+from kvtier_connector.janitor.patrol import Patrol, remove_old_partials
+from kvtier_connector.janitor.pins import read_pins
+from kvtier_connector.janitor.policy import Choice, Limits, choose
+from kvtier_connector.janitor.problems import Problems
+from kvtier_connector.janitor.removal import GenerationRemoval
+from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
+from kvtier_connector.janitor.snapshot import Snapshot, load, save
+from kvtier_connector.janitor.tidy import sweep_journals, sweep_own_partials, sweep_quarantine, sweep_tenants
+from kvtier_connector.store.fs import LOCAL, FileSystem
+
+logger = logging.getLogger(__name__)
+
+STEP_SECONDS = 1.0
+"""How long one step works before it lets its caller look around."""
+_TIDY_SECONDS = 3600.0
+_SAVE_SECONDS = 600.0
+_MOST_MET = 4096
+
+
+class Keeper:
+    """Owned by one thread, which may hang in the volume for as long as that does; `report` may be read by any."""
+
+    def __init__(  # noqa: PLR0913 - keywords with defaults
+        self,
+        config: JanitorConfig,
+        *,
+        fs: FileSystem = LOCAL,
+        clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
+        may_act: Callable[[], bool] = lambda: True,
+        is_saving: bool = True,
+    ) -> None:
+        """Store the settings; nothing is read or written yet.
+
+        Args:
+            config: The settings; `configure` replaces them.
+            fs: The system calls.
+            clock: Nanoseconds since 1970.
+            now: Seconds that never go back.
+            may_act: Asked before each batch of removals: whether this is still the active janitor of the tier.
+            is_saving: Whether the ledger is kept on the volume for the next process.
+        """
+        self.config = config
+        self._fs = fs
+        self._clock = clock
+        self._now = now
+        self._may_act = may_act
+        self._is_saving = is_saving
+        self._dir = config.tier_dir
+        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
+        self._ledger = Ledger()
+        self._news = News(self._dir, self._ledger, fs=fs, clock=clock)
+        self._patrol = Patrol(self._ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
+        self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
+        self._generations: list[Generation] = []
+        self._active: dict[str, int] = {}
+        self._pins: dict[str, bytes] = {}
+        self._quarantined: dict[str, Sum] = {}
+        self._space = Space()
+        self._is_hurried = False
+        self._eviction: Eviction | None = None
+        self._eviction_began = 0.0
+        self._missing_bytes = 0
+        self._next_look = self._next_tidy = 0.0
+        self._next_save = now() + _SAVE_SECONDS
+        self._saved_changes = 0
+        self._oldest: tuple[int, int | None] = (-1, None)
+        self._problems = Problems(config.tier, now=now)
+        self._published: tuple[int, Look | None, int] = (-1, None, 0)
+        self.tallies = Tallies()
+        self.report: Report | None = None
+        """The last one; None before the first step."""
+
+    def open(self) -> None:
+        """Take over what an earlier janitor knew, if the volume has it."""
+        with self._problems.trying("ledger"):
+            snapshot = load(self._ledger, Path(self._dir), fs=self._fs)
+            if snapshot is not None:
+                self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
+                self._patrol.walked_ns = snapshot.walked_ns
+                self._saved_changes = self._ledger.changes
+
+    def configure(self, config: JanitorConfig) -> None:
+        """Follow other settings from the next step on."""
+        self.config = config
+        self._is_hurried = True
+
+    def step(self) -> float:
+        """Work for about a second; return after how many seconds there is something to do again."""
+        ends = self._now() + STEP_SECONDS
+
+        def may_go_on() -> bool:
+            return self._now() < ends and self._may_act()
+
+        is_time = self._is_hurried or self._now() >= self._next_look
+        self._is_hurried = False
+        if is_time or self._eviction is not None:
+            self._listen()
+        if is_time:
+            self._look()
+        self._meet()
+        with self._problems.trying("walk"):
+            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=may_go_on)
+        if is_time and self._eviction is None and self._may_act():
+            self._decide()
+        self._evict(may_go_on)
+        if is_time and self._may_act():
+            self._brake_or_let_go()
+            self._give_up_generations(may_go_on)
+            self._tidy(may_go_on)
+            self._save_if_due()
+        if is_time:
+            self._next_look = self._now() + self.config.sweep_seconds
+        self._publish(is_time)
+        is_busy = (
+            self._is_hurried
+            or self._eviction is not None
+            or (not self._patrol.is_counted and "walk" not in self._problems)
+        )
+        wake = min(self._next_look, self._patrol.next_at)
+        return 0.0 if is_busy else max(0.0, min(wake - self._now(), self.config.sweep_seconds))
+
+    def walk_all(self) -> None:
+        """See every block now; for who does not wait for the next walk."""
+        self._patrol.restart()
+        while not self._patrol.is_counted and "walk" not in self._problems:
+            self.step()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is counted and nothing waits to be removed."""
+        return self._patrol.is_counted and self._eviction is None
+
+    def plan(self) -> Choice:
+        """Return what the policy would remove now; nothing is removed."""
+        return self._choose(self._limits())
+
+    def close(self) -> None:
+        """Save what is known; leave the brake to run out, or to the next janitor."""
+        if self._may_act():
+            with self._problems.trying("tell"):
+                self._news.flush()
+            self._save()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self) -> None:
+        with self._problems.trying("volume"):
+            self._generations = find_generations(self._fs, self._dir, self._generations)
+            answer = self._fs.statvfs(self._dir)
+            self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+        with self._problems.trying("pins"):
+            self._pins = read_pins(Path(self._dir), fs=self._fs)
+
+    def _listen(self) -> None:
+        with self._problems.trying("journals"):
+            self._news.follow(self._digests())
+
+    def _meet(self) -> None:
+        """Ask the volume about blocks that somebody used and nobody told of."""
+        with self._problems.trying("walk"):
+            for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
+                # Mostly the journal of the engine that stored it was read after that of the one that used it.
+                generation = self._ledger.generation(digest)
+                if self._ledger.find(generation, key) < 0:
+                    self._patrol.meet(digest, [key])
+                del self._news.doubtful[digest, key]
+                if (row := self._ledger.find(generation, key)) >= 0:
+                    self._ledger.use(row, used_ns)
+
+    def _decide(self) -> None:
+        self._ledger.compact()
+        limits = self._limits()
+        if not self._patrol.is_counted or not is_due(
+            limits, used=used_by_tenant(self._ledger), oldest_ns=self._oldest_ns()
+        ):
+            self._missing_bytes = 0 if self._patrol.is_counted else self._missing_bytes
+            self._state_missing()
+            return
+        choice = self._choose(limits)
+        self._missing_bytes = choice.missing_bytes
+        self._state_missing()
+        if choice.rows.size:
+            self._eviction_began = self._now()
+            self._eviction = Eviction(
+                choice,
+                ledger=self._ledger,
+                news=self._news,
+                fs=self._fs,
+                tier_dir=self._dir,
+                pool=self._pool,
+                clock=self._clock,
+            )
+
+    def _evict(self, may_go_on: Callable[[], bool]) -> None:
+        eviction = self._eviction
+        if eviction is None:
+            return
+        with self._problems.trying("remove"):
+            while not eviction.is_done and may_go_on():
+                eviction.step(self._is_told)
+                with self._problems.trying("tell"):
+                    self._news.flush()
+                self._listen()
+        if eviction.is_done or "remove" in self._problems or not self._may_act():
+            self.tallies.evicted_blocks += eviction.removed
+            self.tallies.evicted_bytes += eviction.freed_bytes
+            self.tallies.spared_blocks += eviction.spared
+            self.tallies.sweeps += 1
+            self.tallies.sweep_seconds = self._now() - self._eviction_began
+            self.tallies.last_sweep = self._clock() / 1e9
+            self._eviction = None
+
+    def _brake_or_let_go(self) -> None:
+        used = self._ledger.total.bytes + self._other_bytes()
+        reason = brake_reason(
+            self.config,
+            self._space,
+            used_bytes=used,
+            is_braking=bool(self._brake.reason),
+            is_full=self._problems.is_full,
+        )
+        before = self._brake.reason
+        with self._problems.trying("brake"):
+            make_tier_directory(self._fs, self._dir)
+            self._brake.set(reason)
+        if bool(before) != bool(self._brake.reason):
+            logger.warning("%s: %s", self.config.tier, self._brake.reason or "engines may store again")
+
+    def _give_up_generations(self, may_go_on: Callable[[], bool]) -> None:
+        others = [each for each in self._generations if each.digest != self.config.current]
+        if not others:
+            self._active.clear()
+            return
+        with self._problems.trying("generations"):
+            for digest in condemn(
+                [self._standing(each) for each in others],
+                current=self.config.current,
+                keep_previous=self.config.keep_previous,
+                idle_ns=int(self.config.generation_idle_seconds * 1e9),
+                now_ns=self._clock(),
+            ):
+                self._give_up(digest, may_go_on)
+
+    def _give_up(self, digest: str, may_go_on: Callable[[], bool]) -> None:
+        found = look_at(self._fs, self._dir, digest)
+        if found is not None and found.strangers:
+            raise OSError(
+                errno.ENOTEMPTY, f"not removed, since it holds {', '.join(found.strangers)}: remove it", digest
+            )
+        if found is None or GenerationRemoval(self._fs, f"{self._dir}/{digest}").step(may_go_on):
+            self._ledger.drop_generation(self._ledger.generation(digest))
+            self._news.forget(digest)
+            self._generations = [each for each in self._generations if each.digest != digest]
+            self._quarantined.pop(digest, None)
+            self.tallies.removed_leftovers["generation"] += 1
+            logger.info("%s: removed generation %s", self.config.tier, digest)
+        else:
+            self._is_hurried = True
+
+    def _tidy(self, may_go_on: Callable[[], bool]) -> None:
+        config, now_ns = self.config, self._clock()
+        with self._problems.trying("partials"):
+            files, _ = remove_old_partials(
+                self._fs,
+                self._dir,
+                self._patrol.partials,
+                before_ns=now_ns - int(config.partial_age_seconds * 1e9),
+                may_go_on=may_go_on,
+            )
+            self.tallies.removed_leftovers["partial"] += files
+        if self._now() < self._next_tidy:
+            return
+        self._next_tidy = self._now() + min(_TIDY_SECONDS, config.quarantine_age_seconds, config.journal_age_seconds)
+        with self._problems.trying("tidy"):
+            for digest in self._digests():
+                self._tidy_generation(digest, now_ns)
+            hour_ago_ns = now_ns - int(config.partial_age_seconds * 1e9)
+            self.tallies.removed_leftovers["partial"] += sweep_own_partials(self._fs, self._dir, before_ns=hour_ago_ns)
+
+    def _tidy_generation(self, digest: str, now_ns: int) -> None:
+        root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
+        before_ns = now_ns - int(config.quarantine_age_seconds * 1e9)
+        quarantine = sweep_quarantine(self._fs, root, before_ns=before_ns)
+        self._quarantined[digest] = quarantine.kept
+        removed = self.tallies.removed_leftovers
+        removed["quarantined"] += quarantine.removed
+        removed["journal"] += sweep_journals(self._fs, root, age_seconds=config.journal_age_seconds, now_ns=now_ns)
+        busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
+        removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)
+
+    def _save_if_due(self) -> None:
+        is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0
+        if (is_first or self._now() >= self._next_save) and self._eviction is None:
+            self._next_save = self._now() + _SAVE_SECONDS
+            if self._ledger.changes != self._saved_changes:
+                self._save()
+
+    def _save(self) -> None:
+        if not self._is_saving or not self._generations:
+            return
+        with self._problems.trying("ledger"):
+            snapshot = Snapshot(taken_ns=self._clock(), places=self._news.places(), walked_ns=self._patrol.walked_ns)
+            save(self._ledger, snapshot, Path(self._dir), fs=self._fs)
+            self._saved_changes = self._ledger.changes
+
+    def _standing(self, generation: Generation) -> Standing:
+        written_ns = last_written_ns(self._fs, f"{self._dir}/{generation.digest}", but=self._news.tokens)
+        active_ns = max(generation.created_ns, written_ns)
+        self._active[generation.digest] = active_ns
+        return Standing(generation.digest, active_ns)
+
+    def _is_told(self, digest: str) -> bool:
+        idle_ns = int(self.config.generation_idle_seconds * 1e9)
+        is_current = digest == self.config.current
+        return is_current or self._clock() - self._active.get(digest, 0) <= idle_ns
+
+    def _choose(self, limits: Limits) -> Choice:
+        standings = (Standing(each.digest, self._active.get(each.digest, 0)) for each in self._generations)
+        order = rank(standings, self.config.current)
+        blocks, rows = make_blocks(self._ledger, order=order, pins=set(self._pins.values()))
+        choice = choose(blocks, limits)
+        return replace(choice, rows=rows[choice.rows])
+
+    def _limits(self) -> Limits:
+        return make_limits(
+            self.config,
+            self._space,
+            tenants=self._ledger.tenants,
+            used=used_by_tenant(self._ledger),
+            other_bytes=self._other_bytes(),
+            now_ns=self._clock(),
+        )
+
+    def _other_bytes(self) -> int:
+        return sum(each.bytes for each in self._quarantined.values())
+
+    def _oldest_ns(self) -> int | None:
+        if self._oldest[0] != self._ledger.changes:
+            rows = self._ledger.rows
+            created = rows["created"][rows["is_alive"]]
+            self._oldest = self._ledger.changes, int(created.min()) if created.size else None
+        return self._oldest[1]
+
+    def _digests(self) -> list[str]:
+        return [each.digest for each in self._generations]
+
+    def _state_missing(self) -> None:
+        message = (
+            f"{self._missing_bytes} bytes more than the limits allow are pinned: kvtier unpin, or raise the limits"
+        )
+        self._problems.state("pins held", message if self._missing_bytes else "")
+
+    def _publish(self, is_time: bool) -> None:
+        if not is_time and self._eviction is None and self.report is not None:
+            return
+        look = Look(
+            tier=self.config.tier,
+            is_counted=self._patrol.is_counted,
+            space=self._space,
+            brake=self._brake.reason,
+            quarantined=sum_of(self._quarantined.values()),
+            created={each.digest: each.created_ns for each in self._generations},
+            problems=dict(self._problems.messages),
+            max_bytes=self.config.max_bytes,
+        )
+        state = (self._ledger.changes, look, self.tallies.sweeps)
+        if state != self._published:
+            # Looking at every row is cheap, but not for nothing.
+            self._published = state
+            self.report = make_report(self._ledger, look, self.tallies)

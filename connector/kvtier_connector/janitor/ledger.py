@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of every generation of one tier, as rows of one array: 88 bytes a block, whatever the volume holds.
+
+Pure memory, fed with what engines and walks tell; it may be wrong for a while, since the files are the truth. A ledger
+belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.layout import MAX_HASH_BYTES, NO_LINEAGE, BlockKey, Lineage
+from kvtier_connector.store.records import Op, Record
+
+ROW = np.dtype(
+    [
+        ("name", "<u8"),  # 64 bits of hash, group, tenant and generation; 0 is nobody's
+        ("parent", "<u8"),  # name of the block before it in its prefix; 0 where there is none
+        ("size", "<i8"),  # bytes of the file
+        ("created", "<i8"),  # nanoseconds since 1970
+        ("used", "<i8"),  # likewise
+        ("position", "<u4"),
+        ("group", "<u4"),
+        ("hash", f"V{MAX_HASH_BYTES}"),
+        ("tenant", "<u2"),
+        ("generation", "<u2"),
+        ("hash_bytes", "u1"),
+        ("epoch", "u1"),  # the walk that saw it last
+        ("is_alive", "?"),
+        ("", "V1"),
+    ]
+)
+"""One block. Two of a million blocks have one name once in 4 * 10^7 times; one of them is then not counted."""
+
+_MOST_NEW = 1 << 16
+"""Rows that are found through a dict, before the sorted names are made anew."""
+_MOST_GONE = 1 << 18
+"""Blocks whose removal is remembered, so that older news of them do not bring them back."""
+_EPOCHS = 250
+_NAME_BITS = (1 << 64) - 1
+
+Rows = NDArray[Any]
+
+
+class Sum(NamedTuple):
+    """Some blocks together."""
+
+    blocks: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Sum) -> Sum:
+        """Return both together."""
+        return Sum(self.blocks + other.blocks, self.bytes + other.bytes)
+
+
+def sum_of(sums: Iterable[Sum]) -> Sum:
+    """Return all of them together."""
+    total = Sum()
+    for each in sums:
+        total = total.plus(each)
+    return total
+
+
+class Ledger:
+    """Rows are appended and die in place; `compact` closes the gaps and renumbers, so call it between two decisions."""
+
+    def __init__(self) -> None:
+        """Start with no block."""
+        self.generations: list[str] = []
+        """Digests; a row's generation is an index into them."""
+        self.tenants: list[str] = [""]
+        self.epoch = 0
+        self.changes = 0
+        """Grows with every change that is worth keeping over a restart."""
+        self.touched: list[int] = []
+        """Rows that somebody used or continued since it was last cleared."""
+        self._rows: Rows = np.zeros(1024, ROW)
+        self._count = 0
+        self._dead = 0
+        self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._places: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._new: dict[int, int] = {}
+        self._gone: dict[int, int] = {}
+        self._salts: dict[tuple[int, int, int], int] = {}
+        self._sums: dict[tuple[int, int], Sum] = {}
+
+    @property
+    def rows(self) -> Rows:
+        """All rows, the dead ones too; a view that the next change may invalidate."""
+        return self._rows[: self._count]
+
+    @property
+    def total(self) -> Sum:
+        """All blocks together."""
+        return sum_of(self._sums.values())
+
+    def sums(self) -> Mapping[tuple[int, int], Sum]:
+        """Return the blocks by generation and tenant, as numbers of this ledger."""
+        return dict(self._sums)
+
+    def generation(self, digest: str) -> int:
+        """Return the number of a generation, a new one if need be."""
+        if digest not in self.generations:
+            self.generations.append(digest)
+        return self.generations.index(digest)
+
+    def tenant(self, name: str) -> int:
+        """Return the number of a tenant, a new one if need be."""
+        if name == "":
+            return 0
+        if name not in self.tenants:
+            self.tenants.append(name)
+        return self.tenants.index(name)
+
+    def find(self, generation: int, key: BlockKey) -> int:
+        """Return the row of a block, -1 if it is not known."""
+        return self.find_name(self._name(generation, key, key.hash))
+
+    def find_name(self, name: int) -> int:
+        """Return the row that has the name, -1 if none has."""
+        row = self._new.get(name, -1)
+        if row < 0 and self._names.size:
+            at = int(np.searchsorted(self._names, np.uint64(name)))
+            if at < self._names.size and int(self._names[at]) == name:
+                row = int(self._places[at])
+        is_there = row >= 0 and bool(self._rows["is_alive"][row]) and int(self._rows["name"][row]) == name
+        return row if is_there else -1
+
+    def key(self, row: int) -> BlockKey:
+        """Return the key of a row's block."""
+        each = self._rows[row]
+        return BlockKey(
+            each["hash"].tobytes()[: int(each["hash_bytes"])], int(each["group"]), self.tenants[int(each["tenant"])]
+        )
+
+    def apply(self, generation: int, records: Iterable[Record]) -> list[Record]:
+        """Learn what engines did; return the news of blocks that somebody used but nobody told of so far."""
+        doubtful = []
+        for record in records:
+            name = self._name(generation, record.key, record.key.hash)
+            if record.time_ns <= self._gone.get(name, -1):
+                continue
+            row = self.find_name(name)
+            if record.op == Op.GONE:
+                if row >= 0:
+                    self.forget([row])
+            elif record.op == Op.STORED:
+                size = HEADER_BYTES + record.payload_bytes
+                self._store(name, row, generation, record, size)
+            elif record.op == Op.USED:
+                if row >= 0:
+                    self.use(row, record.time_ns)
+                else:
+                    doubtful.append(record)
+        return doubtful
+
+    def add(  # noqa: PLR0913 - keywords
+        self,
+        generation: int,
+        key: BlockKey,
+        *,
+        size: int,
+        created_ns: int,
+        used_ns: int,
+        lineage: Lineage = NO_LINEAGE,
+    ) -> int:
+        """Note a block that is on the volume; return its row."""
+        name = self._name(generation, key, key.hash)
+        row = self.find_name(name)
+        if row >= 0:
+            self._resize(row, size)
+            each = self._rows[row]
+            each["created"] = max(int(each["created"]), created_ns)
+            each["used"] = max(int(each["used"]), used_ns)
+        else:
+            row = self._append(name, generation, key, size)
+            each = self._rows[row]
+            each["created"], each["used"] = created_ns, used_ns
+        each["position"] = lineage.position
+        each["parent"] = self._name(generation, key, lineage.parent) if lineage.parent else 0
+        each["epoch"] = self.epoch
+        self.changes += 1
+        return row
+
+    def use(self, row: int, time_ns: int) -> None:
+        """Note that somebody used the block."""
+        used = self._rows["used"]
+        if time_ns > int(used[row]):
+            used[row] = time_ns
+        self.touched.append(row)
+        self.changes += 1
+
+    def see(self, row: int) -> None:
+        """Note that the walk found the block."""
+        self._rows["epoch"][row] = self.epoch
+
+    def forget(self, rows: Iterable[int], *, gone_ns: int | None = None) -> None:
+        """Note that blocks are not on the volume; news of them that are not younger than `gone_ns` are ignored."""
+        for row in rows:
+            each = self._rows[row]
+            if not each["is_alive"]:
+                continue
+            each["is_alive"] = False
+            self._dead += 1
+            self.changes += 1
+            self._count_in(int(each["generation"]), int(each["tenant"]), -1, -int(each["size"]))
+            self._new.pop(int(each["name"]), None)
+            if gone_ns is not None:
+                self._gone[int(each["name"])] = gone_ns
+        while len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    def begin_walk(self) -> None:
+        """Begin to see every block that a walk finds."""
+        self.epoch = (self.epoch + 1) % _EPOCHS
+
+    def end_walk(self, began_ns: int) -> int:
+        """Forget what the walk did not find and nobody told of since it began; return how many those were."""
+        rows = self.rows
+        is_lost = rows["is_alive"] & (rows["epoch"] != self.epoch) & (rows["created"] < began_ns)
+        lost = np.flatnonzero(is_lost)
+        self.forget(lost.tolist())
+        return int(lost.size)
+
+    def drop_generation(self, generation: int) -> None:
+        """Forget all blocks of a generation."""
+        rows = self.rows
+        self.forget(np.flatnonzero(rows["is_alive"] & (rows["generation"] == generation)).tolist())
+
+    def compact(self) -> None:
+        """Close the gaps, if they are many; row numbers change."""
+        self.touched.clear()
+        if self._dead > max(_MOST_NEW, self._count // 8):
+            self.renumber()
+
+    def renumber(self) -> None:
+        """Close the gaps; in place and piece by piece, since a copy would double the memory."""
+        target = 0
+        for start in range(0, self._count, _MOST_NEW):
+            piece = self._rows[start : min(start + _MOST_NEW, self._count)]
+            alive = piece[piece["is_alive"]]
+            self._rows[target : target + alive.size] = alive
+            target += alive.size
+        self._count, self._dead = target, 0
+        self._rows.resize(max(1024, target + target // 8), refcheck=False)
+        self._sort()
+
+    def restore(self, rows: Rows, *, generations: list[str], tenants: list[str], epoch: int) -> None:
+        """Take over the rows of an earlier process; they are the ledger's own from now on."""
+        self.generations, self.tenants, self.epoch = generations, tenants, epoch
+        self._rows, self._count, self._dead = rows, rows.size, int(rows.size - np.count_nonzero(rows["is_alive"]))
+        alive = rows["is_alive"]
+        pairs = rows["generation"].astype(np.uint32) << np.uint32(16) | rows["tenant"]
+        self._sums = {}
+        for pair in np.unique(pairs[alive]).tolist():
+            mine = alive & (pairs == pair)
+            self._sums[pair >> 16, pair & 0xFFFF] = Sum(int(np.count_nonzero(mine)), int(rows["size"][mine].sum()))
+        self._sort()
+
+    def _store(self, name: int, row: int, generation: int, record: Record, size: int) -> None:
+        if row < 0:
+            row = self._append(name, generation, record.key, size)
+        else:
+            self._resize(row, size)
+        each = self._rows[row]
+        each["created"] = max(int(each["created"]), record.time_ns)
+        each["epoch"] = self.epoch
+        if record.lineage != NO_LINEAGE:
+            each["position"] = record.lineage.position
+            parent = record.lineage.parent
+            each["parent"] = self._name(generation, record.key, parent) if parent else 0
+        self.use(row, record.time_ns)
+
+    def _append(self, name: int, generation: int, key: BlockKey, size: int) -> int:
+        if self._count == self._rows.size:
+            # realloc moves pages, it does not copy: the old and the new array are never both there
+            self._rows.resize(self._count + max(1024, self._count // 8), refcheck=False)
+        row = self._count
+        self._count += 1
+        each = self._rows[row]
+        each["name"], each["size"], each["group"] = name, size, key.group
+        each["parent"] = each["position"] = each["created"] = each["used"] = 0
+        each["hash"] = np.void(key.hash.ljust(MAX_HASH_BYTES, b"\0"))
+        each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self.tenant(key.tenant)
+        each["is_alive"], each["epoch"] = True, self.epoch
+        self._count_in(generation, int(each["tenant"]), 1, size)
+        self._new[name] = row
+        if len(self._new) >= _MOST_NEW:
+            self._sort()
+        return row
+
+    def _resize(self, row: int, size: int) -> None:
+        each = self._rows[row]
+        self._count_in(int(each["generation"]), int(each["tenant"]), 0, size - int(each["size"]))
+        each["size"] = size
+
+    def _count_in(self, generation: int, tenant: int, blocks: int, size: int) -> None:
+        place = (generation, tenant)
+        self._sums[place] = self._sums.get(place, Sum()).plus(Sum(blocks, size))
+        if self._sums[place] == Sum():
+            del self._sums[place]
+
+    def _sort(self) -> None:
+        alive = np.flatnonzero(self.rows["is_alive"]).astype(np.int32)
+        names = self.rows["name"][alive]
+        order = np.argsort(names, kind="stable")
+        self._names, self._places = names[order], alive[order]
+        self._new.clear()
+
+    def _name(self, generation: int, key: BlockKey, hash_: bytes) -> int:
+        place = (generation, self.tenant(key.tenant), key.group)
+        salt = self._salts.get(place)
+        if salt is None:
+            salt = self._salts[place] = _mix(generation << 48 | place[1] << 32 | key.group)
+        return (int.from_bytes(hash_[:8], "little") ^ salt) or 1
+
+
+def _mix(number: int) -> int:
+    """Return 64 bits that look nothing like the number (SplitMix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & _NAME_BITS
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _NAME_BITS
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _NAME_BITS
+    return number ^ number >> 31

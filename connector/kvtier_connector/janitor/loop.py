@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the keeper on a thread that the volume may hold up, and watches it from one that nothing holds up.
+
+`Loop.run` is for the main thread. It follows the settings file and the election, and is alive as long as it says so;
+a volume that hangs is a problem that is stated, not a reason to start the process anew: the next one would hang, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier_connector.contract_janitor import FIXED_FIELDS, JanitorConfig, decode
+from kvtier_connector.contract_usage import Usage, encode
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.janitor.election import Leader
+from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.janitor.report import Report
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+HANG_SECONDS = 30.0
+"""A step that takes longer waits for the volume."""
+STUCK_SECONDS = 60.0
+"""A loop that did not turn for so long is stuck."""
+
+
+class Loop:
+    """The janitor of one tier.
+
+    `_keep` runs on its own thread and owns the keeper; `run` owns the rest. `_config`, `_step_began` and `_beat` are
+    replaced as a whole by one thread and read by others.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords with defaults
+        self,
+        config: JanitorConfig,
+        *,
+        leader: Leader,
+        config_file: Path | None = None,
+        make_keeper: Callable[[JanitorConfig, Callable[[], bool]], Keeper] | None = None,
+        now: Callable[[], float] = time.monotonic,
+        hang_seconds: float = HANG_SECONDS,
+        tick_seconds: float = TICK_SECONDS,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            config: The settings.
+            leader: Who says whether this janitor acts.
+            config_file: Read again and again; its changes are followed.
+            make_keeper: Makes the keeper of each term of office.
+            now: Seconds that never go back.
+            hang_seconds: A step that takes longer is stated as a problem.
+            tick_seconds: How often the loop turns.
+        """
+        self._config = config
+        self._leader = leader
+        self._config_file = config_file
+        self._make_keeper = make_keeper or (lambda config, may_act: Keeper(config, may_act=may_act))
+        self._now = now
+        self._hang_seconds = hang_seconds
+        self._tick_seconds = tick_seconds
+        self._stop = threading.Event()
+        self._beat = now()
+        self._step_began: float | None = None
+        self._report: Report | None = None
+        self._failure = ""
+        self._config_problem = ""
+        self._thread: threading.Thread | None = None
+
+    def stop(self) -> None:
+        """End `run`; may be called from any thread and from a signal handler."""
+        self._stop.set()
+
+    def run(self) -> bool:
+        """Keep the tier until told to stop; say whether the volume let go of the keeper."""
+        self._thread = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
+        self._thread.start()
+        while not self._stop.wait(self._tick_seconds):
+            self._beat = self._now()
+            self._follow_settings()
+        self._thread.join(self._hang_seconds / 2)
+        return not self._thread.is_alive()
+
+    def report(self) -> Report:
+        """Return the state as it is now."""
+        report = self._report
+        if report is None or not self._leader.is_leader():
+            report = Report(usage=Usage(tier=self._config.tier), max_bytes=self._config.max_bytes)
+        problems = dict(report.problems)
+        began = self._step_began
+        if began is not None and self._now() - began > self._hang_seconds:
+            problems["hang"] = f"{self._config.tier_dir}: the volume has not answered for {self._now() - began:.0f} s"
+        if self._failure:
+            problems["failure"] = self._failure
+        if self._config_problem:
+            problems["settings"] = self._config_problem
+        usage = replace(report.usage, is_active=self._leader.is_leader(), problems=tuple(problems.values()))
+        return replace(report, usage=usage, problems=problems)
+
+    def usage(self) -> str:
+        """Return the document of /usage."""
+        return encode(self.report().usage)
+
+    def health(self) -> str:
+        """Return why this process should be started anew, empty if it should not."""
+        silent = self._now() - self._beat
+        if silent > STUCK_SECONDS:
+            return f"the loop has not turned for {silent:.0f} s"
+        if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
+            return "the keeper has ended"
+        return ""
+
+    def _follow_settings(self) -> None:
+        if self._config_file is None:
+            return
+        try:
+            config = decode(self._config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, ConfigInvalid) as error:
+            self._config_problem = f"{self._config_file}: {error}; staying with the settings before"
+            return
+        self._config_problem = ""
+        if config == self._config:
+            return
+        changed = [name for name in FIXED_FIELDS if getattr(config, name) != getattr(self._config, name)]
+        if changed:
+            logger.warning("%s changed, which takes a new process: this one ends", ", ".join(changed))
+            self.stop()
+            return
+        self._config = config
+
+    def _keep(self) -> None:
+        """Serve one term of office after the other, each with a keeper of its own."""
+        while not self._stop.is_set():
+            if not self._leader.is_leader():
+                self._stop.wait(self._tick_seconds)
+                continue
+            try:
+                self._serve()
+            except Exception as error:
+                # A bug must not end the janitor of a volume that fills up; it is stated, logged and tried again.
+                logger.exception("the janitor failed; it begins anew")
+                self._failure = f"the janitor failed: {type(error).__name__}: {error}"
+                self._stop.wait(self._config.sweep_seconds)
+
+    def _serve(self) -> None:
+        keeper = self._make_keeper(self._config, self._leader.is_leader)
+        self._step_began = self._now()
+        try:
+            keeper.open()
+            while not self._stop.is_set() and self._leader.is_leader():
+                if keeper.config != self._config:
+                    keeper.configure(self._config)
+                self._step_began = self._now()
+                pause = keeper.step()
+                self._step_began = None
+                self._report, self._failure = keeper.report, ""
+                self._wait(pause, keeper)
+        finally:
+            self._step_began = self._now()
+            keeper.close()
+            self._step_began = None
+
+    def _wait(self, seconds: float, keeper: Keeper) -> None:
+        ends = self._now() + seconds
+        while (rest := ends - self._now()) > 0 and self._leader.is_leader() and keeper.config == self._config:
+            if self._stop.wait(min(rest, self._tick_seconds)):
+                return

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the journals of all generations, and tells engines in a journal of its own what the janitor removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.janitor.ledger import Ledger
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.records import Op
+
+_MOST_DOUBTFUL = 1 << 16
+
+
+class News:
+    """The journals of one tier. Owned by one thread."""
+
+    def __init__(
+        self,
+        tier_dir: str,
+        ledger: Ledger,
+        *,
+        fs: FileSystem,
+        clock: Callable[[], int] = time.time_ns,
+        places: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Store the settings; with `places`, journals are read from there, and else from their beginnings."""
+        self._tier_dir = tier_dir
+        self._ledger = ledger
+        self._fs = fs
+        self._clock = clock
+        self._places = places or {}
+        self._readers: dict[str, JournalReader] = {}
+        self._writers: dict[str, JournalWriter] = {}
+        self.doubtful: dict[tuple[str, BlockKey], int] = {}
+        """Blocks that an engine used and that were not in the ledger then, and when that was."""
+
+    @property
+    def tokens(self) -> set[str]:
+        """Names of the janitor's own journals."""
+        return {writer.writer for writer in self._writers.values()}
+
+    def follow(self, digests: Iterable[str]) -> None:
+        """Learn what engines did in these generations.
+
+        Raises:
+            StoreUnavailable: at the end, if some journals could not be read; the others were.
+        """
+        failed: StoreUnavailable | None = None
+        for digest in digests:
+            generation = self._ledger.generation(digest)
+            try:
+                for records in self._reader(digest).read():
+                    for record in self._ledger.apply(generation, records):
+                        if len(self.doubtful) < _MOST_DOUBTFUL:
+                            self.doubtful[digest, record.key] = record.time_ns
+            except StoreUnavailable as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def tell_gone(self, digest: str, key: BlockKey, payload_bytes: int) -> None:
+        """Note that a block was removed; `flush` writes it."""
+        self._writer(digest).append(Op.GONE, key, payload_bytes)
+
+    def flush(self) -> None:
+        """Write what was noted; raise StoreUnavailable if the volume does not take it: it is tried again next time."""
+        failed: StoreUnavailable | None = None
+        for writer in self._writers.values():
+            try:
+                writer.flush()
+            except StoreUnavailable as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def forget(self, digest: str) -> None:
+        """Stop following a generation that was removed."""
+        self._readers.pop(digest, None)
+        self._writers.pop(digest, None)
+
+    def places(self) -> dict[str, dict[str, int]]:
+        """Return up to where each journal was read, by generation."""
+        return {digest: reader.places() for digest, reader in self._readers.items()}
+
+    def _reader(self, digest: str) -> JournalReader:
+        reader = self._readers.get(digest)
+        if reader is None:
+            # What the janitor itself wrote is left out, but not what an earlier one did: its removals are news.
+            reader = JournalReader(Path(self._tier_dir, digest), fs=self._fs, but=self._writer(digest).writer)
+            reader.start(self._places.get(digest, {}))
+            self._readers[digest] = reader
+        return reader
+
+    def _writer(self, digest: str) -> JournalWriter:
+        writer = self._writers.get(digest)
+        if writer is None:
+            writer = JournalWriter(Path(self._tier_dir, digest), fs=self._fs, clock=self._clock)
+            self._writers[digest] = writer
+        return writer

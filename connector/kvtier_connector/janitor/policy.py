@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which blocks to remove: arrays in, row numbers out, the same answer for the same blocks.
+
+Pure. Least recently used first, and the end of a prefix before its beginning: a prefix is never older than what
+continues it, so nothing that stays has lost a block before it. Two things go before that: a block beyond its time to
+live goes however much continues it, and a pinned block stays however old it is, with all blocks before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Reason(enum.Enum):
+    """Why a block goes."""
+
+    TTL = "ttl"
+    QUOTA = "quota"
+    BUDGET = "budget"
+    VOLUME = "volume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What is known of each block; all arrays have one length."""
+
+    name: NDArray[np.uint64]
+    parent: NDArray[np.uint64]
+    position: Ints
+    size: Ints
+    created: Ints
+    used: Ints
+    tenant: Ints
+    age: Ints
+    """Of its generation: 0 for the current one, more for those that go earlier."""
+    is_pinned: Flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the blocks may take."""
+
+    high_bytes: int = 0
+    """More than this is over the budget; 0 means no budget."""
+    low_bytes: int = 0
+    """What is over the budget is brought down to this."""
+    other_bytes: int = 0
+    """Files that count as well but are no blocks."""
+    quotas: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """High and low bytes by tenant."""
+    wanted_free_bytes: int = 0
+    """What the file system lacks; taken from what is above the floor only."""
+    floor_bytes: int = 0
+    expire_before: int | None = None
+    """Blocks created earlier have outlived their time; nanoseconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The rows to remove, in this order, and why each."""
+
+    rows: Ints
+    reasons: tuple[Reason, ...]
+    """Of the stretches of `rows` that `ends` ends."""
+    ends: tuple[int, ...]
+    missing_bytes: int
+    """What should have been freed and cannot be: pins hold it."""
+
+    def reason(self, index: int) -> Reason:
+        """Return why the block at this place of `rows` goes."""
+        return next(reason for reason, end in zip(self.reasons, self.ends, strict=True) if index < end)
+
+
+def link(name: NDArray[np.uint64], parent: NDArray[np.uint64], position: Ints) -> Ints:
+    """Return the row of each block's parent, -1 where it is not among them.
+
+    A link to a block that does not stand before it in the prefix makes no sense and is left out, so there is no circle.
+    """
+    if name.size == 0:
+        return np.zeros(0, np.int64)
+    order = np.argsort(name, kind="stable")
+    at = np.minimum(np.searchsorted(name, parent, sorter=order), name.size - 1)
+    rows = order[at]
+    is_link = (name[rows] == parent) & (parent != 0) & (position[rows] < position)
+    return np.where(is_link, rows, -1).astype(np.int64)
+
+
+def spread(values: NDArray[Any], parents: Ints, position: Ints) -> NDArray[Any]:
+    """Return for each block the largest value among it and all that continues it."""
+    spread_values = values.copy()
+    linked = np.flatnonzero(parents >= 0)
+    linked = linked[np.argsort(-position[linked], kind="stable")]
+    # The blocks of one position at a time, the last first: each has heard of all that continues it by then.
+    bounds = np.flatnonzero(np.diff(position[linked])) + 1
+    for rows in np.split(linked, bounds):
+        np.maximum.at(spread_values, parents[rows], spread_values[rows])
+    return spread_values
+
+
+def choose(blocks: Blocks, limits: Limits) -> Choice:
+    """Decide which blocks go."""
+    parents = link(blocks.name, blocks.parent, blocks.position)
+    used = spread(blocks.used, parents, blocks.position)
+    is_held = spread(blocks.is_pinned, parents, blocks.position)
+    order = np.lexsort((-blocks.position, used, -blocks.age))
+    picker = _Picker(blocks, order[~is_held[order]])
+    if limits.expire_before is not None:
+        picker.take_expired(np.flatnonzero(blocks.created < limits.expire_before))
+    missing = 0
+    for tenant, (high, low) in sorted(limits.quotas.items()):
+        mine = blocks.tenant == tenant
+        have = int(blocks.size[mine & ~picker.is_taken].sum())
+        if have > high:
+            missing += picker.take(have - low, Reason.QUOTA, among=mine)
+    have = int(blocks.size[~picker.is_taken].sum()) + limits.other_bytes
+    if limits.high_bytes and have > limits.high_bytes:
+        missing += picker.take(have - limits.low_bytes, Reason.BUDGET)
+    wanted = limits.wanted_free_bytes - int(blocks.size[picker.is_taken].sum())
+    above_floor = int(blocks.size[~picker.is_taken].sum()) - limits.floor_bytes
+    if wanted > 0 and above_floor > 0:
+        picker.take(wanted, Reason.VOLUME, most=above_floor)
+    return picker.choice(missing)
+
+
+class _Picker:
+    """Takes blocks from the front of an order, and remembers which are taken."""
+
+    def __init__(self, blocks: Blocks, order: Ints) -> None:
+        self._blocks = blocks
+        self._order = order
+        self.is_taken: Flags = np.zeros(blocks.name.size, np.bool_)
+        self._rows: list[Ints] = []
+        self._reasons: list[Reason] = []
+
+    def take_expired(self, rows: Ints) -> None:
+        self._take(rows[np.argsort(-self._blocks.position[rows], kind="stable")], Reason.TTL)
+
+    def take(self, wanted: int, reason: Reason, *, among: Flags | None = None, most: int | None = None) -> int:
+        """Take just as many blocks as have `wanted` bytes, never more than `most`; return what is missing."""
+        rows = self._order[~self.is_taken[self._order]]
+        if among is not None:
+            rows = rows[among[rows]]
+        sums = np.cumsum(self._blocks.size[rows])
+        count = int(np.searchsorted(sums, wanted)) + 1
+        if most is not None:
+            count = min(count, int(np.searchsorted(sums, most, side="right")))
+        self._take(rows[:count], reason)
+        return max(0, wanted - int(sums[-1])) if rows.size else wanted
+
+    def choice(self, missing: int) -> Choice:
+        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
+        ends = tuple(np.cumsum([each.size for each in self._rows]).tolist())
+        return Choice(rows=rows, reasons=tuple(self._reasons), ends=ends, missing_bytes=missing)
+
+    def _take(self, rows: Ints, reason: Reason) -> None:
+        if rows.size:
+            self.is_taken[rows] = True
+            self._rows.append(rows.astype(np.int64))
+            self._reasons.append(reason)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes files: victims one by one, each looked at again just before, and whole generations a step at a time.
+
+Nothing here decides. Every function may be interrupted at any system call and called again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
+
+_ALTERED_SECONDS = 30.0
+"""A file that is so much younger than what is known of it was written anew: clocks differ, writes take time."""
+_BUNDLE = 64
+_BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
+
+
+class Victim(NamedTuple):
+    """A file that shall go."""
+
+    row: int
+    path: str
+    """Absolute."""
+    known_ns: int
+    """When it was written or used last, as far as is known: a younger file is another one."""
+
+
+class Fate(NamedTuple):
+    """What became of a victim."""
+
+    row: int
+    freed_bytes: int
+    """0 if it was gone already, or stays."""
+    rewritten_ns: int = 0
+    """When somebody wrote it anew meanwhile: it stays; 0 if nobody did."""
+
+
+def remove_victims(pool: Executor, fs: FileSystem, victims: Iterable[Victim]) -> list[Fate]:
+    """Remove files, several at once; raise OSError at the end if the volume refused one, after trying all the others.
+
+    Returns:
+        What became of those that the volume did not refuse, in their order.
+    """
+    all_victims = list(victims)
+    bundles = [all_victims[start : start + _BUNDLE] for start in range(0, len(all_victims), _BUNDLE)]
+    fates: list[Fate] = []
+    failed: list[OSError] = []
+    for some, error in pool.map(lambda bundle: _remove_bundle(fs, bundle), bundles):
+        fates += some
+        failed += [] if error is None else [error]
+    if failed and not fates:
+        raise failed[0]
+    return fates
+
+
+def _remove_bundle(fs: FileSystem, victims: list[Victim]) -> tuple[list[Fate], OSError | None]:
+    fates: list[Fate] = []
+    for victim in victims:
+        try:
+            fates.append(_remove(fs, victim))
+        except OSError as error:
+            # The next ones would most likely wait for the same answer.
+            return fates, error
+    return fates, None
+
+
+def _remove(fs: FileSystem, victim: Victim) -> Fate:
+    try:
+        status = fs.stat(victim.path)
+        if status.st_mtime_ns > victim.known_ns + int(_ALTERED_SECONDS * 1e9):
+            return Fate(victim.row, 0, status.st_mtime_ns)
+        fs.unlink(victim.path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Fate(victim.row, 0)
+    return Fate(victim.row, status.st_size)
+
+
+class GenerationRemoval:
+    """Takes a generation away, directory by directory; ``tier.json`` goes last, so it can be told what it was."""
+
+    def __init__(self, fs: FileSystem, root: str) -> None:
+        """Store the settings."""
+        self._fs = fs
+        self._root = root
+
+    def step(self, may_go_on: Callable[[], bool]) -> bool:
+        """Remove files until told to stop; say whether all of it is gone. Raises OSError if the volume refuses."""
+        tenants = self._list(f"{self._root}/{TENANTS}")
+        trees = [f"{tenant_directory(tenant)}{tree}" for tenant in ["", *tenants] for tree in (BLOCKS, QUARANTINE)]
+        for tree in [*trees, *(f"{TENANTS}/{tenant}" for tenant in tenants), TENANTS, JOURNAL]:
+            if not self._clear(f"{self._root}/{tree}", may_go_on):
+                return False
+        for name in self._list(self._root):
+            if name != TIER_FILE and not self._clear(f"{self._root}/{name}", may_go_on):
+                return False
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.unlink(f"{self._root}/{TIER_FILE}")
+        return remove_directory(self._fs, self._root)
+
+    def _clear(self, path: str, may_go_on: Callable[[], bool]) -> bool:
+        """Remove a file or a directory with all in it; say whether it is gone."""
+        try:
+            entries = self._fs.scandir(path)
+        except FileNotFoundError:
+            return True
+        except NotADirectoryError:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.unlink(path)
+            return True
+        for entry in entries:
+            if not may_go_on():
+                return False
+            if entry.is_dir(follow_symlinks=False):
+                if not self._clear(f"{path}/{entry.name}", may_go_on):
+                    return False
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.unlink(f"{path}/{entry.name}")
+        return remove_directory(self._fs, path)
+
+    def _list(self, path: str) -> list[str]:
+        try:
+            return [entry.name for entry in self._fs.scandir(path)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def remove_directory(fs: FileSystem, path: str) -> bool:
+    """Remove an empty directory; say whether it is gone: somebody may have written into it again."""
+    try:
+        fs.rmdir(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+def remove_empty_tree(fs: FileSystem, path: str) -> bool:
+    """Remove a directory that holds nothing but empty directories; say whether it is gone. No file is touched."""
+    try:
+        entries = fs.scandir(path)
+    except FileNotFoundError:
+        return True
+    is_empty = all(
+        entry.is_dir(follow_symlinks=False) and remove_empty_tree(fs, os.path.join(path, entry.name))  # noqa: PTH118
+        for entry in entries
+    )
+    return is_empty and remove_directory(fs, path)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the janitor tells of its work: one value that its thread replaces and any other may read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage
+from kvtier_connector.janitor.budget import Space
+from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.janitor.policy import Reason
+
+
+@dataclass(slots=True)
+class Tallies:
+    """What was done since the process began. Owned by the janitor's thread."""
+
+    evicted_blocks: Counter[Reason] = field(default_factory=Counter)
+    evicted_bytes: Counter[Reason] = field(default_factory=Counter)
+    spared_blocks: int = 0
+    removed_leftovers: Counter[str] = field(default_factory=Counter)
+    """By kind: partial, quarantined, journal, generation."""
+    sweeps: int = 0
+    sweep_seconds: float = 0.0
+    """Of the last decision, until all of it was carried out."""
+    last_sweep: float = 0.0
+    """When that was: seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The state of the janitor at one moment."""
+
+    usage: Usage
+    evicted_blocks: Mapping[str, int] = field(default_factory=dict)
+    evicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    spared_blocks: int = 0
+    removed_leftovers: Mapping[str, int] = field(default_factory=dict)
+    quarantined_bytes: int = 0
+    max_bytes: int = 0
+    sweeps: int = 0
+    sweep_seconds: float = 0.0
+    last_sweep: float = 0.0
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """By what was tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is needed to report besides the ledger."""
+
+    tier: str
+    is_counted: bool
+    space: Space
+    brake: str
+    quarantined: Sum
+    created: Mapping[str, int]
+    """Nanoseconds since 1970 by generation."""
+    problems: Mapping[str, str]
+    max_bytes: int
+
+
+def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
+    """Return the state as it is now."""
+    sums = ledger.sums()
+    total = ledger.total
+    by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
+    rows = ledger.rows
+    alive = rows["is_alive"]
+    oldest = int(rows["created"][alive].min()) if total.blocks else 0
+    numbers = {digest: number for number, digest in enumerate(ledger.generations)}
+    generations = []
+    for digest, created_ns in sorted(look.created.items()):
+        number = numbers.get(digest, -1)
+        mine = rows["used"][alive & (rows["generation"] == number)]
+        each = by_generation.get(number, Sum())
+        generations.append(
+            GenerationUsage(
+                digest=digest,
+                used_bytes=each.bytes,
+                blocks=each.blocks,
+                created=created_ns / 1e9,
+                last_used=float(np.max(mine)) / 1e9 if mine.size else 0.0,
+            )
+        )
+    usage = Usage(
+        tier=look.tier,
+        is_active=True,
+        is_counted=look.is_counted,
+        used_bytes=total.bytes,
+        blocks=total.blocks,
+        volume_bytes=look.space.total_bytes,
+        volume_free_bytes=look.space.free_bytes,
+        oldest=oldest / 1e9,
+        evicted_blocks=sum(count for reason, count in tallies.evicted_blocks.items() if reason is not Reason.TTL),
+        brake=look.brake,
+        quarantined=look.quarantined.blocks,
+        generations=tuple(generations),
+        tenants=tuple(
+            TenantUsage(tenant=ledger.tenants[number], used_bytes=each.bytes, blocks=each.blocks)
+            for number, each in sorted(by_tenant.items())
+        ),
+        problems=tuple(look.problems.values()),
+    )
+    return Report(
+        usage=usage,
+        evicted_blocks={reason.value: tallies.evicted_blocks[reason] for reason in Reason},
+        evicted_bytes={reason.value: tallies.evicted_bytes[reason] for reason in Reason},
+        spared_blocks=tallies.spared_blocks,
+        removed_leftovers=dict(tallies.removed_leftovers),
+        quarantined_bytes=look.quarantined.bytes,
+        max_bytes=look.max_bytes,
+        sweeps=tallies.sweeps,
+        sweep_seconds=tallies.sweep_seconds,
+        last_sweep=tallies.last_sweep,
+        problems=dict(look.problems),
+    )
+
+
+def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:
+    folded: dict[int, Sum] = {}
+    for place, each in sums.items():
+        folded[place[which]] = folded.get(place[which], Sum()).plus(each)
+    return folded

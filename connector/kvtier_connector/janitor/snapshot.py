@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the ledger over a restart: one file beside the generations, so that a new janitor need not open every block.
+
+The file is a hint like every index: it is believed only if it is whole, and the journals since then and the next walk
+correct it. It is written aside and renamed, so a crash leaves the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier_connector.janitor.ledger import ROW, Ledger
+from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem, abandon, new_token
+from kvtier_connector.store.layout import partial_path
+
+LEDGER_FILE = "janitor.ledger"
+"""Name of the file, beside the generations of the tier."""
+
+_MAGIC = b"KVTL"
+_VERSION = 1
+_HEAD = struct.Struct("<4sIQQII")
+_PIECE_BYTES = 1 << 22
+_MOST_DOCUMENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a ledger needs besides its rows to go on."""
+
+    taken_ns: int
+    """When the journals had been read up to the places."""
+    places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By generation, up to where each journal is in the ledger."""
+    walked_ns: int = 0
+    """When the last complete walk began; 0 if there was none."""
+
+
+def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) -> int:
+    """Write the ledger, with its gaps closed; return the bytes.
+
+    Raises:
+        OSError: the volume does not take it; the old file stays.
+    """
+    ledger.renumber()
+    document = json.dumps(
+        {
+            "generations": ledger.generations,
+            "tenants": ledger.tenants,
+            "epoch": ledger.epoch,
+            "taken_ns": snapshot.taken_ns,
+            "walked_ns": snapshot.walked_ns,
+            "places": {digest: dict(places) for digest, places in snapshot.places.items()},
+        }
+    ).encode()
+    rows = memoryview(ledger.rows.view(np.uint8).data)
+    checksum = zlib.crc32(rows, zlib.crc32(document))
+    head = _HEAD.pack(_MAGIC, _VERSION, len(document), ledger.rows.size, ROW.itemsize, checksum)
+    path = f"{tier_dir}/{LEDGER_FILE}"
+    partial = partial_path(path, new_token())
+    fd = -1
+    is_published = False
+    try:
+        fd = fs.open(partial, CREATE_FLAGS)
+        offset = _write(fs, fd, memoryview(head + document), 0)
+        offset = _write(fs, fd, rows, offset)
+        closing, fd = fd, -1
+        fs.close(closing)
+        fs.rename(partial, path)
+        is_published = True
+    finally:
+        if not is_published:
+            abandon(fs, fd, partial)
+    return offset
+
+
+def load(ledger: Ledger, tier_dir: Path, *, fs: FileSystem) -> Snapshot | None:
+    """Fill an empty ledger from the file; None if there is none that is whole.
+
+    Raises:
+        OSError: the volume does not give it.
+    """
+    try:
+        fd = fs.open(f"{tier_dir}/{LEDGER_FILE}", READ_FLAGS)
+    except FileNotFoundError:
+        return None
+    try:
+        return _load(ledger, fs, fd)
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+
+
+def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
+    head = _read(fs, fd, memoryview(bytearray(_HEAD.size)), 0)
+    if len(head) != _HEAD.size:
+        return None
+    magic, version, document_bytes, count, row_bytes, checksum = _HEAD.unpack(head)
+    size = _HEAD.size + document_bytes + count * row_bytes
+    is_ours = (magic, version, row_bytes) == (_MAGIC, _VERSION, ROW.itemsize)
+    if not is_ours or document_bytes > _MOST_DOCUMENT_BYTES or size != fs.fstat(fd).st_size:
+        return None
+    text = bytes(_read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size))
+    rows = np.zeros(count, ROW)
+    body = memoryview(rows.view(np.uint8).data)
+    if len(_read(fs, fd, body, _HEAD.size + document_bytes)) != len(body) or zlib.crc32(body, zlib.crc32(text)) != (
+        checksum
+    ):
+        return None
+    document: dict[str, Any] = json.loads(text)
+    ledger.restore(rows, **{name: document[name] for name in ("generations", "tenants", "epoch")})
+    return Snapshot(**{name: document[name] for name in ("taken_ns", "walked_ns", "places")})
+
+
+def _write(fs: FileSystem, fd: int, data: memoryview, offset: int) -> int:
+    done = 0
+    while done < data.nbytes:
+        done += fs.pwritev(fd, [data[done : done + _PIECE_BYTES]], offset + done)
+    return offset + done
+
+
+def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
+    done = 0
+    while done < into.nbytes and (count := fs.preadv(fd, [into[done : done + _PIECE_BYTES]], offset + done)):
+        done += count
+    return into[:done]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks one generation piece by piece: which blocks, partial files and trees of tenants it has.
+
+A piece is one of the 4096 directories below ``blocks``, of the tier or of a tenant. Names only; a file that the caller
+does not know is opened for its header, once in its life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.layout import (
+    BLOCKS,
+    TENANTS,
+    BlockKey,
+    block_path,
+    is_partial,
+    is_tenant,
+    parse_block_path,
+    tenant_directory,
+)
+
+
+class Piece(NamedTuple):
+    """One directory of directories of blocks."""
+
+    generation: str
+    """Digest: the name of the directory beside the others."""
+    path: str
+    """Relative to the generation's root."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a piece holds."""
+
+    piece: Piece
+    keys: list[BlockKey] = field(default_factory=list)
+    partials: list[str] = field(default_factory=list)
+    """Relative to the generation's root."""
+
+
+class Met(NamedTuple):
+    """A block that was opened for its header."""
+
+    key: BlockKey
+    size: int
+    mtime_ns: int
+    header: Header | None
+    """None for one that is damaged, or of another release: it takes room all the same."""
+
+
+def find_tenants(fs: FileSystem, root: str) -> list[str]:
+    """Return the tenants that have a tree under the root; raise OSError if it cannot be looked at."""
+    try:
+        entries = fs.scandir(f"{root}/{TENANTS}")
+    except FileNotFoundError:
+        return []
+    return sorted(entry.name for entry in entries if is_tenant(entry.name) and entry.is_dir(follow_symlinks=False))
+
+
+def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> list[Piece]:
+    """Return the pieces of a generation; raise OSError if it cannot be looked at."""
+    root = f"{tier_dir}/{generation}"
+    pieces = []
+    for tenant in ["", *find_tenants(fs, root)]:
+        blocks = f"{tenant_directory(tenant)}{BLOCKS}"
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = sorted(entry.name for entry in fs.scandir(f"{root}/{blocks}"))
+            pieces += [Piece(generation, f"{blocks}/{name}") for name in names if len(name) == 3]  # noqa: PLR2004
+    return pieces
+
+
+def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
+    """Return what the piece holds; raise OSError if it cannot be looked at."""
+    found = Found(piece)
+    root = f"{tier_dir}/{piece.generation}"
+    for directory in _names(fs, f"{root}/{piece.path}"):
+        if len(directory) != 2:  # noqa: PLR2004 - hex digits of the second level
+            continue
+        path = f"{piece.path}/{directory}"
+        for name in _names(fs, f"{root}/{path}"):
+            key = parse_block_path(f"{path}/{name}")
+            if key is not None:
+                found.keys.append(key)
+            elif is_partial(name):
+                found.partials.append(f"{path}/{name}")
+    return found
+
+
+def meet(fs: FileSystem, root: str, key: BlockKey) -> Met | None:
+    """Open a block for its header; None if it is gone. Raises OSError if the volume does not answer."""
+    try:
+        fd = fs.open(f"{root}/{block_path(key)}", READ_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        status = fs.fstat(fd)
+        page = memoryview(bytearray(HEADER_BYTES))
+        header = decode_header(page[: read_page(fs, fd, page)])
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+    is_sound = isinstance(header, Header) and header.key == key
+    return Met(key, status.st_size, status.st_mtime_ns, header if is_sound and isinstance(header, Header) else None)
+
+
+def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]) -> list[Met]:
+    """Do as `meet` does for many, several at once."""
+    return [met for met in pool.map(lambda key: meet(fs, root, key), keys) if met is not None]
+
+
+def _names(fs: FileSystem, path: str) -> list[str]:
+    try:
+        return [entry.name for entry in fs.scandir(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The janitor against real files: what goes, what stays, and what engines learn of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+from tier_dir import BLOCK_BYTES, Rig, key
+
+from kvtier_connector.janitor.pins import write_pins
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.live import BrakeFile
+from kvtier_connector.store.mode import Mode
+
+DAY = 86_400.0
+
+
+def test_what_engines_stored_is_counted_from_their_journals(rig: Rig) -> None:
+    rig.engine().put(*range(5))
+    rig.engine().put(*range(5, 8))
+    usage = rig.sweep(rig.keeper())
+    assert (usage.blocks, usage.used_bytes, usage.is_counted, usage.is_active) == (8, 8 * BLOCK_BYTES, True, True)
+    assert usage.problems == ()
+
+
+def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_prefix(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    shutil.rmtree(engine.root / "journal")
+    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)
+    assert rig.sweep(keeper).blocks == 6
+    assert engine.there(range(10)) == list(range(6))
+
+
+def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    engine.use(0)
+    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
+    usage = rig.sweep(keeper)
+    assert engine.there(range(10)) == [0, 4, 5, 6, 7, 8, 9]
+    assert (usage.used_bytes, usage.evicted_blocks) == (7 * BLOCK_BYTES, 3)
+    assert engine.check() == []
+
+
+def test_engines_learn_what_was_removed(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES))
+    engine.store.synchronize()
+    states = [engine.store.state(key(number)) for number in range(10)]
+    assert [state is Presence.PRESENT for state in states] == [engine.has(number) for number in range(10)]
+    assert not all(engine.has(number) for number in range(10))
+
+
+def test_a_use_of_the_last_block_keeps_the_whole_prefix(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(5))
+    engine.put_chain(*range(5, 10))
+    engine.use(4)
+    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
+    assert engine.there(range(10)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(5))
+    engine.put_chain(*range(5, 10))
+    write_pins(rig.dir, {"system": key(2).hash})
+    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4))
+    assert engine.there(range(10)) == [0, 1, 2, 5]
+
+
+def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    usage = rig.sweep(rig.keeper(max_bytes=5 * BLOCK_BYTES))
+    assert len(engine.there(range(10))) == 10
+    assert "kvtier unpin" in usage.problems[0]
+
+
+def test_what_outlived_its_time_goes_though_it_is_read(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1, 2)
+    rig.clock.move(DAY)
+    engine.put(3)
+    engine.use(1)
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert engine.there(range(4)) == [3]
+
+
+def test_a_quota_holds_for_its_tenant(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10), tenant="alice")
+    engine.put(*range(10), tenant="bob")
+    usage = rig.sweep(rig.keeper(quotas={"alice": 4 * BLOCK_BYTES}, low_watermark=0.5))
+    assert {tenant.tenant: tenant.blocks for tenant in usage.tenants} == {"alice": 2, "bob": 10}
+    assert engine.there(range(10), "alice") == [8, 9]
+
+
+def test_tenants_without_a_quota_of_their_own_have_the_default(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10), tenant="alice")
+    engine.put(*range(20, 30))
+    usage = rig.sweep(rig.keeper(default_quota_bytes=4 * BLOCK_BYTES, low_watermark=0.5))
+    assert {tenant.tenant: tenant.blocks for tenant in usage.tenants} == {"": 10, "alice": 2}
+
+
+def test_older_generations_go_before_the_current_one(rig: Rig) -> None:
+    old, new = rig.engine("bb"), rig.engine("aa")
+    new.put(*range(5))
+    old.put(*range(5))
+    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6))
+    assert (len(old.there(range(5))), len(new.there(range(5)))) == (1, 5)
+
+
+def test_a_generation_beyond_those_to_keep_is_removed_when_nobody_uses_it(rig: Rig) -> None:
+    oldest, older, current = rig.engine("cc"), rig.engine("bb"), rig.engine("aa")
+    for engine, age in ((oldest, 3 * DAY), (older, 2 * DAY), (current, 0.0)):
+        engine.put(*range(3))
+        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
+            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    usage = rig.sweep(rig.keeper(keep_previous=1))
+    assert not oldest.root.exists()
+    assert older.root.exists()
+    assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
+    assert usage.blocks == 6
+
+
+def test_a_generation_in_use_is_not_removed(rig: Rig) -> None:
+    used = rig.engine("bb")
+    rig.engine("aa")
+    used.put(1)
+    rig.sweep(rig.keeper(keep_previous=0))
+    assert used.has(1)
+
+
+def test_a_generation_with_somebody_elses_file_in_it_is_not_removed_but_stated(rig: Rig) -> None:
+    old = rig.engine("bb")
+    rig.engine("aa")
+    (old.root / "notes.txt").write_text("mine")
+    rig.clock.move(DAY)
+    usage = rig.sweep(rig.keeper(keep_previous=0))
+    assert (old.root / "notes.txt").exists()
+    assert "notes.txt" in usage.problems[0]
+
+
+def test_the_current_generation_is_never_removed(rig: Rig) -> None:
+    engine = rig.engine("aa")
+    engine.put(1)
+    rig.clock.move(30 * DAY)
+    rig.sweep(rig.keeper(keep_previous=0))
+    assert engine.has(1)
+
+
+def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    shutil.rmtree(engine.root / "blocks/040")
+    second = rig.keeper()
+    second.step()
+    assert second.report is not None
+    assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
+
+
+def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
+    rig.engine().put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    ledger = rig.dir / "janitor.ledger"
+    content = bytearray(ledger.read_bytes())
+    content[-7] ^= 1
+    ledger.write_bytes(content)
+    assert rig.sweep(rig.keeper()).blocks == 5
+
+
+def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    keeper = rig.keeper(verify_seconds=100.0)
+    rig.sweep(keeper)
+    shutil.rmtree(engine.root / "blocks")
+    (engine.root / "blocks").mkdir()
+    for _ in range(50):
+        rig.clock.move(10)
+        keeper.step()
+    assert keeper.report is not None
+    assert keeper.report.usage.blocks == 0
+
+
+def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    block = engine.root / "blocks/010/00"
+    old, young = block / f"a.{'0' * 32}.partial", block / f"b.{'0' * 32}.partial"
+    quarantined = engine.root / "quarantine" / "x"
+    journal = engine.root / "journal" / f"{'1' * 32}.00000000.kvj"
+    quarantined.parent.mkdir()
+    for path in (old, young, quarantined, journal):
+        path.write_bytes(b"123")
+        os.utime(path, ns=(rig.clock.ns, rig.clock.ns - (0 if path is young else int(30 * DAY * 1e9))))
+    keeper = rig.keeper()
+    rig.sweep(keeper)
+    assert [path.exists() for path in (old, young, quarantined, journal)] == [False, True, False, False]
+    assert keeper.report is not None
+    assert keeper.report.removed_leftovers["partial"] == 1
+
+
+def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    quarantine = engine.root / "quarantine"
+    quarantine.mkdir()
+    (quarantine / "x").write_bytes(b"123")
+    keeper = rig.keeper()
+    rig.sweep(keeper)
+    assert rig.sweep(keeper).quarantined == 1
+    assert (quarantine / "x").exists()
+
+
+def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1, tenant="alice")
+    (engine.root / "tenants/alice/blocks/010/00" / f"{key(1).hash.hex()}_g0.kvb").unlink()
+    shutil.rmtree(engine.root / "journal")
+    rig.clock.move(DAY)
+    rig.sweep(rig.keeper())
+    assert not (engine.root / "tenants/alice").exists()
+
+
+def test_engines_are_braked_above_the_budget_and_let_go_below_the_high_mark(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=9 * BLOCK_BYTES)
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    usage = rig.sweep(keeper)
+    assert brake.refresh() is Mode.READ_ONLY
+    assert "max_bytes" in usage.brake
+    write_pins(rig.dir, {})
+    rig.sweep(keeper)
+    assert rig.sweep(keeper).brake == ""
+    assert brake.refresh() is Mode.READ_WRITE
+
+
+def test_a_brake_of_a_janitor_that_died_ends_by_itself(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    rig.sweep(rig.keeper(max_bytes=5 * BLOCK_BYTES))
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    assert brake.refresh() is Mode.READ_ONLY
+    rig.clock.move(600)
+    assert brake.mode is Mode.READ_WRITE
+
+
+def test_a_new_volume_is_no_problem(rig: Rig) -> None:
+    usage = rig.sweep(rig.keeper(max_bytes=100))
+    assert (usage.blocks, usage.problems) == (0, ())
+    assert (rig.dir / "brake.json").exists()
+
+
+def test_other_settings_hold_from_the_next_step(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    keeper = rig.keeper()
+    assert rig.sweep(keeper).blocks == 10
+    keeper.configure(replace(keeper.config, max_bytes=4 * BLOCK_BYTES))
+    assert rig.sweep(keeper).blocks == 3

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger agrees with a plain dict of blocks, whatever engines tell, in whatever order."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.layout import BlockKey, Lineage
+from kvtier_connector.store.records import Op, Record
+
+
+def key(number: int, tenant: str = "", group: int = 0) -> BlockKey:
+    return BlockKey(number.to_bytes(4, "little") * 8, group, tenant)
+
+
+def stored(number: int, time_ns: int, *, tenant: str = "", parent: int | None = None, position: int = 0) -> Record:
+    lineage = Lineage(key(parent).hash if parent is not None else b"", position)
+    return Record(Op.STORED, key(number, tenant), 100, time_ns, lineage)
+
+
+news = st.lists(
+    st.tuples(st.sampled_from(list(Op)), st.integers(0, 9), st.sampled_from(["", "alice"]), st.integers(0, 1)),
+    max_size=60,
+)
+
+
+@given(news)
+@settings(max_examples=100, deadline=None)
+def test_what_was_told_is_what_is_counted(told: list[tuple[Op, int, str, int]]) -> None:
+    ledger, model = Ledger(), set()
+    generations = [ledger.generation("aa"), ledger.generation("bb")]
+    for time_ns, (op, number, tenant, which) in enumerate(told, start=1):
+        place = (generations[which], key(number, tenant))
+        doubtful = ledger.apply(generations[which], [Record(op, key(number, tenant), 100, time_ns)])
+        if op is Op.STORED:
+            model.add(place)
+        elif op is Op.GONE:
+            model.discard(place)
+        else:
+            assert bool(doubtful) == (place not in model)
+        if time_ns % 7 == 0:
+            ledger.renumber()
+    assert ledger.total == Sum(len(model), len(model) * (HEADER_BYTES + 100))
+    for generation in generations:
+        for number in range(10):
+            for tenant in ("", "alice"):
+                row = ledger.find(generation, key(number, tenant))
+                assert (row >= 0) == ((generation, key(number, tenant)) in model)
+                assert row < 0 or ledger.key(row) == key(number, tenant)
+
+
+def test_many_blocks_are_all_found_again() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    count = 70_000
+    ledger.apply(generation, (stored(number, number + 1) for number in range(count)))
+    assert ledger.total.blocks == count
+    assert all(ledger.key(ledger.find(generation, key(number))) == key(number) for number in range(0, count, 997))
+
+
+def test_older_news_do_not_bring_a_removed_block_back() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    ledger.apply(generation, [stored(1, 10)])
+    ledger.forget([ledger.find(generation, key(1))], gone_ns=20)
+    assert ledger.apply(generation, [Record(Op.USED, key(1), 100, 15)]) == []
+    ledger.apply(generation, [stored(1, 19)])
+    assert ledger.total.blocks == 0
+    ledger.apply(generation, [stored(1, 21)])
+    assert ledger.total.blocks == 1
+
+
+def test_a_walk_forgets_what_it_did_not_find_and_keeps_what_was_stored_meanwhile() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    ledger.apply(generation, [stored(1, 10), stored(2, 10)])
+    ledger.begin_walk()
+    ledger.see(ledger.find(generation, key(1)))
+    ledger.apply(generation, [stored(3, 30)])
+    assert ledger.end_walk(began_ns=20) == 1
+    assert [ledger.find(generation, key(number)) >= 0 for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_a_generation_is_dropped_whole() -> None:
+    ledger = Ledger()
+    one, two = ledger.generation("aa"), ledger.generation("bb")
+    ledger.apply(one, [stored(1, 10), stored(2, 10)])
+    ledger.apply(two, [stored(1, 10)])
+    ledger.drop_generation(one)
+    assert ledger.total.blocks == 1
+    assert ledger.find(two, key(1)) >= 0
+
+
+def test_who_used_or_continued_a_block_since_is_remembered() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    ledger.apply(generation, [stored(1, 10)])
+    ledger.touched.clear()
+    ledger.apply(generation, [stored(2, 11, parent=1, position=1), Record(Op.USED, key(1), 100, 12)])
+    assert ledger.touched == [ledger.find(generation, key(2)), ledger.find(generation, key(1))]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the policy never does, whatever the blocks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_connector.janitor.policy import Blocks, Choice, Limits, Reason, choose, link, spread
+
+
+@dataclass
+class Tree:
+    """Prefixes as people think of them: each block names the one before it by its number, -1 for none."""
+
+    parents: list[int]
+    used: list[int]
+    created: list[int]
+    size: list[int]
+    tenant: list[int]
+    age: list[int]
+    pinned: list[bool]
+
+    def blocks(self) -> Blocks:
+        positions: list[int] = []
+        for parent in self.parents:
+            positions.append(0 if parent < 0 else positions[parent] + 1)
+        return Blocks(
+            name=np.arange(1, len(self.parents) + 1, dtype=np.uint64),
+            parent=np.array([parent + 1 for parent in self.parents], np.uint64),
+            position=np.array(positions, np.int64),
+            size=np.array(self.size, np.int64),
+            created=np.array(self.created, np.int64),
+            used=np.array(self.used, np.int64),
+            tenant=np.array(self.tenant, np.int64),
+            age=np.array(self.age, np.int64),
+            is_pinned=np.array(self.pinned, np.bool_),
+        )
+
+    def before(self, row: int) -> list[int]:
+        found = []
+        while (row := self.parents[row]) >= 0:
+            found.append(row)
+        return found
+
+    def continued_by(self, row: int) -> list[int]:
+        return [other for other in range(len(self.parents)) if row in self.before(other)]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    count = draw(st.integers(1, 25))
+    parents = [draw(st.integers(-1, row - 1)) for row in range(count)]
+    tenant: list[int] = []
+    age: list[int] = []
+    for parent in parents:
+        # A prefix lies in one tree of one tenant in one generation.
+        tenant.append(draw(st.integers(0, 2)) if parent < 0 else tenant[parent])
+        age.append(draw(st.integers(0, 2)) if parent < 0 else age[parent])
+    numbers = st.lists(st.integers(0, 100), min_size=count, max_size=count)
+    sizes = st.lists(st.integers(1, 20), min_size=count, max_size=count)
+    pinned = [draw(st.integers(0, 9)) == 0 for _ in range(count)]
+    return Tree(parents, draw(numbers), draw(numbers), draw(sizes), tenant, age, pinned)
+
+
+limits = st.builds(
+    lambda high, low, other, free, floor, quota: Limits(
+        high_bytes=high,
+        low_bytes=min(low, high),
+        other_bytes=other,
+        wanted_free_bytes=free,
+        floor_bytes=floor,
+        quotas={} if quota is None else {1: (quota, quota // 2)},
+    ),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(0, 30),
+    st.integers(0, 200),
+    st.integers(0, 300),
+    st.none() | st.integers(1, 100),
+)
+
+
+def taken(choice: Choice, *reasons: Reason) -> set[int]:
+    return {int(row) for index, row in enumerate(choice.rows) if not reasons or choice.reason(index) in reasons}
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_no_block_that_stays_has_lost_one_before_it(tree: Tree, limits: Limits) -> None:
+    gone = taken(choose(tree.blocks(), limits))
+    for row in range(len(tree.parents)):
+        if row not in gone:
+            assert not gone & set(tree.before(row))
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_at_any_moment_of_the_removal_there_is_no_hole(tree: Tree, limits: Limits) -> None:
+    gone: set[int] = set()
+    for row in choose(tree.blocks(), limits).rows.tolist():
+        assert set(tree.continued_by(row)) <= gone
+        gone.add(row)
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_a_pinned_block_and_all_before_it_stay(tree: Tree, limits: Limits) -> None:
+    gone = taken(choose(tree.blocks(), limits))
+    for row, is_pinned in enumerate(tree.pinned):
+        if is_pinned:
+            assert not gone & {row, *tree.before(row)}
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_what_is_over_the_budget_is_brought_down_to_the_low_mark_unless_pins_hold_it(
+    tree: Tree, limits: Limits
+) -> None:
+    choice = choose(tree.blocks(), limits)
+    gone = taken(choice)
+    left = sum(size for row, size in enumerate(tree.size) if row not in gone) + limits.other_bytes
+    if limits.high_bytes and left > limits.high_bytes:
+        held = {row for pin, is_pinned in enumerate(tree.pinned) if is_pinned for row in (pin, *tree.before(pin))}
+        assert choice.missing_bytes > 0
+        assert set(range(len(tree.parents))) - gone <= held
+    if taken(choice, Reason.BUDGET) and not choice.missing_bytes:
+        assert left <= limits.low_bytes
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_nothing_more_goes_than_what_is_needed(tree: Tree, limits: Limits) -> None:
+    choice = choose(tree.blocks(), limits)
+    if not limits.quotas and not limits.wanted_free_bytes:
+        total = sum(tree.size) + limits.other_bytes
+        assert bool(choice.rows.size) <= (limits.high_bytes > 0 and total > limits.high_bytes)
+        if choice.rows.size:
+            freed = [tree.size[row] for row in choice.rows.tolist()]
+            assert sum(freed) - freed[-1] < total - limits.low_bytes
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_the_volume_never_takes_the_blocks_below_the_floor(tree: Tree, limits: Limits) -> None:
+    choice = choose(tree.blocks(), limits)
+    for_volume = taken(choice, Reason.VOLUME)
+    left = sum(size for row, size in enumerate(tree.size) if row not in taken(choice))
+    assert not for_volume or left >= limits.floor_bytes
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_a_quota_touches_its_tenant_only(tree: Tree, limits: Limits) -> None:
+    choice = choose(tree.blocks(), limits)
+    assert {tree.tenant[row] for row in taken(choice, Reason.QUOTA)} <= {1}
+
+
+@given(trees(), limits)
+@settings(max_examples=60, deadline=None)
+def test_an_older_generation_goes_before_a_younger_one(tree: Tree, limits: Limits) -> None:
+    choice = choose(tree.blocks(), limits)
+    gone = taken(choice)
+    held = {row for pin, is_pinned in enumerate(tree.pinned) if is_pinned for row in (pin, *tree.before(pin))}
+    for victim in taken(choice, Reason.BUDGET, Reason.VOLUME):
+        older = {row for row in range(len(tree.parents)) if tree.age[row] > tree.age[victim]}
+        assert older - held <= gone
+
+
+@given(trees(), st.integers(0, 100))
+@settings(max_examples=40, deadline=None)
+def test_what_has_outlived_its_time_goes_pinned_or_used_or_not(tree: Tree, before: int) -> None:
+    choice = choose(tree.blocks(), Limits(expire_before=before))
+    assert taken(choice) == {row for row, created in enumerate(tree.created) if created < before}
+
+
+@given(trees())
+@settings(max_examples=40, deadline=None)
+def test_a_prefix_is_as_young_as_the_youngest_that_continues_it(tree: Tree) -> None:
+    blocks = tree.blocks()
+    spread_used = spread(blocks.used, link(blocks.name, blocks.parent, blocks.position), blocks.position)
+    for row in range(len(tree.parents)):
+        assert spread_used[row] == max(tree.used[other] for other in (row, *tree.continued_by(row)))
+
+
+def test_links_in_a_circle_are_no_links() -> None:
+    name = np.array([1, 2], np.uint64)
+    assert link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    tree = Tree([-1, -1, -1], [30, 10, 20], [0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [False] * 3)
+    assert choose(tree.blocks(), Limits(high_bytes=2, low_bytes=1)).rows.tolist() == [1, 2]
+
+
+def test_no_block_at_all_is_no_problem() -> None:
+    tree = Tree([], [], [], [], [], [], [])
+    assert choose(tree.blocks(), Limits(high_bytes=1, expire_before=5)).rows.size == 0

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier on a directory, engines that fill it, and a janitor with clocks that the test moves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvtier_connector.contract_janitor import JanitorConfig
+from kvtier_connector.contract_usage import Usage
+from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.store.check import check
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
+from kvtier_connector.store.shared import SharedStore
+
+PAYLOAD_BYTES = 4096
+BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
+
+
+def key(number: int, tenant: str = "") -> BlockKey:
+    return BlockKey(number.to_bytes(4, "little") + bytes(range(28)), 0, tenant)
+
+
+def payload(number: int) -> memoryview:
+    return memoryview(number.to_bytes(4, "little") * (PAYLOAD_BYTES // 4))
+
+
+@dataclass
+class Clock:
+    """Both clocks of a process; they stand still unless they are moved."""
+
+    ns: int = field(default_factory=time.time_ns)
+    seconds: float = 1000.0
+
+    def move(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+        self.seconds += seconds
+
+
+class Engine:
+    """One engine of one generation, as far as the volume sees it."""
+
+    def __init__(self, tier_dir: Path, digest: str, clock: Clock) -> None:
+        self.root = tier_dir / digest
+        claim(self.root, {"model": "test"}, digest)
+        self.clock = clock
+        self.store = SharedStore(self.root, direct=False, clock=lambda: clock.ns, now=lambda: clock.seconds)
+        self.store.synchronize()
+
+    def put(self, *numbers: int, tenant: str = "", lineage: Lineage = NO_LINEAGE) -> None:
+        for number in numbers:
+            self.clock.move(0.001)
+            self.store.put(key(number, tenant), payload(number), lineage)
+        self.store.synchronize()
+
+    def put_chain(self, *numbers: int, tenant: str = "") -> None:
+        """Store a prefix: each block continues the one before it."""
+        parent = b""
+        for position, number in enumerate(numbers):
+            self.put(number, tenant=tenant, lineage=Lineage(parent, position))
+            parent = key(number).hash
+
+    def use(self, number: int, tenant: str = "") -> None:
+        # Another process: the one that stored it does not note a use soon afterwards.
+        other = SharedStore(self.root, direct=False, clock=lambda: self.clock.ns, now=lambda: self.clock.seconds)
+        self.clock.move(0.001)
+        other.note_used(key(number, tenant), PAYLOAD_BYTES)
+        other.synchronize()
+
+    def has(self, number: int, tenant: str = "") -> bool:
+        return (self.root / block_path(key(number, tenant))).exists()
+
+    def there(self, numbers: range, tenant: str = "") -> list[int]:
+        return [number for number in numbers if self.has(number, tenant)]
+
+    def check(self) -> list[Any]:
+        return check(self.root)
+
+
+class Rig:
+    """A tier with a janitor."""
+
+    def __init__(self, base: Path) -> None:
+        self.dir = base / "ns.llama"
+        self.clock = Clock()
+        self.config = JanitorConfig(
+            tier="ns/llama", tier_dir=str(self.dir), current="aa", sweep_seconds=10, http_port=0, threads=2
+        )
+
+    def engine(self, digest: str = "aa") -> Engine:
+        return Engine(self.dir, digest, self.clock)
+
+    def keeper(self, fs: FileSystem | None = None, **changes: Any) -> Keeper:
+        keeper = Keeper(
+            replace(self.config, **changes),
+            fs=fs or FileSystem(),
+            clock=lambda: self.clock.ns,
+            now=lambda: self.clock.seconds,
+        )
+        keeper.open()
+        return keeper
+
+    def sweep(self, keeper: Keeper) -> Usage:
+        """Let the janitor do all that is to be done now."""
+        for _ in range(1000):
+            self.clock.move(keeper.config.sweep_seconds if keeper.is_idle else 0.0)
+            if keeper.step() > 0 and keeper.is_idle:
+                break
+        assert keeper.report is not None
+        return keeper.report.usage
