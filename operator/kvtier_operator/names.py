@@ -84,6 +84,8 @@ class ObjectKey:
 
 
 RBAC: Final = "rbac.authorization.k8s.io/v1"
+COORDINATION: Final = "coordination.k8s.io/v1"
+LEASE_KIND: Final = "Lease"
 CLAIM_KIND: Final = "PersistentVolumeClaim"
 
 
@@ -123,6 +125,7 @@ def children(tier: TierRef) -> tuple[ObjectKey, ...]:
         ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=engine(tier)),
         engine_key(tier),
         ObjectKey(api_version="v1", kind="ConfigMap", name=janitor(tier)),
+        ObjectKey(api_version=COORDINATION, kind=LEASE_KIND, name=janitor(tier)),
         ObjectKey(api_version="v1", kind="ServiceAccount", name=janitor(tier)),
         ObjectKey(api_version=RBAC, kind="Role", name=janitor(tier)),
         ObjectKey(api_version=RBAC, kind="RoleBinding", name=janitor(tier)),

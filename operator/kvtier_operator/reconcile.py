@@ -131,6 +131,8 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
         for manifest in rendered:
             key = names.key_of(manifest)
             live = snapshot.live.get(key)
+            if live is not None and key.kind == names.LEASE_KIND:
+                continue  # its holder renews it all the time, and there is nothing of ours in it
             try:
                 applied = cluster.apply(manifest, over=None if live is None else live.uid)
             except (ClusterForbidden, ClusterRejected) as error:

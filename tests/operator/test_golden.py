@@ -108,7 +108,9 @@ def test_the_janitor_may_touch_its_lease_and_nothing_else(case: str) -> None:
     binding = next(each for each in rendered(case) if each["kind"] == "RoleBinding")
     pod = deployment(case, "janitor")["spec"]["template"]["spec"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {"leases"}
-    assert [verb for rule in role["rules"] if "resourceNames" not in rule for verb in rule["verbs"]] == ["create"]
+    assert {name for rule in role["rules"] for name in rule["resourceNames"]} == {
+        each["metadata"]["name"] for each in rendered(case) if each["kind"] == "Lease"
+    }
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
     manifests = yaml.safe_load_all(OPERATOR.read_text())

@@ -25,6 +25,7 @@ CHILDREN = (
     (APPS, "deployments", "llama-engine"),
     (CORE, "configmaps", "llama-janitor"),
     (CORE, "serviceaccounts", "llama-janitor"),
+    ("/apis/coordination.k8s.io/v1", "leases", "llama-janitor"),
     (RBAC, "roles", "llama-janitor"),
     (RBAC, "rolebindings", "llama-janitor"),
     (CORE, "services", "llama-janitor"),

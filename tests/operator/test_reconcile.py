@@ -16,6 +16,7 @@ from tiers import (
     JANITOR,
     JANITOR_CONFIG,
     JANITOR_SERVICE,
+    LEASE,
     NAMESPACE,
     NOON,
     SERVICE,
@@ -50,6 +51,7 @@ CHILDREN = {
     JANITOR_CONFIG,
     JANITOR_SERVICE,
     ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-janitor"),
+    LEASE,
     ObjectKey(api_version=names.RBAC, kind="Role", name="llama-janitor"),
     ObjectKey(api_version=names.RBAC, kind="RoleBinding", name="llama-janitor"),
 }
@@ -91,7 +93,7 @@ def test_a_second_pass_writes_nothing() -> None:
     version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
     outcome = run(cluster)
     assert outcome.written == ()
-    assert [verb for verb, _ in cluster.writes()] == ["apply"] * len(CHILDREN)
+    assert [verb for verb, _ in cluster.writes()] == ["apply"] * (len(CHILDREN) - 1)
     assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
     assert len(cluster.events) == 1
 
@@ -148,6 +150,16 @@ def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
     assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
     assert {key.name for key in gone} == {"llama-janitor"}
     assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
+
+
+def test_the_lease_is_left_to_its_holder() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(LEASE, {"spec": {"holderIdentity": "llama-janitor-0_1"}})
+    assert run(cluster).written == ()
+    assert cluster.look(LEASE)["spec"] == {"holderIdentity": "llama-janitor-0_1"}
+    cluster.remove(LEASE)
+    assert run(cluster).written == (LEASE,)
 
 
 def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
@@ -371,7 +383,7 @@ def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
     assert cluster.existing() == {TIER_KEY}
 
 
-@pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM}), ids=str)
+@pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM, LEASE}), ids=str)
 def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
     cluster = FakeCluster(tier())
     run(cluster)

@@ -21,6 +21,7 @@ def janitor(plan: TierPlan) -> tuple[Manifest, ...]:
         return ()
     return (
         _config(plan, plan.janitor),
+        _lease(plan),
         _service_account(plan),
         _role(plan),
         _role_binding(plan),
@@ -42,6 +43,11 @@ def _config(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
     }
 
 
+def _lease(plan: TierPlan) -> Manifest:
+    """Return the Lease as it is made: whoever holds it writes the rest."""
+    return {"apiVersion": names.COORDINATION, "kind": names.LEASE_KIND, "metadata": _metadata(plan)}
+
+
 def _service_account(plan: TierPlan) -> Manifest:
     return {
         "apiVersion": "v1",
@@ -53,15 +59,18 @@ def _service_account(plan: TierPlan) -> Manifest:
 
 
 def _role(plan: TierPlan) -> Manifest:
-    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
     return {
         "apiVersion": names.RBAC,
         "kind": "Role",
         "metadata": _metadata(plan),
+        # No right to create one: a rule cannot name what does not exist yet, so the operator makes it.
         "rules": [
-            {**leases, "resourceNames": [names.janitor(plan.tier)], "verbs": ["get", "update"]},
-            # The name of what does not exist yet cannot be part of a rule.
-            {**leases, "verbs": ["create"]},
+            {
+                "apiGroups": ["coordination.k8s.io"],
+                "resources": ["leases"],
+                "resourceNames": [names.janitor(plan.tier)],
+                "verbs": ["get", "update"],
+            }
         ],
     }
 
@@ -143,7 +152,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "name": names.JANITOR_CONTAINER,
         "image": janitor_plan.image,
         "command": ["python3", "-m", "kvtier_connector.janitor"],
-        "args": ["--config", config_file],
+        "args": ["--config", config_file, "--host=0.0.0.0"],
         "ports": [{"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"}],
         "resources": {
             "requests": {"cpu": resources.cpu, "memory": resources.memory, "ephemeral-storage": "16Mi"},

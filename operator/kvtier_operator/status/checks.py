@@ -167,9 +167,9 @@ def keys_are_mounted(look: Look) -> Problem | None:
     if encryption is None:
         return None
     for pod in _alive(look.snapshot):
-        first = pod.containers[0] if pod.containers else None
         # The kubelet says no more than this while a volume cannot be mounted, and we may not look at Secrets.
-        if first is not None and first.waiting_reason in {"ContainerCreating", "PodInitializing"}:
+        waits = [container.waiting_reason for container in pod.containers]
+        if "ContainerCreating" in waits or waits[:1] == ["PodInitializing"]:
             return Problem(
                 reason=Reason.VOLUMES_AWAITED,
                 message=f"pod {pod.name} waits for its volumes and images: if it stays so, see that Secret "
