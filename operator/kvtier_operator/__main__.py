@@ -17,7 +17,7 @@ import yaml
 from kvtier_operator import __version__, manifests, names
 from kvtier_operator import settings as settings_module
 from kvtier_operator.errors import OperatorError, SpecInvalid
-from kvtier_operator.plan import Images, make_unchecked_plan
+from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.settings import Settings
 from kvtier_operator.spec import parse
 
@@ -87,11 +87,15 @@ def _render(settings: Settings, file: str) -> int:
         bodies = [body for body in yaml.safe_load_all(text) if body is not None]
     except yaml.YAMLError as error:
         raise SpecInvalid(file, f"is not YAML: {error}") from error
-    images = Images(connector=settings.connector_image, janitor=settings.janitor_image)
     rendered: list[names.Manifest] = []
     for body in bodies:
         _expect_tier(body, file)
-        plan = make_unchecked_plan(parse(body), names.tier_ref(body), images=images)
+        plan = make_unchecked_plan(
+            parse(body),
+            names.tier_ref(body),
+            connector_image=settings.connector_image,
+            janitor_image=settings.janitor_image,
+        )
         rendered += manifests.render(plan)
     if not rendered:
         raise SpecInvalid(file, f"holds no {names.KIND}")

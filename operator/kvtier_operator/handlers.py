@@ -19,13 +19,14 @@ from typing import Any, Final
 import kopf
 
 from kvtier_operator import names
+from kvtier_operator.claim_users import ClaimUsers
 from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
-from kvtier_operator.plan import Images
 from kvtier_operator.probes import Probes
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
@@ -47,7 +48,6 @@ DEAF_SECONDS: Final = 300.0
 
 _WATCHED: Final = (
     ("", "v1", "configmaps"),
-    ("", "v1", "persistentvolumeclaims"),
     ("", "v1", "pods"),
     ("", "v1", "serviceaccounts"),
     ("", "v1", "services"),
@@ -57,6 +57,9 @@ _WATCHED: Final = (
     ("rbac.authorization.k8s.io", "v1", "roles"),
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
+
+_CLAIMS: Final = ("", "v1", "persistentvolumeclaims")
+"""Watched without a selector: a tier may use a claim that carries no label of ours."""
 
 _WATCHED_KINDS: Final = frozenset(
     {
@@ -98,8 +101,10 @@ class Operator:
         self._stop_flag: threading.Event | None = None
         self._metrics = metrics
         self._login = login
-        self._images = Images(connector=settings.connector_image, janitor=settings.janitor_image)
         self._clock = clock
+        self._claim_users = ClaimUsers()
+        # A Role in a few namespaces gives no right to look at nodes.
+        self._inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
         self._queue: WorkQueue[TierName] = WorkQueue(
             self._pass,
             workers=settings.workers,
@@ -134,6 +139,7 @@ class Operator:
         kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)(self._on_tier)
         for group, version, plural in _WATCHED:
             kopf.on.event(group, version, plural, registry=registry)(self._on_child)
+        kopf.on.event(*_CLAIMS, registry=registry)(self._on_claim)
         return registry
 
     def _on_login(self, **_: Any) -> kopf.ConnectionInfo:
@@ -193,6 +199,14 @@ class Operator:
         if tier is not None:
             self._queue.add(TierName(namespace=namespace or "", name=tier))
 
+    async def _on_claim(
+        self, namespace: str | None, name: str, labels: Mapping[str, str], body: Mapping[str, Any], **details: Any
+    ) -> None:
+        if names.LABEL_TIER in labels:  # of the claims that are not ours, nothing is remembered
+            await self._on_child(namespace, labels, body, **details)
+        for tier in self._claim_users.users(namespace or "", name):
+            self._queue.add(tier)
+
     def _pass(self, key: TierName, attempt: int) -> Done:
         """Do one pass; the one place where an outcome becomes what the queue does next."""
         try:
@@ -216,11 +230,14 @@ class Operator:
         outcome = reconcile(
             self._cluster,
             key,
-            images=self._images,
+            connector_image=self._settings.connector_image,
+            janitor_image=self._settings.janitor_image,
             clock=self._clock,
+            inventory=self._inventory,
             attempt=attempt,
             probes=self._probes,
         )
+        self._claim_users.note(key, outcome.existing_claim)
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))

@@ -25,7 +25,14 @@ FIELD_MANAGER: Final = "kvtier-operator"
 LABEL_TIER: Final = f"{GROUP}/tier"
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+ANNOTATION_DECISIONS: Final = f"{GROUP}/decisions"
 ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
+ANNOTATION_RENDERED: Final = f"{GROUP}/rendered"
+"""On the Deployment: what its pods were made from, so that another operator version leaves them alone."""
+ANNOTATION_RESTART: Final = f"{GROUP}/restart"
+"""On the resource, for people: any new value rolls the engines once. On the pods: the value they were made for."""
+ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
+"""On the resource, for people: ``true`` is the same as ``spec.paused``."""
 
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
@@ -86,6 +93,9 @@ class ObjectKey:
 RBAC: Final = "rbac.authorization.k8s.io/v1"
 COORDINATION: Final = "coordination.k8s.io/v1"
 LEASE_KIND: Final = "Lease"
+MODEL_CACHE: Final = f"{SCRATCH_MOUNT}/hf"
+"""Where engines keep what they download; a volume of the user's mounted there outlives the pod."""
+
 CLAIM_KIND: Final = "PersistentVolumeClaim"
 
 

@@ -17,11 +17,15 @@ from kvtier_operator import manifests, names, status
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
 from kvtier_operator.gather import gather
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.plan import Images, Refusal, TierPlan, make_generation, make_plan, sizing_of
+from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.plan.janitor import JANITOR_IMAGE
 from kvtier_operator.probes import Probes
-from kvtier_operator.snapshot import Snapshot
-from kvtier_operator.spec import parse
+from kvtier_operator.snapshot import Live, Nodes, Snapshot
+from kvtier_operator.spec import TierSpec, parse
+from kvtier_operator.spec.annotations import read_annotations
 
 Clock = Callable[[], datetime]
 
@@ -39,26 +43,32 @@ class Outcome:
     """Objects that the pass created, changed or deleted."""
     failure: ClusterError | None = None
     """Why the pass is to be repeated soon."""
+    existing_claim: str | None = None
+    """The claim of the user's own that the tier names."""
 
 
-def reconcile(  # noqa: PLR0913  a pass is given everything that it uses
+def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     cluster: Cluster,
     tier: TierName,
     *,
-    images: Images,
+    connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
     clock: Clock,
-    attempt: int = 1,
+    inventory: Inventory | None = None,
     probes: Probes[TierName] | None = None,
+    attempt: int = 1,
 ) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
         cluster: what is read and written.
         tier: which one.
-        images: those that come with the operator.
+        connector_image: image that brings the connector into the engine pods.
         clock: for the times in the status.
-        attempt: 1, and one more for each failure in a row before this pass.
+        janitor_image: image of the janitor, where the tier names none.
+        inventory: the nodes; None where the operator may not read them.
         probes: what pods say about themselves; None asks no pod.
+        attempt: 1, and one more for each failure in a row before this pass.
 
     Returns:
         What was done. A failure of the cluster is part of it: raising would lose what was done before.
@@ -70,15 +80,24 @@ def reconcile(  # noqa: PLR0913  a pass is given everything that it uses
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
         return Outcome(exists=False)
-    act = _act(cluster, body, images, probes)
+    sources = _Sources(
+        connector_image=connector_image, janitor_image=janitor_image, inventory=inventory, probes=probes, clock=clock
+    )
+    act = _act(cluster, body, sources)
+    outcome = Outcome(
+        exists=True,
+        written=act.written,
+        failure=act.failure,
+        existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
+    )
     is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
-        return Outcome(exists=True, written=act.written, failure=act.failure)
+        return outcome
     try:
         _report(cluster, body, act.view, clock)
     except ClusterError as error:
-        return Outcome(exists=True, written=act.written, failure=act.failure or error)
-    return Outcome(exists=True, written=act.written, failure=act.failure)
+        return replace(outcome, failure=act.failure or error)
+    return outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,34 +107,79 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, images: Images, probes: Probes[TierName] | None) -> _Act:
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    """What decisions of a pass are made from, besides the cluster."""
+
+    connector_image: str
+    janitor_image: str
+    inventory: Inventory | None
+    probes: Probes[TierName] | None
+    clock: Clock
+
+    def look(self, cluster: Cluster, tier: TierRef, spec: TierSpec) -> Snapshot:
+        """Read everything but the nodes."""
+        return gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=self.clock(), probes=self.probes)
+
+
+def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
     try:
-        spec = parse(body)
+        spec, asked = parse(body), read_annotations(body)
     except SpecInvalid as error:
         return _Act(view=replace(view, invalid=error))
-    view = replace(view, spec=spec, sizing=sizing_of(spec), current=make_generation(spec, tier))
+    if asked.is_paused:
+        spec = spec.model_copy(update={"paused": True})
+    view = replace(view, spec=spec)
     try:
-        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, probes=probes)
+        snapshot = sources.look(cluster, tier, spec)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
-    view = replace(view, snapshot=snapshot)
-    plan = make_plan(spec, snapshot, images=images)
+    snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
+    view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
+    plan = make_plan(
+        spec,
+        snapshot,
+        connector_image=sources.connector_image,
+        janitor_image=sources.janitor_image,
+        restart=asked.restart,
+    )
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
+    view = replace(view, current=plan.generation)
     if spec.paused:
         return _Act(view=view)
     written, failure = _write(cluster, plan, snapshot)
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, probes=probes)
-            view = replace(view, snapshot=snapshot)
+            view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
+    """Return the nodes, with what runs on them where that decides something."""
+    if inventory is None:
+        return None
+    return inventory.look(with_pods=shares.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
+
+
+def _sized(view: status.View, spec: TierSpec, snapshot: Snapshot) -> status.View:
+    """Add what a tier of this spec takes and holds; a share that cannot be decided leaves it as it was reported."""
+    found = decide(spec, snapshot.tier, snapshot)
+    if isinstance(found, Refusal):
+        return view
+    return replace(
+        view,
+        sizing=sizing_of(spec, found),
+        capacity=make_capacity(spec, found, snapshot),
+        node_bytes=found.node_bytes,
+        current=make_generation(spec, snapshot.tier, found),
+    )
 
 
 def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
@@ -140,7 +204,7 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
                     raise
                 refused = error
                 continue
-            if live is None or applied["metadata"]["resourceVersion"] != live.resource_version:
+            if live is None or not _is_as_before(live, applied):
                 written.append(key)
         for key in _obsolete(snapshot, {names.key_of(manifest) for manifest in rendered}):
             cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
@@ -148,6 +212,24 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
     except ClusterError as error:
         return tuple(written), error
     return tuple(written), refused
+
+
+def _is_as_before(live: Live, applied: Manifest) -> bool:
+    """Tell whether applying changed nothing of ours: a controller may have written a status meanwhile."""
+    if applied["metadata"]["resourceVersion"] == live.resource_version:
+        return True
+    return _ours_of(live.content) == _ours_of(applied)
+
+
+def _ours_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations") or {}
+    return {
+        **{field: value for field, value in manifest.items() if field not in {"metadata", "status"}},
+        "labels": metadata.get("labels"),
+        "owners": metadata.get("ownerReferences"),
+        "annotations": {key: value for key, value in annotations.items() if key.startswith(f"{names.GROUP}/")},
+    }
 
 
 def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
@@ -163,7 +245,7 @@ def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -
     changes = status.changes(previous, wanted)
     if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted)):
         return
-    cluster.patch_status(view.tier, changes)
+    cluster.patch_status(view.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, view.tier, transition, now=now))
 

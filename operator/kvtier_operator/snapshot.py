@@ -7,9 +7,10 @@ Data only, and pure: reading is another module's work, so every decision can be 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from kvtier_connector.contract_usage import Usage
+from kvtier_connector.contract_usage import Usage as VolumeUsage
 from kvtier_operator.names import ObjectKey, TierRef
 from kvtier_operator.usage import EngineReport
 
@@ -20,6 +21,8 @@ class Live:
 
     uid: str
     resource_version: str
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The object as it was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,11 @@ class Claim:
     requested_bytes: int
     phase: str
     is_terminating: bool = False
+    uid: str = ""
+    capacity_bytes: int = 0
+    """What the volume holds; 0 while none is bound."""
+    resizing: str = ""
+    """How far an expansion is, in the words of the claim's own condition; empty while none is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +53,12 @@ class Engines:
     ready: int = 0
     is_stalled: bool = False
     """The Deployment gave up waiting for progress (ProgressDeadlineExceeded)."""
+    decisions: str = ""
+    """What was decided for this tier before, as the Deployment carries it."""
     problem: str = ""
     """Why pods cannot even be created (quota, admission), in the API server's words."""
+    rendered: str = ""
+    """What the operator noted on the Deployment about where its pods came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +73,8 @@ class Container:
     exit_code: int | None = None
     """Of the last run that ended; None when none did."""
     exit_reason: str = ""
+    exit_message: str = ""
+    """What it said last: the end of its log, if it ended with a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,13 @@ class Pod:
     hash_seed: str | None
     hash_algorithm: str | None
     containers: tuple[Container, ...]
+    uid: str = ""
+    address: str = ""
+    """IP address; empty until the pod has one."""
+    template_hash: str = ""
+    """Tells the pods of one rollout from those of another."""
+    mount_problem: str = ""
+    """Why the kubelet cannot bring the volumes to the pod, in its own words."""
     report: EngineReport | None = None
     """What the engine in it says about its disk tier; None while it has not been heard."""
 
@@ -87,10 +108,46 @@ class Janitor:
     """The janitor's pods, and what the active one reports."""
 
     pods: tuple[Pod, ...] = ()
-    usage: Usage | None = None
+    usage: VolumeUsage | None = None
     """Its last report; None where there is none."""
     silence: str = ""
     """Why there is none, if it was asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node, as far as it decides whether an engine fits."""
+
+    name: str
+    labels: Mapping[str, str]
+    taints: tuple[Mapping[str, str], ...]
+    is_open: bool
+    """Whether it is ready and takes new pods."""
+    memory_bytes: int
+    cpu_millis: int
+    devices: Mapping[str, int]
+    """Everything countable that it offers: devices by the name of their resource."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one pod takes of its node."""
+
+    node: str
+    namespace: str
+    tier: str
+    """Name of the tier whose engine it is; empty for everybody else's pods."""
+    memory_bytes: int
+    devices: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of the cluster, and what runs on them."""
+
+    nodes: tuple[Node, ...]
+    usage: tuple[Usage, ...] | None = None
+    """None where nobody looked at the pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,5 +161,7 @@ class Snapshot:
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
     janitor: Janitor = Janitor()
+    nodes: Nodes | None = None
+    """None where the operator may not read nodes."""
     foreign: frozenset[ObjectKey] = frozenset()
     """Objects that stand under a name we need and are not ours: never overwritten."""

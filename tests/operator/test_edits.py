@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import IMAGES, tier
+from tiers import tier
 
 from kvtier_operator import names
 from kvtier_operator.manifests.edits import explain_edit
@@ -19,7 +19,7 @@ TIER = names.tier_ref(tier())
 
 
 def explain(before: dict[str, Any], after: dict[str, Any], *, warm_bytes: int | None = None) -> diff.Diff:
-    return explain_edit(parse(tier(**before)), parse(tier(**after)), TIER, images=IMAGES, warm_bytes=warm_bytes)
+    return explain_edit(parse(tier(**before)), parse(tier(**after)), TIER, connector_image="c:1", warm_bytes=warm_bytes)
 
 
 EDITS: list[tuple[dict[str, Any], bool, bool]] = [

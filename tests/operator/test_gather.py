@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fake_cluster import FakeCluster
 from live import until
-from tiers import DEPLOYMENT, IMAGES, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, pod, tier
+from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, pod, tier
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
@@ -57,7 +57,9 @@ class Rig:
         self.cluster.put(pod("j", self.cluster.look(JANITOR)["spec"]["template"], **RUNNING, podIP="10.1.0.4"))
 
     def run(self) -> None:
-        outcome = reconcile(self.cluster, TIER, images=IMAGES, clock=lambda: NOON, probes=self.probes)
+        outcome = reconcile(
+            self.cluster, TIER, connector_image="connector:test", clock=lambda: NOON, probes=self.probes
+        )
         assert outcome.failure is None
 
     def answers(self, count: int) -> None:
@@ -112,4 +114,4 @@ def test_an_idle_tier_is_not_written(rig: Rig) -> None:
 
 def test_without_probes_nobody_is_asked() -> None:
     cluster = FakeCluster(tier())
-    assert reconcile(cluster, TIER, images=IMAGES, clock=lambda: NOON).failure is None
+    assert reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON).failure is None

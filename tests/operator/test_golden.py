@@ -18,19 +18,19 @@ from kvtier_connector import contract, contract_janitor
 from kvtier_operator import names, spec
 from kvtier_operator.__main__ import to_yaml
 from kvtier_operator.manifests import render
-from kvtier_operator.plan import Images, make_unchecked_plan
+from kvtier_operator.plan import make_unchecked_plan
 
 OPERATOR = Path(__file__).parents[2] / "docs" / "operator.yaml"
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
-GOLDEN_IMAGES = Images(connector="ghcr.io/kvtier/connector:golden", janitor="ghcr.io/kvtier/janitor:golden")
+IMAGES = {"connector_image": "ghcr.io/kvtier/connector:golden", "janitor_image": "ghcr.io/kvtier/janitor:golden"}
 VERSIONS = ("1.29", "1.37")
 """The oldest Kubernetes that is supported, and the newest that is known."""
 
 
 def rendered(case: str) -> tuple[dict[str, Any], ...]:
     body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
-    return render(make_unchecked_plan(spec.parse(body), names.tier_ref(body), images=GOLDEN_IMAGES))
+    return render(make_unchecked_plan(spec.parse(body), names.tier_ref(body), **IMAGES))
 
 
 @pytest.mark.parametrize("case", CASES)

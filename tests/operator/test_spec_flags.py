@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tiers import IMAGES
 
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
@@ -46,7 +45,7 @@ def deployment() -> dict[str, Any]:
     """Return what the operator renders for a tier without additions of its user."""
     body = {**FULL, "spec": {**FULL["spec"], "engine": {}}}
     tier = names.TierRef(namespace="inference", name="llama", uid="1")
-    rendered = render(make_unchecked_plan(parse(body), tier, images=IMAGES))
+    rendered = render(make_unchecked_plan(parse(body), tier, connector_image="connector:1"))
     return next(manifest for manifest in rendered if manifest["kind"] == "Deployment")
 
 

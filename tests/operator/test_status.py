@@ -13,8 +13,9 @@ from tiers import tier
 from kvtier_connector.contract_usage import Usage
 from kvtier_operator import names, spec, status
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
-from kvtier_operator.plan import Refusal, RefusalReason, make_generation, sizing_of
-from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Pod, Snapshot
+from kvtier_operator.plan import Decisions, Refusal, RefusalReason, decide, make_generation, sizing_of
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Node, Nodes, Pod, Snapshot
 from kvtier_operator.status import Reason, checks
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
@@ -27,6 +28,8 @@ CLAIM = Claim(
     requested_bytes=2 << 40,
     phase="Bound",
 )
+DECISIONS = decide(SPEC, REF, None)
+assert isinstance(DECISIONS, Decisions)
 READY_POD = Pod(
     name="llama-engine-0",
     phase="Running",
@@ -45,7 +48,22 @@ READY = replace(STARTING, ready=2)
 USAGE = Usage(tier="serving/llama", is_active=True, is_counted=True, used_bytes=1 << 40, blocks=1 << 20)
 HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=Janitor(usage=USAGE))
 VIEW = status.View(
-    generation=3, tier=REF, spec=SPEC, snapshot=HEALTHY, sizing=sizing_of(SPEC), current=make_generation(SPEC, REF)
+    generation=3,
+    tier=REF,
+    spec=SPEC,
+    snapshot=HEALTHY,
+    sizing=sizing_of(SPEC, DECISIONS),
+    capacity=make_capacity(SPEC, DECISIONS, HEALTHY),
+    current=make_generation(SPEC, REF, DECISIONS),
+)
+NODE = Node(
+    name="gpu-1",
+    labels={"nvidia.com/gpu.memory": "81559"},
+    taints=(),
+    is_open=True,
+    memory_bytes=128 << 30,
+    cpu_millis=32000,
+    devices={"nvidia.com/gpu": 8},
 )
 
 
@@ -162,6 +180,34 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
             id="the engine crashes",
         ),
         pytest.param(
+            with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."),
+            "SizingFits",
+            Reason.DEVICE_MISSING,
+            "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
+            id="no node has a device left",
+        ),
+        pytest.param(
+            replace(HEALTHY, engines=replace(STARTING, problem='pod rejected: RuntimeClass "nvidia" not found')),
+            "EnginesReady",
+            Reason.RUNTIME_CLASS_MISSING,
+            "create that RuntimeClass",
+            id="the runtime class does not exist",
+        ),
+        pytest.param(
+            with_pod(mount_problem='FailedAttachVolume: Multi-Attach error for volume "pvc-1"'),
+            "EnginesReady",
+            Reason.MULTI_ATTACH,
+            "spec.replicas to 1",
+            id="the volume is attached to another node",
+        ),
+        pytest.param(
+            with_pod(mount_problem="FailedMount: MountVolume.SetUp failed: rpc error"),
+            "EnginesReady",
+            Reason.VOLUME_NOT_MOUNTED,
+            "driver runs there",
+            id="the volume cannot be mounted",
+        ),
+        pytest.param(
             replace(HEALTHY, engines=replace(STARTING, is_stalled=True)),
             "EnginesReady",
             Reason.ROLLOUT_STALLED,
@@ -240,12 +286,17 @@ def test_an_invalid_spec_names_its_field_and_stalls() -> None:
     assert found["EnginesReady"]["status"] == "Unknown"
 
 
+PASSING = {RefusalReason.OBJECT_NOT_OURS, RefusalReason.CLAIM_MISSING}
+"""Refusals that end without an edit of the tier."""
+
+
 @pytest.mark.parametrize("reason", list(RefusalReason))
-def test_every_refusal_has_a_reason_of_its_own(reason: RefusalReason) -> None:
+def test_every_refusal_has_a_reason_of_its_own_and_stalls_only_if_the_tier_must_change(reason: RefusalReason) -> None:
     found = conditions(replace(VIEW, refusal=Refusal(reason=reason, message="do this")))
     assert found["Ready"]["reason"] == Reason[reason.name].value
-    assert (found["Stalled"]["status"], found["Stalled"]["message"]) == ("True", "do this")
-    assert found["Reconciling"]["status"] == "False"
+    told, silent = ("Reconciling", "Stalled") if reason in PASSING else ("Stalled", "Reconciling")
+    assert (found[told]["status"], found[told]["message"]) == ("True", "do this")
+    assert found[silent]["status"] == "False"
 
 
 def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None:
@@ -314,14 +365,68 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "shmBytes": 65 << 30,
         "engineMemoryBytes": 16 << 30,
         "memoryBytes": 81 << 30,
+        "weightBytes": 16100000000,
+        "ephemeralBytes": 23 << 30,
         "startupBaseSeconds": 300,
         "startupPinSeconds": 32,
-        "startupLoadSeconds": 32,
-        "startupSeconds": 364,
+        "startupLoadSeconds": 30,
+        "startupSeconds": 362,
+        "kvBytesPerToken": 131072,
+        "kvFormula": "32 layers x 2 x 128 x 8 KV heads x 2 B",
+        "kvGroups": 1,
+        "chunkTokens": 64,
+        "chunkBytes": 8 << 20,
+        "cpuTokens": 524288,
+        "diskBytes": 2 << 40,
+        "diskTokens": 16769024,
     }
     assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
     assert (found["replicas"], found["readyReplicas"]) == (2, 2)
     assert found["selector"] == "app.kubernetes.io/component=engine,kvtier.dev/tier=llama"
+
+
+def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> status.View:
+    """Return the view of a tier whose cluster has these nodes."""
+    snapshot = replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes))
+    return replace(VIEW, snapshot=snapshot, capacity=make_capacity(SPEC, DECISIONS, snapshot))
+
+
+def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
+    found = conditions(on(replace(NODE, memory_bytes=64 << 30)))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "DoesNotFit")
+    assert "needs 81 GiB of memory (engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB)" in found["message"]
+    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 47 GiB" in found["message"]
+
+
+def test_processors_count_too() -> None:
+    assert conditions(on(replace(NODE, cpu_millis=3000)))["SizingFits"]["reason"] == "DoesNotFit"
+
+
+def test_no_node_of_the_kind_is_told_before_a_pod_waits() -> None:
+    found = conditions(on(replace(NODE, devices={})))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "NoNodeMatches")
+    assert (
+        "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)" in found["message"]
+    )
+
+
+def test_what_was_scheduled_fits_whatever_the_nodes_look_like() -> None:
+    assert conditions(on(replace(NODE, is_open=False), pods=(READY_POD,)))["SizingFits"]["status"] == "True"
+
+
+def test_without_a_look_at_nodes_only_pods_tell() -> None:
+    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=())))["SizingFits"]["status"] == "Unknown"
+
+
+def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
+    small = spec.parse(tier(cpu={"size": "32Gi"}))
+    decisions = decide(small, REF, None)
+    assert isinstance(decisions, Decisions)
+    snapshot = replace(HEALTHY, nodes=Nodes(nodes=(NODE,)))
+    found = conditions(replace(VIEW, spec=small, capacity=make_capacity(small, decisions, snapshot)))["SizingFits"]
+    assert found["status"] == "True"
+    assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
+    assert "more than 56" in found["message"]
 
 
 def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:
@@ -342,3 +447,21 @@ def test_every_check_says_what_it_claims() -> None:
     listed = [check for _, group, _, _ in checks.SUMMARY for check in group]
     assert all(inspect.getdoc(check) for check in listed)
     assert {len(group) for _, group, _, _ in checks.SUMMARY} == {len(set(group)) for _, group, _, _ in checks.SUMMARY}
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        pytest.param(replace(CLAIM, capacity_bytes=1 << 40), "from 1Ti to 2Ti", id="the driver has not begun"),
+        pytest.param(
+            replace(CLAIM, capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
+            "when a pod mounts it next",
+            id="the file system waits for a pod",
+        ),
+    ],
+)
+def test_a_claim_that_grows_is_bound_and_says_so(claim: Claim, words: str) -> None:
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, claim=claim)))
+    assert (found["VolumeBound"]["status"], found["VolumeBound"]["reason"]) == ("True", "ClaimExpanding")
+    assert words in found["VolumeBound"]["message"]
+    assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_status import HEALTHY, NOON, READY_POD, USAGE, VIEW, conditions
+from test_status import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, conditions
 from tiers import tier
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage
@@ -18,7 +18,7 @@ from kvtier_operator.status import Reason
 from kvtier_operator.usage import EngineReport
 
 LIMITED = spec.parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
-CURRENT = make_generation(LIMITED, VIEW.tier).digest
+CURRENT = make_generation(LIMITED, VIEW.tier, DECISIONS).digest
 VOLUME = 2 << 40
 DAY = 86400.0
 
@@ -98,17 +98,6 @@ def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
     assert "openssl rand" in found["message"]
 
 
-def test_a_secret_that_is_not_there_is_suspected_while_pods_wait_for_their_volumes() -> None:
-    install = Container(name="install-connector", image="c", waiting_reason="PodInitializing")
-    starting = replace(READY_POD, is_ready=False, phase="Pending", containers=(install,))
-    snapshot = replace(HEALTHY, pods=(starting,), engines=replace(HEALTHY.engines, ready=0))
-    found = conditions(replace(VIEW, spec=ENCRYPTED, snapshot=snapshot))["EnginesReady"]
-    assert found["reason"] == "VolumesAwaited"
-    assert "Secret kv-keys (spec.disk.encryption.secretName) exists in namespace serving" in found["message"]
-    plain = conditions(replace(VIEW, snapshot=snapshot))["EnginesReady"]
-    assert plain["reason"] == "EnginesStarting"
-
-
 WAITING = Container(name="janitor", image="j", waiting_reason="ImagePullBackOff", waiting_message="not found")
 PULLING = replace(READY_POD, name="llama-janitor-0", is_ready=False, containers=(WAITING,))
 HOMELESS = replace(PULLING, is_scheduled=False, scheduling_message="0/3 nodes", containers=())
@@ -167,7 +156,7 @@ GENERATIONS = (
 
 
 def test_generations_are_shown_the_current_one_first_and_the_others_as_they_were_used() -> None:
-    current = make_generation(LIMITED, VIEW.tier)
+    current = make_generation(LIMITED, VIEW.tier, DECISIONS)
     found = report(view(usage(generations=GENERATIONS), current=current))["generations"]
     assert [(each["digest"], each["role"], each["usedBytes"]) for each in found] == [
         (CURRENT, "Current", 30),

@@ -9,13 +9,10 @@ from typing import Any
 
 from kvtier_operator import names
 from kvtier_operator.names import ObjectKey, TierName
-from kvtier_operator.plan import Images
 
 NAMESPACE = "serving"
 TIER = TierName(namespace=NAMESPACE, name="llama")
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-IMAGES = Images(connector="connector:test", janitor="janitor:test")
 
 CLAIM = ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="llama-blocks")
 CONFIG = ObjectKey(api_version="v1", kind="ConfigMap", name="llama-connector")

@@ -48,6 +48,7 @@ class Sign(enum.Enum):
 
 _STORE_SIGNS = {
     StoreFault.NO_BUDGET: Sign.NEUTRAL,
+    StoreFault.NO_QUOTA: Sign.NEUTRAL,
     StoreFault.NO_KEY: Sign.NEUTRAL,
     StoreFault.NO_SPACE: Sign.FATAL,
     StoreFault.READ_ONLY: Sign.FATAL,
@@ -134,6 +135,9 @@ class _Circuit:
             self._record_closed(sign, cause, now)
         elif self._attempt_ends is not None:
             self._record_attempt(sign, cause, now)
+        elif sign is Sign.FATAL and now >= self._retry_at:
+            # Half open, and an operation that asked nobody says how the attempt would end.
+            self._fail_attempt(cause, now)
         # Open: this one began before the circuit opened, and says nothing new.
 
     def _record_closed(self, sign: Sign, cause: str, now: float) -> None:

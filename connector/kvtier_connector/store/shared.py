@@ -25,10 +25,16 @@ from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
+from kvtier_connector.store.usage import NO_QUOTAS, Quotas
 from kvtier_connector.store.verify import Take
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
+
+ACTIVE_SECONDS = 600.0
+"""Processes that wrote to their journal within so long count as writers."""
+ASIDE_SECONDS = 10.0
+"""A block that could not be read although it is there is tried again after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class SharedStore:
         direct: bool | None = None,
         max_bytes: int = 0,
         keys_dir: str = "",
+        quotas: Quotas = NO_QUOTAS,
         scan_threads: int = 4,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -75,19 +82,22 @@ class SharedStore:
             direct: As for `BlockStore`.
             max_bytes: As for `BlockStore`.
             keys_dir: As for `BlockStore`.
+            quotas: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
-        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir)
+        self.blocks = BlockStore(
+            root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir, quotas=quotas
+        )
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
         self._clock = clock
         self._now = now
-        self._index = BlockIndex(now=now)
+        self._index = BlockIndex(aside_seconds=ASIDE_SECONDS, now=now)
         self._journal = JournalWriter(root, fs=fs, clock=clock, now=now)
-        self._reader = JournalReader(root, fs=fs, but=self._journal.writer)
+        self._reader = JournalReader(root, fs=fs, but=self._journal.writer, now=now)
         self._following = threading.Lock()
         self._walking = threading.Lock()
         self._counters = Counters()
@@ -117,8 +127,12 @@ class SharedStore:
             self._index.add(key)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
             return
-        # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
-        self._index.discard(key)
+        if outcome is Fault.IO:
+            # The volume failed, not the file: it is tried again after a while.
+            self._index.set_aside(key)
+        else:
+            # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
+            self._index.discard(key)
         if isinstance(outcome, Fault) and outcome.is_damage:
             self._journal.append(Op.GONE, key, 0)
         label = "miss" if isinstance(outcome, Miss) else outcome.value
@@ -141,6 +155,7 @@ class SharedStore:
         seconds = self._now() - started
         if isinstance(outcome, Stored):
             self._index.add(key)
+            self._index.renew_block(key)
             self._journal.append(Op.STORED, key, payload.nbytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
@@ -163,8 +178,8 @@ class SharedStore:
         return was_there
 
     def forget(self, key: BlockKey) -> None:
-        """Treat the block as ABSENT until somebody tells of it again: its load did not end in time."""
-        self._index.discard(key)
+        """Treat the block as ABSENT for a while: its load did not end in time."""
+        self._index.set_aside(key)
 
     def probe(self, keys: Sequence[BlockKey], *, most_calls: int = 32) -> Fault | None:
         """Ask the volume about those keys whose state is UNKNOWN, one system call each; `state` answers afterwards.
@@ -197,7 +212,8 @@ class SharedStore:
     def synchronize(self, *, may_write: bool = True) -> Synchronized:
         """Write what this process did, and learn what the others did; call it every half of the refresh time.
 
-        What another process stores is known here after its next call and our next call. With `may_write` False nothing
+        What another process stores is known here after its next call and our next call. Until ours, this process
+        writes at most its share of the room that is left, see `Usage`. With `may_write` False nothing
         is written, and what was noted waits, up to a limit. The first call only finds out where the journals end.
         """
         problems = []
@@ -214,6 +230,7 @@ class SharedStore:
                     for record in records:
                         self._learn(record)
                 self._index.renew()
+                self._share_room()
             except StoreUnavailable as error:
                 self._index.lapse()
                 problems.append(str(error))
@@ -238,7 +255,10 @@ class SharedStore:
             with self._following:
                 # First, so that what is stored while we walk is found by the walk or is in a journal.
                 self._reader.start()
-            return self._walk(is_stopped, may_write=may_write)
+            is_whole = self._walk(is_stopped, may_write=may_write)
+            with self._following:
+                self._share_room()
+            return is_whole
 
     def _walk(self, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
         def visit(entry: BlockEntry | Leftover) -> None:
@@ -289,11 +309,17 @@ class SharedStore:
         """How many records of others could not be read."""
         return self._reader.damaged
 
+    def _share_room(self) -> None:
+        """Begin a new share; the caller holds `_following`."""
+        self.blocks.share_room(1 + self._reader.count_active(self._now() - ACTIVE_SECONDS))
+
     def _learn(self, record: Record) -> None:
+        if record.op == Op.STORED:
+            self._index.renew_block(record.key)
         if record.op in {Op.STORED, Op.USED}:
             if self._index.add(record.key):
-                self.blocks.learn_stored(record.payload_bytes)
+                self.blocks.learn_stored(record.payload_bytes, record.key.tenant)
         elif record.op == Op.GONE:
             was_present = self._index.discard(record.key)
             if was_present and record.payload_bytes:
-                self.blocks.learn_gone(record.payload_bytes)
+                self.blocks.learn_gone(record.payload_bytes, record.key.tenant)

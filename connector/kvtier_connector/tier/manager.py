@@ -44,10 +44,10 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
 from kvtier_connector.tier import gauges, metrics
 from kvtier_connector.tier.budget import Admission, PromotionBudget
-from kvtier_connector.tier.chains import Chain, chunk_tokens
+from kvtier_connector.tier.chains import Chains
 from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
-from kvtier_connector.tier.jobs import Block, Job
+from kvtier_connector.tier.jobs import Block, Job, abandon_late
 from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.offers import Offers, admit
 from kvtier_connector.tier.settings import read_config
@@ -119,11 +119,11 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
         self._budget = PromotionBudget(self._slots.count)
-        self._chunk_tokens = chunk_tokens(offloading_spec)
+        self._chains = Chains(offloading_spec, config.tenant_from)
         self._gate = Gate(
             is_cost_aware=config.cost_aware,
             min_tokens=config.min_tokens,
-            tokens_per_chunk=self._chunk_tokens[0],
+            tokens_per_chunk=self._chains.tokens[0],
             is_prompt_only=offloading_spec.offload_prompt_only,
             on_verdict=lambda verdict: self._stats.count(metrics.VERDICTS, cause=verdict.value),
         )
@@ -173,7 +173,10 @@ class SharedVolumeTier(SecondaryTierManager):
         request = req_context.req_id
         if cause := self._why_not_loading:
             return self._miss(key, request, cause)
-        verdict = self._lookups.ask(self._chain(req_context).name(key), request)
+        chain = self._chains.of(req_context)
+        if chain.is_refused:
+            return self._miss(key, request, metrics.NO_TENANT)
+        verdict = self._lookups.ask(chain.name(key), request)
         if verdict is Verdict.WAITING:
             self._undecided.add(request)
             return LookupResult.RETRY
@@ -182,7 +185,8 @@ class SharedVolumeTier(SecondaryTierManager):
         if request in self._undecided:
             # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
             return LookupResult.RETRY
-        choice = self._gate.ask(request, req_context.get_offload_key_position(key))
+        is_certain = self._volume.store.is_complete
+        choice = self._gate.ask(request, req_context.get_offload_key_position(key), is_certain=is_certain)
         if choice is Choice.WAIT:
             return LookupResult.RETRY
         if choice is not Choice.LOAD:
@@ -207,7 +211,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._open_job(job_metadata, is_load=False)
-        cause = self._why_not_storing()
+        cause = self._why_not_storing(job_metadata.req_context)
         self._queued_store_blocks += len(job.blocks)
         ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
         self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
@@ -224,7 +228,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_loading_stuck = self._pool.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
         self._is_storing_stuck = self._pool.is_stuck(Lane.STORE)
         self._why_not_loading = self._find_why_not_loading()
-        self._abandon_late()
+        abandon_late(self._jobs.values(), metrics.DEADLINE)
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
         jobs, self._finished = self._finished, []
@@ -245,7 +249,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._note_used(req_context)
+        self._chains.of(req_context).note_used(self._volume.store, self._slots.row_bytes)
         self._lookups.forget(req_context.req_id)
         self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
@@ -268,18 +272,16 @@ class SharedVolumeTier(SecondaryTierManager):
             timeout = max(COPY_POLL_SECONDS, earliest - time.monotonic())
             with contextlib.suppress(queue.Empty):
                 self._finished.append(self._completed.get(timeout=timeout))
-            self._abandon_late()
+            abandon_late(self._jobs.values(), metrics.DEADLINE)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         gauges.observe(self._stats, self._volume, self._pool, self._breaker)
         gauges.observe_gate(self._stats, self._gate)
-        loading = sum(len(job.blocks) for job in self._jobs.values() if job.is_load)
-        self._stats.set(metrics.QUEUED_LOAD_BYTES, loading * self._slots.row_bytes)
+        gauges.observe_jobs(
+            self._stats, self._jobs.values(), block_bytes=self._slots.row_bytes, job_seconds=self._deadline_seconds
+        )
         self._stats.set(metrics.QUEUED_STORE_BYTES, self._queued_store_blocks * self._slots.row_bytes)
-        self._stats.set(metrics.QUEUED_JOBS, len(self._jobs))
-        oldest = min((job.deadline for job in self._jobs.values()), default=time.monotonic() + self._deadline_seconds)
-        self._stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, time.monotonic() + self._deadline_seconds - oldest))
         self._stats.set(metrics.WAITING_REQUESTS, self._budget.waiting)
         return self._stats.take()
 
@@ -297,7 +299,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots.release()
 
     def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
-        chain = self._chain(transfer.req_context)
+        chain = self._chains.of(transfer.req_context)
         blocks = [
             Block(key, int(slot), chain.name(key), NO_LINEAGE if is_load else chain.lineage(key))
             for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)
@@ -318,6 +320,8 @@ class SharedVolumeTier(SecondaryTierManager):
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
+        if job.hung and job.cause == metrics.DEADLINE:
+            self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
             # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
@@ -340,12 +344,6 @@ class SharedVolumeTier(SecondaryTierManager):
             transfer_bytes=len(job.blocks) * self._slots.row_bytes,
         )
 
-    def _abandon_late(self) -> None:
-        now = time.monotonic()
-        for job in self._jobs.values():
-            if job.deadline <= now:
-                job.abandon(metrics.DEADLINE)
-
     def _miss(self, key: OffloadKey, request: str, cause: str | None) -> LookupResult:
         """Count a miss once: vLLM asks again in each step while an earlier block of the request is on its way."""
         missed = self._missed.setdefault(request, set())
@@ -364,7 +362,9 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.STUCK
         return None if self._breaker.has_room(Direction.LOAD) else metrics.BREAKER
 
-    def _why_not_storing(self) -> str | None:
+    def _why_not_storing(self, context: ReqContext) -> str | None:
+        if self._chains.of(context).is_refused:
+            return metrics.NO_TENANT
         if not self._volume.mode.may_store:
             return metrics.BYPASSED
         if not self._volume.is_readable:
@@ -379,19 +379,6 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.BREAKER
         is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
-
-    def _chain(self, context: ReqContext) -> Chain:
-        chain: Chain | None = context.get_state(Chain)
-        if chain is None:
-            chain = Chain(context, self._chunk_tokens)
-            context.set_state(chain)
-        return chain
-
-    def _note_used(self, context: ReqContext) -> None:
-        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
-        chain, store = self._chain(context), self._volume.store
-        for key in chain.last_present(lambda key: store.state(chain.name(key)) is Presence.PRESENT):
-            store.note_used(chain.name(key), self._slots.row_bytes, chain.lineage(key))
 
     # What follows runs on the pool.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from kvtier_operator.manifests.engine import deployment
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import Images, diff, make_unchecked_plan
+from kvtier_operator.plan import diff, make_unchecked_plan
 from kvtier_operator.spec import TierSpec
 
 
 def explain_edit(
-    before: TierSpec, after: TierSpec, tier: TierRef, *, images: Images, warm_bytes: int | None = None
+    before: TierSpec, after: TierSpec, tier: TierRef, *, connector_image: str, warm_bytes: int | None = None
 ) -> diff.Diff:
     """Say what replacing one spec by the other does.
 
@@ -18,12 +18,12 @@ def explain_edit(
         before: the spec that the engines run.
         after: the spec that they are to run.
         tier: whose.
-        images: those that come with the operator.
+        connector_image: image that brings the connector into the engine pods.
         warm_bytes: what the current generation holds on the volume; see `diff.warm_bytes`.
     """
 
     def effect_of(spec: TierSpec) -> diff.Effect:
-        plan = make_unchecked_plan(spec, tier, images=images)
+        plan = make_unchecked_plan(spec, tier, connector_image=connector_image)
         return diff.Effect(generation=plan.generation.digest, template=deployment(plan)["spec"]["template"])
 
     return diff.make_diff(before, after, effect_of=effect_of, warm_bytes=warm_bytes)

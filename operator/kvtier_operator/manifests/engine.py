@@ -11,6 +11,7 @@ from kvtier_operator.manifests import pods
 from kvtier_operator.manifests.config import kv_transfer_config
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan.pin import make_pin
 from kvtier_operator.spec.disk import Encryption
 
 NO_ACCELERATOR: Final = "none"
@@ -33,28 +34,44 @@ _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DR
 
 def deployment(plan: TierPlan) -> Manifest:
     """Return the Deployment of the tier's engines."""
+    rollout = plan.spec.engine.rollout
+    metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
+    template = _template(plan) if plan.pin is None else dict(plan.pin.template)
+    # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
+    metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
+    if plan.is_recorded:
+        pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
+        metadata["annotations"][names.ANNOTATION_RENDERED] = pin.encode()
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+        "metadata": metadata,
         "spec": {
             "replicas": plan.spec.replicas,
             "selector": {"matchLabels": names.selector(plan.tier)},
             # Accelerators, and host memory for a whole CPU tier, are scarce: a new pod gets the place of an old one.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+            },
+            **({"minReadySeconds": rollout.min_ready_seconds} if rollout.min_ready_seconds else {}),
             # A rollout is stuck only when a pod had its whole startup budget and time to be scheduled and pulled.
-            "progressDeadlineSeconds": plan.sizing.startup_seconds + 600,
+            "progressDeadlineSeconds": plan.sizing.startup_seconds + rollout.min_ready_seconds + 600,
             "revisionHistoryLimit": 3,
-            "template": {"metadata": _template_metadata(plan), "spec": _pod(plan)},
+            "template": template,
         },
     }
 
 
-def _template_metadata(plan: TierPlan) -> Manifest:
+def _template(plan: TierPlan) -> Manifest:
     template = plan.spec.engine.pod_template
+    restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
     return {
-        "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
-        "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest},
+        "metadata": {
+            "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
+            "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest, **restart},
+        },
+        "spec": _pod(plan),
     }
 
 
@@ -94,6 +111,8 @@ def _install_container(plan: TierPlan) -> Manifest:
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
         },
+        # The end of a crashed container's log is the only thing that says why, to a person and in the status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
@@ -123,6 +142,7 @@ def _engine_container(plan: TierPlan) -> Manifest:
         # to throw away what it computed.
         "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
         "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
@@ -168,7 +188,7 @@ def _env(plan: TierPlan) -> list[Manifest]:
         {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
         # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
         {"name": "USER", "value": "kvtier"},
-        {"name": "HF_HOME", "value": f"{names.SCRATCH_MOUNT}/hf"},
+        {"name": "HF_HOME", "value": names.MODEL_CACHE},
         {"name": "XDG_CACHE_HOME", "value": f"{names.SCRATCH_MOUNT}/cache"},
         {"name": "VLLM_CACHE_ROOT", "value": f"{names.SCRATCH_MOUNT}/vllm"},
         {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
@@ -189,10 +209,12 @@ def _resources(plan: TierPlan) -> Manifest:
         if engine.accelerator.resource == NO_ACCELERATOR
         else {engine.accelerator.resource: str(engine.accelerator.per_pod)}
     )
+    storage = quantity.format_bytes(engine.ephemeral_bytes or plan.sizing.ephemeral_bytes)
+    limit = {} if engine.ephemeral_bytes is None else {"ephemeral-storage": storage}
     return {
-        "requests": {"cpu": engine.cpu, "memory": memory, **devices},
+        "requests": {"cpu": engine.cpu, "memory": memory, "ephemeral-storage": storage, **devices},
         # Request equals limit: pinned pages cannot be reclaimed, so a node must never promise them twice.
-        "limits": {"memory": memory, **devices},
+        "limits": {"memory": memory, **limit, **devices},
     }
 
 

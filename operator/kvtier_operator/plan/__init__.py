@@ -7,39 +7,42 @@ the remedy in its message.
 
 from __future__ import annotations
 
-import enum
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_connector import contract
 from kvtier_operator import names
+from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import digest, flags
-from kvtier_operator.plan.janitor import JanitorPlan, make_janitor
+from kvtier_operator.plan import decisions as decided
+from kvtier_operator.plan import digest, flags, shares
+from kvtier_operator.plan.decisions import Decisions
+from kvtier_operator.plan.janitor import JANITOR_IMAGE, JanitorPlan, make_janitor
+from kvtier_operator.plan.kv import KvUnknown
+from kvtier_operator.plan.pin import Pin
+from kvtier_operator.plan.pin import decode as decode_pin
+from kvtier_operator.plan.refusal import Refusal, RefusalReason
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Claim, Snapshot
 from kvtier_operator.spec import TierSpec
 
+__all__ = [
+    "Decisions",
+    "Generation",
+    "Refusal",
+    "RefusalReason",
+    "Sizing",
+    "TierPlan",
+    "decide",
+    "make_generation",
+    "make_plan",
+    "make_unchecked_plan",
+    "sizing_of",
+]
+
 SHARED: Final = "ReadWriteMany"
-
-
-class RefusalReason(enum.Enum):
-    """Why a spec that is valid by itself cannot be carried out in this cluster."""
-
-    OBJECT_NOT_OURS = enum.auto()
-    CLAIM_MISSING = enum.auto()
-    CLAIM_NOT_SHARED = enum.auto()
-    CLAIM_IMMUTABLE = enum.auto()
-    CLAIM_CANNOT_SHRINK = enum.auto()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A legal "no": what is wrong and what to do about it."""
-
-    reason: RefusalReason
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class TierPlan:
     tier: TierRef
     spec: TierSpec
     connector_image: str
+    decisions: Decisions
     sizing: Sizing
     generation: Generation
     config_text: str
@@ -66,27 +70,91 @@ class TierPlan:
     """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
     janitor: JanitorPlan | None
+    restart: str = ""
+    """Value of the restart annotation that the pods are made for."""
+    pin: Pin | None = None
+    """What the engines that run were made from, where that is still what the spec asks for: it is applied again."""
+    is_recorded: bool = False
+    """Whether the Deployment is to note what its pods were made from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
-    """Images that come with the operator."""
-
-    connector: str
-    janitor: str
-
-
-def make_plan(spec: TierSpec, snapshot: Snapshot, *, images: Images) -> TierPlan | Refusal:
+def make_plan(
+    spec: TierSpec, snapshot: Snapshot, *, connector_image: str, janitor_image: str = JANITOR_IMAGE, restart: str = ""
+) -> TierPlan | Refusal:
     """Decide everything the manifests need; refuse what Kubernetes would reject later (a shrinking claim)."""
     refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
     if refusal is not None:
         return refusal
-    return make_unchecked_plan(spec, snapshot.tier, images=images)
+    decisions = decide(spec, snapshot.tier, snapshot)
+    if isinstance(decisions, Refusal):
+        return decisions
+    plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
+    plan = replace(plan, restart=restart, is_recorded=True)
+    pin = decode_pin(snapshot.engines.rendered)
+    return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin, janitor_image)
 
 
-def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> TierPlan:
-    """Decide the same for a cluster that nobody has looked at: for rendering offline."""
-    generation, encryption = make_generation(spec, tier), spec.disk.encryption
+def _pinned(plan: TierPlan, pin: Pin, janitor_image: str) -> TierPlan:
+    """Return the plan with what the engines that run were made from in the place of what would be made today."""
+    try:
+        document = json.loads(pin.config)
+        generation = Generation(digest=document["digest"], identity=document["identity"], root=document["root"])
+    except (ValueError, TypeError, KeyError):
+        return plan
+    return replace(
+        plan,
+        pin=pin,
+        generation=generation,
+        config_text=pin.config,
+        config_digest=digest.digest_text(pin.config),
+        # It must not take the generation that the engines use for an old one.
+        janitor=make_janitor(plan.spec, plan.tier, root=generation.root, image=janitor_image),
+    )
+
+
+def make_unchecked_plan(
+    spec: TierSpec,
+    tier: TierRef,
+    *,
+    connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
+    snapshot: Snapshot | None = None,
+) -> TierPlan:
+    """Decide the same for a cluster that nobody has looked at: for rendering offline.
+
+    Raises:
+        SpecInvalid: it takes a look at the nodes, and the snapshot, if there is one, has none.
+    """
+    decisions = decide(spec, tier, snapshot)
+    if isinstance(decisions, Refusal):
+        field, _, message = decisions.message.partition(": ")
+        raise SpecInvalid(field, message)
+    return _plan(spec, tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
+
+
+def decide(spec: TierSpec, tier: TierRef, snapshot: Snapshot | None) -> Decisions | Refusal:
+    """Decide what stands until the spec changes, or keep what was decided."""
+    kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
+    chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
+    unusable = _refuse_block_tokens(spec)
+    if unusable is not None:
+        return unusable
+    cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
+    if isinstance(cpu, Refusal):
+        return cpu
+    cpu_bytes, node_bytes = cpu
+    return Decisions(
+        cpu_bytes=cpu_bytes,
+        node_bytes=node_bytes,
+        cpu_for=shares.inputs(spec),
+        chunking=chunking,
+        weight_bytes=weight_bytes,
+        model_for=model_for,
+    )
+
+
+def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_image: str, janitor_image: str) -> TierPlan:
+    generation, encryption = make_generation(spec, tier, decisions), spec.disk.encryption
     config_text = contract.encode(
         contract.ConnectorConfig(
             tier=str(tier),
@@ -105,8 +173,9 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> Tie
     return TierPlan(
         tier=tier,
         spec=spec,
-        connector_image=images.connector,
-        sizing=sizing_of(spec),
+        connector_image=connector_image,
+        decisions=decisions,
+        sizing=sizing_of(spec, decisions),
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
@@ -116,27 +185,49 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, images: Images) -> Tie
             active_key="" if encryption is None else encryption.active_key,
         ),
         claim_name=spec.volume.existing_claim or names.claim(tier),
-        janitor=make_janitor(spec, tier, root=generation.root, image=images.janitor),
+        janitor=make_janitor(spec, tier, root=generation.root, image=janitor_image),
     )
 
 
-def sizing_of(spec: TierSpec) -> Sizing:
+def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
     """Return the sizes of one engine pod of this spec."""
     return make_sizing(
-        cpu_bytes=spec.cpu.size_bytes,
+        cpu_bytes=decisions.cpu_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
-        # Weights pass through this memory, so it says how large they may be; nobody here has seen the model.
-        weight_bytes=spec.engine.memory_bytes,
+        # Weights pass through this memory, so it says how large they may be where nobody knows the model.
+        weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
+        keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
     )
 
 
-def make_generation(spec: TierSpec, tier: TierRef) -> Generation:
+def _has_model_volume(spec: TierSpec) -> bool:
+    """Tell whether downloads go to a volume of the user's and not to the node's disk."""
+    return any(
+        f"{mount['mountPath'].rstrip('/')}/".startswith(f"{names.MODEL_CACHE}/")
+        for mount in spec.engine.pod_template.volume_mounts
+    )
+
+
+def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Generation:
     """Return the generation that engines of this spec read and write."""
-    identity = digest.identity(spec)
+    identity = digest.identity(spec, decisions.chunking.settings())
     key = digest.digest(identity)
     parts = (names.VOLUME_MOUNT, spec.volume.path.strip("/"), f"{tier.namespace}.{tier.name}", key)
     return Generation(digest=key, identity=identity, root="/".join(part for part in parts if part))
+
+
+def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
+    """Refuse what vLLM would refuse at startup: a file must hold whole blocks of the engine."""
+    asked, kv = spec.disk.block_tokens, decided.kv_of(spec)
+    if asked is None or isinstance(kv, KvUnknown) or kv.block_tokens is None or asked % kv.block_tokens == 0:
+        return None
+    rounded = -(-asked // kv.block_tokens) * kv.block_tokens
+    return Refusal(
+        reason=RefusalReason.BLOCKS_NOT_WHOLE,
+        message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
+        f"engine has: set {rounded}, or leave it out",
+    )
 
 
 def _refuse_foreign(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier_connector import contract_janitor
-from kvtier_operator import names
+from kvtier_operator import __version__, names
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import digest
 from kvtier_operator.spec import TierSpec
+
+JANITOR_IMAGE: Final = f"ghcr.io/kvtier/janitor:{__version__}"
+"""Where nobody names another one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,12 @@ IS_KEY_ID: Final = Rule(
     check=lambda text: _KEY_ID.fullmatch(text) is not None,
 )
 
+WHOLE_BLOCKS: Final = Rule(
+    cel="self % 16 == 0",
+    message="must be a multiple of 16, the smallest block of vLLM",
+    check=lambda tokens: tokens % 16 == 0,
+)
+
 _ShortText = Annotated[StrictStr, StringConstraints(min_length=2, max_length=24)]
 
 Percentage = Annotated[_ShortText, Checked((IS_PERCENTAGE,))]
@@ -166,6 +172,9 @@ class Disk(ApiModel):
     within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""
+    block_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_BLOCKS,))] | None = None
+    """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
+    or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
     admission: Admission = Admission()
     """Which blocks are worth writing to the volume and reading from it."""
     encryption: Encryption | None = None

@@ -34,6 +34,34 @@ class Accelerator(ApiModel):
     vLLM's CPU build."""
     per_pod: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Devices per pod. Stays at 1 when `resource` is `none`, which asks for no device."""
+    memory: ByteQuantity | None = None
+    """Memory of one device, such as `80Gi`, to estimate its own KV cache with. Left out, it is read from the nodes'
+    label nvidia.com/gpu.memory."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Return `memory` in bytes; None where it is left out."""
+        return None if self.memory is None else quantity.parse_bytes(self.memory)
+
+
+class Rollout(ApiModel):
+    """How a change of the engines reaches the pods: they are replaced a few at a time, and the cache stays."""
+
+    max_surge: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
+    """Pods beyond `spec.replicas` while engines are replaced. More than 0 needs spare devices and spare memory for a
+    whole CPU tier each."""
+    max_unavailable: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
+    """Pods that may be missing while engines are replaced. 0 needs a `maxSurge` of at least 1."""
+    min_ready_seconds: Annotated[StrictInt, Field(ge=0, le=3600)] = 0
+    """Seconds that a new engine must have been ready before the next one is replaced."""
+
+    rules = (
+        Rule(
+            cel="(has(self.maxSurge) && self.maxSurge > 0) || !has(self.maxUnavailable) || self.maxUnavailable > 0",
+            message="maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
+            check=lambda rollout: rollout.max_surge > 0 or rollout.max_unavailable > 0,
+        ),
+    )
 
 
 class Engine(ApiModel):
@@ -50,6 +78,9 @@ class Engine(ApiModel):
     memory: ByteQuantity = "16Gi"
     """Host memory of the engine itself, beside the CPU tier: weights on their way to the device, Python, the model on
     the CPU build. The pod asks for this plus its shared memory."""
+    ephemeral_storage: ByteQuantity | None = None
+    """Storage of the node that the pod may use for downloaded weights, compiled kernels and logs: requested, and the
+    limit. Left out, what it will likely need is requested, without a limit."""
     cpu: CpuQuantity = "4"
     """Processors that the engine asks for, as a number of CPUs. There is no limit on what it may use when others do
     not."""
@@ -69,8 +100,15 @@ class Engine(ApiModel):
     """More environment variables for vLLM. Variables that the operator sets are refused."""
     pod_template: PodTemplate = PodTemplate()
     """How the engine pods are labelled, placed and secured."""
+    rollout: Rollout = Rollout()
+    """How a change of the engines reaches the pods."""
 
     @property
     def memory_bytes(self) -> int:
         """Return `memory` in bytes."""
         return quantity.parse_bytes(self.memory)
+
+    @property
+    def ephemeral_bytes(self) -> int | None:
+        """Return `ephemeral_storage` in bytes; None where it is left out."""
+        return None if self.ephemeral_storage is None else quantity.parse_bytes(self.ephemeral_storage)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier_operator import names, quantity
+from kvtier_operator.plan import nodes, shares
+from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.snapshot import Container, Pod, Snapshot
-from kvtier_operator.status import disk
+from kvtier_operator.status import crashes, disk
 from kvtier_operator.status.problems import Check, Look, Problem, quoted
 from kvtier_operator.status.reasons import Reason
 
@@ -49,12 +51,81 @@ def claim_is_bound(look: Look) -> Problem | None:
     )
 
 
+def claim_has_its_size(look: Look) -> Problem | None:
+    """The volume is as large as was asked for; a claim that still grows serves meanwhile."""
+    claim = look.snapshot.claim
+    if claim is None or (not claim.resizing and not 0 < claim.capacity_bytes < claim.requested_bytes):
+        return None
+    has, wants = quantity.format_bytes(claim.capacity_bytes), quantity.format_bytes(claim.requested_bytes)
+    remedy = (
+        "the storage class's driver grows it when a pod mounts it next: set the annotation kvtier.dev/restart if it "
+        "stays so"
+        if "FileSystemResizePending" in claim.resizing
+        else f"`kubectl describe pvc {claim.name}` shows how far it is"
+    )
+    return Problem(
+        reason=Reason.CLAIM_EXPANDING,
+        message=f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}",
+        is_met=True,
+    )
+
+
+def a_node_is_large_enough(look: Look) -> Problem | None:
+    """Some node could take an engine, were it empty. Told before a pod waits, and never against what was scheduled."""
+    found, spec = look.snapshot.nodes, look.spec
+    if found is None or any(pod.is_scheduled for pod in _alive(look.snapshot)):
+        return None
+    matching = nodes.matching(spec, found.nodes)
+    if not matching:
+        return Problem(
+            reason=Reason.NO_NODE_MATCHES,
+            message=f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
+            "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
+            "this passes",
+        )
+    memory, millis = look.sizing.memory_bytes, quantity.parse_millis(spec.engine.cpu)
+    if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
+        return None
+    largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
+    return Problem(
+        reason=Reason.DOES_NOT_FIT,
+        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(look.sizing)}) and {spec.engine.cpu} "
+        f"CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
+        f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
+        f"most {quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes))}, or spec.engine.memory or "
+        "spec.engine.cpu, or add a larger node",
+    )
+
+
+def _sum(sizing: Sizing) -> str:
+    """Write the terms of the memory of a pod."""
+    each = "" if sizing.engines_per_pod == 1 else f"{sizing.engines_per_pod} x "
+    return (
+        f"engine {quantity.show_bytes(sizing.engine_memory_bytes)} + CPU tier {each}"
+        f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM "
+        f"{quantity.show_bytes(sizing.shm_overhead_bytes)}"
+    )
+
+
+def _most_cpu_bytes(sizing: Sizing, memory_bytes: int) -> int:
+    """Return the largest CPU tier of one engine that a node with so much memory can hold."""
+    return max(0, memory_bytes - sizing.engine_memory_bytes - sizing.shm_overhead_bytes) // sizing.engines_per_pod
+
+
 def engines_fit(look: Look) -> Problem | None:
     """The scheduler found room for every engine it was asked about."""
     waiting = [pod for pod in _alive(look.snapshot) if pod.is_scheduled is False]
     short = next((pod for pod in waiting if "Insufficient" in pod.scheduling_message), None)
     if short is None:
         return None
+    device = look.spec.engine.accelerator.resource
+    if f"Insufficient {device}" in short.scheduling_message:
+        return Problem(
+            reason=Reason.DEVICE_MISSING,
+            message=f"pod {short.name} needs {look.spec.engine.accelerator.per_pod} {device} on one node: "
+            f"{short.scheduling_message}; add such a node, check that its device plugin runs, or lower "
+            "spec.engine.accelerator.perPod or spec.replicas",
+        )
     memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
     return Problem(
         reason=Reason.DOES_NOT_FIT,
@@ -75,6 +146,12 @@ def pods_can_be_created(look: Look) -> Problem | None:
     """Neither a quota nor admission stands in the way of the pods."""
     if not look.snapshot.engines.problem:
         return None
+    if "RuntimeClass" in look.snapshot.engines.problem:
+        return Problem(
+            reason=Reason.RUNTIME_CLASS_MISSING,
+            message=f"engine pods cannot be created: {look.snapshot.engines.problem}; correct "
+            "spec.engine.podTemplate.runtimeClassName, or create that RuntimeClass",
+        )
     return Problem(
         reason=Reason.PODS_REFUSED,
         message=f"engine pods cannot be created: {look.snapshot.engines.problem}; raise the quota, or change what was "
@@ -141,11 +218,29 @@ def engines_stay_up(look: Look) -> Problem | None:
             container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
         )
         if has_ended and container.name == names.ENGINE_CONTAINER:
-            return Problem(
-                reason=Reason.ENGINE_CRASHED,
-                message=f"the engine of pod {pod.name} ended with exit code {container.exit_code} and was restarted "
-                f"{container.restarts} times: `kubectl logs {pod.name} -c {container.name} --previous` says why",
-            )
+            return _crash(pod, container)
+    return None
+
+
+def _crash(pod: Pod, container: Container) -> Problem:
+    cause = crashes.explain(container.exit_message, container.exit_code)
+    ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
+    log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
+    if cause is None:
+        return Problem(
+            reason=Reason.ENGINE_CRASHED,
+            message=f"{ended} and was restarted {container.restarts} times: {log} says why",
+        )
+    quote = f' ("{cause.quote}")' if cause.quote else ""
+    return Problem(reason=cause.reason, message=f"{ended}{quote}: {cause.remedy}; {log} says more")
+
+
+def volumes_are_mounted(look: Look) -> Problem | None:
+    """No pod waits for its node to mount what it needs."""
+    for pod in _alive(look.snapshot):
+        if pod.mount_problem and not pod.is_ready:
+            reason, remedy = crashes.explain_mount(pod.mount_problem)
+            return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
     return None
 
 
@@ -157,24 +252,6 @@ def engines_are_scheduled(look: Look) -> Problem | None:
                 reason=Reason.NOT_SCHEDULED,
                 message=f"no node takes pod {pod.name}{quoted(pod.scheduling_message)}: change "
                 "spec.engine.podTemplate (nodeSelector, tolerations, affinity) or add a node",
-            )
-    return None
-
-
-def keys_are_mounted(look: Look) -> Problem | None:
-    """No engine waits for the Secret with the encryption keys."""
-    encryption = look.spec.disk.encryption
-    if encryption is None:
-        return None
-    for pod in _alive(look.snapshot):
-        # The kubelet says no more than this while a volume cannot be mounted, and we may not look at Secrets.
-        waits = [container.waiting_reason for container in pod.containers]
-        if "ContainerCreating" in waits or waits[:1] == ["PodInitializing"]:
-            return Problem(
-                reason=Reason.VOLUMES_AWAITED,
-                message=f"pod {pod.name} waits for its volumes and images: if it stays so, see that Secret "
-                f"{encryption.secret_name} (spec.disk.encryption.secretName) exists in namespace "
-                f"{look.snapshot.tier.namespace}; `kubectl describe pod {pod.name}` says what is missing",
             )
     return None
 
@@ -211,26 +288,27 @@ def seeds_agree(look: Look) -> Problem | None:
         found = ", ".join(f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays)
         return Problem(
             reason=Reason.SEEDS_DIFFER,
-            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; they are "
-            "replaced as the rollout goes on; if they stay, something else sets PYTHONHASHSEED in these pods",
+            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
+            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
+            "if they stay, something else sets PYTHONHASHSEED in these pods",
         )
     if not alive:
         return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
     return None
 
 
-VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound)
-SIZING: Final[tuple[Check, ...]] = (engines_fit, engines_were_scheduled)
+VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound, claim_has_its_size)
+SIZING: Final[tuple[Check, ...]] = (a_node_is_large_enough, engines_fit, engines_were_scheduled)
 SEEDS: Final[tuple[Check, ...]] = (seeds_agree,)
 ENGINES: Final[tuple[Check, ...]] = (
     pods_can_be_created,
     images_are_pulled,
     references_resolve,
+    volumes_are_mounted,
     connector_is_installed,
     engines_have_memory,
     engines_stay_up,
     engines_are_scheduled,
-    keys_are_mounted,
     rollout_progresses,
     engines_are_ready,
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.plan import Generation, Refusal
+from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.snapshot import Snapshot
 from kvtier_operator.spec import TierSpec
@@ -22,6 +23,8 @@ class Problem:
     reason: Reason
     message: str
     is_known: bool = True
+    is_met: bool = False
+    """The condition is met all the same, and this is worth saying about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,9 @@ class View:
     spec: TierSpec | None
     snapshot: Snapshot | None
     sizing: Sizing | None = None
+    capacity: Capacity | None = None
+    node_bytes: int | None = None
+    """What a node had left when a share of it was decided."""
     current: Generation | None = None
     invalid: OperatorError | None = None
     refusal: Refusal | None = None
