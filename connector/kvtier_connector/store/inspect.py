@@ -20,6 +20,7 @@ from kvtier_connector.store import identity
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import list_journals
+from kvtier_connector.store.progress import counted, existing_directory, readable_size
 from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan_parallel
 
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
@@ -111,18 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"volume": {"bytes": total, "free": free}, "generations": [asdict(each) for each in generations]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        sys.stdout.write(f"volume: {_size(total)}, {_size(free)} free; {len(generations)} generations\n")
+        blocks = Heap(sum(each.blocks.files for each in generations), sum(each.blocks.bytes for each in generations))
+        sys.stdout.write(
+            f"volume: {readable_size(total)}, {readable_size(free)} free\n"
+            f"blocks: {_heap(blocks)} in {counted(len(generations), 'generation')}\n"
+        )
         sys.stdout.writelines(_as_text(each) for each in generations)
     return 1 if any(each.problem for each in generations) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier_connector.store.inspect",
+        prog="kvtier inspect" if sys.argv[0] == "kvtier inspect" else "python -m kvtier_connector.store.inspect",
         description=(__doc__ or "").split(":")[0],
         epilog="exit code: 0 all was looked at, 1 not all could be, 2 the command line is wrong",
     )
-    parser.add_argument("directory", type=Path, help="a generation (the directory of tier.json), or any above")
+    parser.add_argument(
+        "directory", type=existing_directory, help="a generation (the directory of tier.json), or any above"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=4, metavar="N", help="directories read at once (default: 4)")
     return parser
@@ -151,15 +158,7 @@ def _as_text(generation: Generation) -> str:
 
 
 def _heap(heap: Heap) -> str:
-    return f"{heap.files}, {_size(heap.bytes)}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004 - the step between these units
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{counted(heap.files, 'file')}, {readable_size(heap.bytes)}"
 
 
 def _age(seconds: float) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
 def test_the_check_command_shows_its_progress_if_asked(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command.main([str(volume), "--progress", "--threads", "2"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == f"6 blocks, {6 * BLOCK_BYTES} bytes, 0 problems\n"
+    assert captured.out == "6 blocks, 408.0 KiB, 0 problems\n"
     assert "6 blocks, 0.00 GB" in captured.err
     assert check_command.main([str(volume), "--json"]) == 0
     captured = capsys.readouterr()
@@ -156,18 +157,27 @@ def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixt
     root = volume / "ns.qwen/ccc"
     assert inspect_command.main([str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("free; 1 generations")
-    assert "  blocks      1, 68.0 KiB" in lines
-    assert "    up to 1 h   1, 68.0 KiB" in lines
-    assert "  journals    1, 256 B" in lines
+    assert lines[0].endswith("free")
+    assert lines[1] == "blocks: 1 file, 68.0 KiB in 1 generation"
+    assert "  blocks      1 file, 68.0 KiB" in lines
+    assert "    up to 1 h   1 file, 68.0 KiB" in lines
+    assert "  journals    1 file, 256 B" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (volume / "ns.qwen/ccc/tier.json").write_text("{")
     assert inspect_command.main([str(volume)]) == 1
     assert "not JSON" in capsys.readouterr().out
-    assert inspect_command.main([str(volume / "nothing")]) == 1
-    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [check_command.main, inspect_command.main])
+def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
+    command: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command([str(tmp_path / "nothing")])
+    assert caught.value.code == 2
+    assert "nothing is no directory" in capsys.readouterr().err
 
 
 def test_inspect_looks_at_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
