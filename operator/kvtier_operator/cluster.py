@@ -32,6 +32,7 @@ from kvtier_operator.names import Manifest, ObjectKey, TierRef
 _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("v1", "ConfigMap"): "configmaps",
     ("v1", "Event"): "events",
+    ("v1", "Node"): "nodes",
     ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
     ("v1", "Pod"): "pods",
     ("v1", "Service"): "services",

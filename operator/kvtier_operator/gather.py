@@ -83,6 +83,7 @@ def _engines(found: Manifest) -> Engines:
         updated=status.get("updatedReplicas", 0),
         ready=status.get("readyReplicas", 0),
         is_stalled=progressing.get("reason") == "ProgressDeadlineExceeded",
+        decisions=(found["metadata"].get("annotations") or {}).get(names.ANNOTATION_DECISIONS, ""),
         problem=failure.get("message", "") if failure.get("status") == "True" else "",
     )
 

@@ -22,6 +22,7 @@ from kvtier_operator import names
 from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
@@ -93,6 +94,8 @@ class Operator:
         self._metrics = metrics
         self._login = login
         self._clock = clock
+        # A Role in a few namespaces gives no right to look at nodes.
+        self._inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
         self._queue: WorkQueue[TierName] = WorkQueue(
             self._pass,
             workers=settings.workers,
@@ -209,6 +212,7 @@ class Operator:
             key,
             connector_image=self._settings.connector_image,
             clock=self._clock,
+            inventory=self._inventory,
             attempt=attempt,
         )
         self._count(outcome, time.monotonic() - start)

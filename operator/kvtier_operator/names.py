@@ -25,6 +25,7 @@ FIELD_MANAGER: Final = "kvtier-operator"
 LABEL_TIER: Final = f"{GROUP}/tier"
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+ANNOTATION_DECISIONS: Final = f"{GROUP}/decisions"
 ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
 
 COMPONENT_ENGINE: Final = "engine"
@@ -78,6 +79,9 @@ class ObjectKey:
         """Return ``Kind/name`` for messages."""
         return f"{self.kind}/{self.name}"
 
+
+MODEL_CACHE: Final = f"{SCRATCH_MOUNT}/hf"
+"""Where engines keep what they download; a volume of the user's mounted there outlives the pod."""
 
 CLAIM_KIND: Final = "PersistentVolumeClaim"
 

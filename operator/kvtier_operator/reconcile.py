@@ -17,10 +17,12 @@ from kvtier_operator import manifests, names, status
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
 from kvtier_operator.gather import gather
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.plan import Refusal, TierPlan, make_generation, make_plan, sizing_of
-from kvtier_operator.snapshot import Snapshot
-from kvtier_operator.spec import parse
+from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.snapshot import Nodes, Snapshot
+from kvtier_operator.spec import TierSpec, parse
 
 Clock = Callable[[], datetime]
 
@@ -40,7 +42,15 @@ class Outcome:
     """Why the pass is to be repeated soon."""
 
 
-def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: Clock, attempt: int = 1) -> Outcome:
+def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
+    cluster: Cluster,
+    tier: TierName,
+    *,
+    connector_image: str,
+    clock: Clock,
+    inventory: Inventory | None = None,
+    attempt: int = 1,
+) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
@@ -48,6 +58,7 @@ def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: 
         tier: which one.
         connector_image: image that brings the connector into the engine pods.
         clock: for the times in the status.
+        inventory: the nodes; None where the operator may not read them.
         attempt: 1, and one more for each failure in a row before this pass.
 
     Returns:
@@ -60,7 +71,7 @@ def reconcile(cluster: Cluster, tier: TierName, *, connector_image: str, clock: 
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
         return Outcome(exists=False)
-    act = _act(cluster, body, connector_image)
+    act = _act(cluster, body, connector_image, inventory)
     is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
         return Outcome(exists=True, written=act.written, failure=act.failure)
@@ -78,7 +89,7 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
+def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inventory | None) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
@@ -86,12 +97,13 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
         spec = parse(body)
     except SpecInvalid as error:
         return _Act(view=replace(view, invalid=error))
-    view = replace(view, spec=spec, sizing=sizing_of(spec), current=make_generation(spec, tier))
+    view = replace(view, spec=spec)
     try:
         snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
-    view = replace(view, snapshot=snapshot)
+    snapshot = replace(snapshot, nodes=_look(inventory, spec, snapshot))
+    view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
     plan = make_plan(spec, snapshot, connector_image=connector_image)
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
@@ -101,10 +113,32 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str) -> _Act:
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            view = replace(view, snapshot=gather(cluster, tier, existing_claim=spec.volume.existing_claim))
+            told = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
+            view = replace(view, snapshot=replace(told, nodes=snapshot.nodes))
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
+    """Return the nodes, with what runs on them where that decides something."""
+    if inventory is None:
+        return None
+    return inventory.look(with_pods=shares.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
+
+
+def _sized(view: status.View, spec: TierSpec, snapshot: Snapshot) -> status.View:
+    """Add what a tier of this spec takes and holds; a share that cannot be decided leaves it as it was reported."""
+    found = decide(spec, snapshot.tier, snapshot)
+    if isinstance(found, Refusal):
+        return view
+    return replace(
+        view,
+        sizing=sizing_of(spec, found),
+        capacity=make_capacity(spec, found, snapshot),
+        node_bytes=found.node_bytes,
+        current=make_generation(spec, snapshot.tier, found),
+    )
 
 
 def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:

@@ -43,6 +43,8 @@ class Engines:
     ready: int = 0
     is_stalled: bool = False
     """The Deployment gave up waiting for progress (ProgressDeadlineExceeded)."""
+    decisions: str = ""
+    """What was decided for this tier before, as the Deployment carries it."""
     problem: str = ""
     """Why pods cannot even be created (quota, admission), in the API server's words."""
 
@@ -79,6 +81,42 @@ class Pod:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node, as far as it decides whether an engine fits."""
+
+    name: str
+    labels: Mapping[str, str]
+    taints: tuple[Mapping[str, str], ...]
+    is_open: bool
+    """Whether it is ready and takes new pods."""
+    memory_bytes: int
+    cpu_millis: int
+    devices: Mapping[str, int]
+    """Everything countable that it offers: devices by the name of their resource."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one pod takes of its node."""
+
+    node: str
+    namespace: str
+    tier: str
+    """Name of the tier whose engine it is; empty for everybody else's pods."""
+    memory_bytes: int
+    devices: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of the cluster, and what runs on them."""
+
+    nodes: tuple[Node, ...]
+    usage: tuple[Usage, ...] | None = None
+    """None where nobody looked at the pods."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """Everything read for one reconcile of one tier."""
 
@@ -88,5 +126,7 @@ class Snapshot:
     pods: tuple[Pod, ...]
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
+    nodes: Nodes | None = None
+    """None where the operator may not read nodes."""
     foreign: frozenset[ObjectKey] = frozenset()
     """Objects that stand under a name we need and are not ours: never overwritten."""

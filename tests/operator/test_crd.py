@@ -18,6 +18,7 @@ from kvtier_localcluster.apiserver.cel import rule_problems
 from kvtier_localcluster.apiserver.crd_schema import set_defaults
 from kvtier_localcluster.apiserver.structural import structural_problems
 from kvtier_operator import api_reference, crd, names, spec, status
+from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.spec.tier import LONGEST_NAME
 
@@ -167,7 +168,8 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
 
 def test_status_has_a_field_for_every_term_of_the_sizing(schema: dict[str, Any]) -> None:
     described = schema["properties"]["status"]["properties"]["sizing"]["properties"]
-    assert set(described) == {to_camel(field) for field in Sizing.__dataclass_fields__}
+    terms = {*Sizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes"}
+    assert set(described) == {to_camel(term) for term in terms}
 
 
 def test_the_reference_explains_every_condition_and_reason() -> None:

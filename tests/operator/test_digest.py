@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 from tiers import tier
 
-from kvtier_operator import spec
-from kvtier_operator.plan import digest
+from kvtier_operator import names, spec
+from kvtier_operator.plan import Decisions, decide, digest
 
 
 def digest_of(**changes: Any) -> str:
-    return digest.digest(digest.identity(spec.parse(tier(**changes))))
+    parsed = spec.parse(tier(**changes))
+    decisions = decide(parsed, names.tier_ref(tier()), None)
+    assert isinstance(decisions, Decisions)
+    return digest.digest(digest.identity(parsed, decisions.chunking.settings()))
 
 
 def test_the_digest_of_a_tier_never_changes() -> None:
     # Every user's cache is under such a digest: a new value here throws all of them away and belongs in CHANGELOG.md.
-    assert digest_of() == "442caf32546c7ef4"
+    assert digest_of() == "436315387b9cff88"
 
 
 def test_key_order_does_not_matter() -> None:
@@ -44,6 +47,7 @@ def test_key_order_does_not_matter() -> None:
         {"engine": {"args": ["--model-class-overrides.LlamaForCausalLM", "mine:Llama"]}},
         {"engine": {"env": [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}]}},
         {"hash": {"seed": "7"}},
+        {"disk": {"blockTokens": 128}},
         {"hash": {"algorithm": "sha256"}},
     ],
     ids=str,
@@ -58,6 +62,7 @@ def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: d
         {"replicas": 5},
         {"cpu": {"size": "128Gi", "evictionPolicy": "arc"}},
         {"volume": {"claim": {"size": "4Ti"}}},
+        {"engine": {"ephemeralStorage": "64Gi", "accelerator": {"memory": "80Gi"}}},
         {"disk": {"budget": {"maxBytes": "1Ti"}, "mode": "ReadOnly"}},
         {"engine": {"memory": "32Gi", "cpu": "8", "args": ["--max-num-seqs", "64", "--enforce-eager"]}},
         {"engine": {"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}},

@@ -151,6 +151,7 @@ def test_states_make_blocks_large() -> None:
         (without("hidden_size"), "hidden_size is missing"),
         (without(layer_types=["full_attention"] * 3), "it lists 3 layers and has 32"),
         (without(layer_types=["magic"] * 32), "it has layers of type 'magic'"),
+        (without(layer_types=[None] * 32), "it has layers of type None"),
         (without(hybrid_override_pattern="?" * 32), "hybrid_override_pattern has layers of type '?'"),
         (without(layer_types=["mamba"] * 32), "none of its layers is an attention layer"),
         (without(index_topk=2048), "sparse attention"),

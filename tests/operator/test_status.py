@@ -12,8 +12,9 @@ from tiers import tier
 
 from kvtier_operator import names, spec, status
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
-from kvtier_operator.plan import Refusal, RefusalReason, make_generation, sizing_of
-from kvtier_operator.snapshot import Claim, Container, Engines, Pod, Snapshot
+from kvtier_operator.plan import Decisions, Refusal, RefusalReason, decide, make_generation, sizing_of
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.snapshot import Claim, Container, Engines, Node, Nodes, Pod, Snapshot
 from kvtier_operator.status import Reason, checks
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
@@ -26,6 +27,8 @@ CLAIM = Claim(
     requested_bytes=2 << 40,
     phase="Bound",
 )
+DECISIONS = decide(SPEC, REF, None)
+assert isinstance(DECISIONS, Decisions)
 READY_POD = Pod(
     name="llama-engine-0",
     phase="Running",
@@ -43,7 +46,22 @@ STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, r
 READY = replace(STARTING, ready=2)
 HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={})
 VIEW = status.View(
-    generation=3, tier=REF, spec=SPEC, snapshot=HEALTHY, sizing=sizing_of(SPEC), current=make_generation(SPEC, REF)
+    generation=3,
+    tier=REF,
+    spec=SPEC,
+    snapshot=HEALTHY,
+    sizing=sizing_of(SPEC, DECISIONS),
+    capacity=make_capacity(SPEC, DECISIONS, HEALTHY),
+    current=make_generation(SPEC, REF, DECISIONS),
+)
+NODE = Node(
+    name="gpu-1",
+    labels={"nvidia.com/gpu.memory": "81559"},
+    taints=(),
+    is_open=True,
+    memory_bytes=128 << 30,
+    cpu_millis=32000,
+    devices={"nvidia.com/gpu": 8},
 )
 
 
@@ -310,14 +328,68 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "shmBytes": 65 << 30,
         "engineMemoryBytes": 16 << 30,
         "memoryBytes": 81 << 30,
+        "weightBytes": 16100000000,
+        "ephemeralBytes": 23 << 30,
         "startupBaseSeconds": 300,
         "startupPinSeconds": 32,
-        "startupLoadSeconds": 32,
-        "startupSeconds": 364,
+        "startupLoadSeconds": 30,
+        "startupSeconds": 362,
+        "kvBytesPerToken": 131072,
+        "kvFormula": "32 layers x 2 x 128 x 8 KV heads x 2 B",
+        "kvGroups": 1,
+        "chunkTokens": 64,
+        "chunkBytes": 8 << 20,
+        "cpuTokens": 524288,
+        "diskBytes": 2 << 40,
+        "diskTokens": 16769024,
     }
     assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
     assert (found["replicas"], found["readyReplicas"]) == (2, 2)
     assert found["selector"] == "app.kubernetes.io/component=engine,kvtier.dev/tier=llama"
+
+
+def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> status.View:
+    """Return the view of a tier whose cluster has these nodes."""
+    snapshot = replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes))
+    return replace(VIEW, snapshot=snapshot, capacity=make_capacity(SPEC, DECISIONS, snapshot))
+
+
+def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
+    found = conditions(on(replace(NODE, memory_bytes=64 << 30)))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "DoesNotFit")
+    assert "needs 81 GiB of memory (engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB)" in found["message"]
+    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 47 GiB" in found["message"]
+
+
+def test_processors_count_too() -> None:
+    assert conditions(on(replace(NODE, cpu_millis=3000)))["SizingFits"]["reason"] == "DoesNotFit"
+
+
+def test_no_node_of_the_kind_is_told_before_a_pod_waits() -> None:
+    found = conditions(on(replace(NODE, devices={})))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "NoNodeMatches")
+    assert (
+        "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)" in found["message"]
+    )
+
+
+def test_what_was_scheduled_fits_whatever_the_nodes_look_like() -> None:
+    assert conditions(on(replace(NODE, is_open=False), pods=(READY_POD,)))["SizingFits"]["status"] == "True"
+
+
+def test_without_a_look_at_nodes_only_pods_tell() -> None:
+    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=())))["SizingFits"]["status"] == "Unknown"
+
+
+def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
+    small = spec.parse(tier(cpu={"size": "32Gi"}))
+    decisions = decide(small, REF, None)
+    assert isinstance(decisions, Decisions)
+    snapshot = replace(HEALTHY, nodes=Nodes(nodes=(NODE,)))
+    found = conditions(replace(VIEW, spec=small, capacity=make_capacity(small, decisions, snapshot)))["SizingFits"]
+    assert found["status"] == "True"
+    assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
+    assert "more than 56" in found["message"]
 
 
 def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:

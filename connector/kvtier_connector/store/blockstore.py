@@ -100,9 +100,7 @@ _STORE_FAULTS = {
     errno.EROFS: StoreFault.READ_ONLY,
     errno.EACCES: StoreFault.DENIED,
     errno.EPERM: StoreFault.DENIED,
-    errno.EMFILE: StoreFault.RESOURCES,
-    errno.ENFILE: StoreFault.RESOURCES,
-    errno.ENOMEM: StoreFault.RESOURCES,
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), StoreFault.RESOURCES),
 }
 
 
@@ -114,9 +112,9 @@ class _Found(NamedTuple):
 
 
 class BlockStore:
-    """The blocks under one root. Any number of threads and processes may use the same root at once.
+    """The blocks under one root, for any number of threads and processes at once.
 
-    Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
+    Any thread may call any method. Between processes, atomic renames protect readers from half-written
     blocks, and a unique partial name protects writers from each other. Inside the process, `_keys_changed` guards
     `_keys_in_write`, so that one block is written once at a time; `Usage` and `DirectIo` guard themselves;
     `_scanning` lets one thread count at a time; each thread has its own header page. No lock but `_scanning` is held
@@ -293,6 +291,10 @@ class BlockStore:
                     visit(entry)
             self._usage.end_scan(found)
         return self._usage.total()
+
+    def share_room(self, writers: int) -> None:
+        """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
+        self._usage.begin_period(writers)
 
     def learn_stored(self, payload_bytes: int) -> None:
         """Count a block that another process wrote, without waiting for the next walk."""

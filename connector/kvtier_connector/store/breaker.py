@@ -134,6 +134,9 @@ class _Circuit:
             self._record_closed(sign, cause, now)
         elif self._attempt_ends is not None:
             self._record_attempt(sign, cause, now)
+        elif sign is Sign.FATAL and now >= self._retry_at:
+            # Half open, and an operation that asked nobody says how the attempt would end.
+            self._fail_attempt(cause, now)
         # Open: this one began before the circuit opened, and says nothing new.
 
     def _record_closed(self, sign: Sign, cause: str, now: float) -> None:

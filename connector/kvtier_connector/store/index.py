@@ -46,6 +46,7 @@ class BlockIndex:
         self,
         *,
         negative_seconds: float = 30.0,
+        aside_seconds: float = 30.0,
         most_negatives: int = 1 << 16,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,15 +54,19 @@ class BlockIndex:
 
         Args:
             negative_seconds: How long a block that the volume did not have counts as ABSENT before somebody asks again.
+            aside_seconds: How long a block that is there and could not be read counts as ABSENT.
             most_negatives: How many of those answers are kept; the oldest go.
             now: Seconds that never go back.
         """
         self._negative_seconds = negative_seconds
+        self._aside_seconds = aside_seconds
         self._most_negatives = most_negatives
         self._now = now
         self._lock = threading.Lock()
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._negatives: OrderedDict[bytes, float] = OrderedDict()
+        self._asides: OrderedDict[bytes, float] = OrderedDict()
+        """Blocks that are present, and until when nobody is to try them again."""
         self._generation = 0
         self._walk_began = now()
         self._is_walked = False
@@ -71,7 +76,9 @@ class BlockIndex:
         """Say what is known about the block, from memory."""
         name = _compact(key)
         if name in self._shards[key.hash[0]]:
-            return Presence.PRESENT
+            # Nearly always empty, and then not even asked.
+            is_aside = bool(self._asides) and self._asides.get(name, 0.0) > self._now()
+            return Presence.ABSENT if is_aside else Presence.PRESENT
         if self.is_complete:
             return Presence.ABSENT
         expires = self._negatives.get(name)
@@ -96,6 +103,22 @@ class BlockIndex:
             self._negatives.pop(name, None)
         return is_new
 
+    def set_aside(self, key: BlockKey) -> None:
+        """Note that the volume did not give the block, which says nothing about the file: ABSENT for a while."""
+        name = _compact(key)
+        with self._lock:
+            if name in self._shards[key.hash[0]]:
+                self._asides[name] = self._now() + self._aside_seconds
+                self._asides.move_to_end(name)
+                while len(self._asides) > self._most_negatives:
+                    self._asides.popitem(last=False)
+
+    def renew_block(self, key: BlockKey) -> None:
+        """Note that the block was written anew: it may be tried at once."""
+        if self._asides:
+            with self._lock:
+                self._asides.pop(_compact(key), None)
+
     def find(self, key: BlockKey) -> None:
         """Note that the walk found the block, unless it was discarded since the walk began, after the walk saw it."""
         name = _compact(key)
@@ -114,6 +137,7 @@ class BlockIndex:
         name = _compact(key)
         with self._lock:
             was_present = self._shards[key.hash[0]].pop(name, None) is not None
+            self._asides.pop(name, None)
             self._negatives[name] = self._now() + self._negative_seconds
             self._negatives.move_to_end(name)
             while len(self._negatives) > self._most_negatives:

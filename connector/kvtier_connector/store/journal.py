@@ -79,7 +79,7 @@ class JournalWriter:
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the settings; nothing is written before the first flush of a record."""
+        """Store the settings; nothing is written before the first flush."""
         self.writer = new_token()
         """Names this process's journal; a reader of the same process leaves it out."""
         self._root = str(root)
@@ -118,6 +118,8 @@ class JournalWriter:
     def flush(self) -> int:
         """Write what was noted and return how many records that were; what cannot be written is tried again next time.
 
+        The first call begins the journal even without a record: others count who may write by the journals.
+
         Raises:
             StoreUnavailable: the volume does not take it.
         """
@@ -125,11 +127,13 @@ class JournalWriter:
             with self._lock:
                 batch = list(self._pending)
                 self._pending.clear()
-            if not batch:
+            if not batch and self._offset:
                 return 0
             try:
                 self._write(b"".join(batch))
             except OSError as error:
+                if not batch:
+                    return 0
                 with self._lock:
                     self._pending.extendleft(reversed(batch))
                     self._trim()
@@ -209,8 +213,18 @@ class JournalReader:
     Owned by one thread at a time; the caller sees to that.
     """
 
-    def __init__(self, root: Path, *, fs: FileSystem = LOCAL, but: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fs: FileSystem = LOCAL,
+        but: str = "",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Store the settings; `but` is the writer whose journal is left out, the caller's own."""
+        self._now = now
+        self._last_records: dict[str, float] = {}
+        """When each writer was last heard of."""
         self._root = str(root)
         self._fs = fs
         self._but = but
@@ -238,6 +252,8 @@ class JournalReader:
                     self._tails[name] = _Tail(places.get(journal_path(name), 0))
                     continue
                 size = self._fs.stat(self._path(name)).st_size
+                # It may be a dead process's; that is found out after a while, and meanwhile costs room only.
+                self._last_records[name.writer] = self._now()
                 self._tails[name] = _Tail(size - size % RECORD_BYTES)
         except FileNotFoundError:
             self._tails.clear()
@@ -263,12 +279,17 @@ class JournalReader:
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
         last = {name.writer: name.number for name in names}
+        for name in names:
+            if name not in self._tails:
+                self._last_records[name.writer] = self._now()
         self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
         for name, tail in self._tails.items():
             if tail.is_over:
                 continue
             try:
-                yield from self._follow(name, tail)
+                for records in self._follow(name, tail):
+                    self._last_records[name.writer] = self._now()
+                    yield records
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -278,6 +299,11 @@ class JournalReader:
             tail.is_over = tail.is_over or (name.number < last[name.writer] and tail.stalls == 0)
         if failed is not None:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be read: {failed}") from failed
+
+    def count_active(self, since: float) -> int:
+        """Return how many writers were heard of since then, on the clock that was passed in; forget the others."""
+        self._last_records = {writer: at for writer, at in self._last_records.items() if at >= since}
+        return len(self._last_records)
 
     def _list(self) -> list[JournalName]:
         try:

@@ -130,7 +130,6 @@ class Keyring:
         with self._reading:
             if self._looked_at is not None and now - self._looked_at < seconds:
                 return
-            self._looked_at = now
             try:
                 status = self._fs.stat(self._directory)
                 stamp = (status.st_ino, status.st_mtime_ns)
@@ -140,6 +139,8 @@ class Keyring:
             except OSError as error:
                 # The keys that were read stay good: a mount that is being swapped must not stop the tier.
                 self._file_problem = f"{self._directory}: cannot be read: {error.strerror}"
+            # Last: a thread that asks meanwhile waits for the first keys instead of finding none.
+            self._looked_at = now
 
     def _read(self) -> tuple[dict[str, Key], str]:
         keys: dict[str, Key] = {}

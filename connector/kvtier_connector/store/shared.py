@@ -30,6 +30,11 @@ from kvtier_connector.store.verify import Take
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
 
+ACTIVE_SECONDS = 600.0
+"""Processes that wrote to their journal within so long count as writers."""
+ASIDE_SECONDS = 10.0
+"""A block that could not be read although it is there is tried again after so long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Synchronized:
@@ -85,9 +90,9 @@ class SharedStore:
         self._scan_threads = scan_threads
         self._clock = clock
         self._now = now
-        self._index = BlockIndex(now=now)
+        self._index = BlockIndex(aside_seconds=ASIDE_SECONDS, now=now)
         self._journal = JournalWriter(root, fs=fs, clock=clock, now=now)
-        self._reader = JournalReader(root, fs=fs, but=self._journal.writer)
+        self._reader = JournalReader(root, fs=fs, but=self._journal.writer, now=now)
         self._following = threading.Lock()
         self._walking = threading.Lock()
         self._counters = Counters()
@@ -117,8 +122,12 @@ class SharedStore:
             self._index.add(key)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
             return
-        # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
-        self._index.discard(key)
+        if outcome is Fault.IO:
+            # The volume failed, not the file: it is tried again after a while.
+            self._index.set_aside(key)
+        else:
+            # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
+            self._index.discard(key)
         if isinstance(outcome, Fault) and outcome.is_damage:
             self._journal.append(Op.GONE, key, 0)
         label = "miss" if isinstance(outcome, Miss) else outcome.value
@@ -141,6 +150,7 @@ class SharedStore:
         seconds = self._now() - started
         if isinstance(outcome, Stored):
             self._index.add(key)
+            self._index.renew_block(key)
             self._journal.append(Op.STORED, key, payload.nbytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
@@ -163,8 +173,8 @@ class SharedStore:
         return was_there
 
     def forget(self, key: BlockKey) -> None:
-        """Treat the block as ABSENT until somebody tells of it again: its load did not end in time."""
-        self._index.discard(key)
+        """Treat the block as ABSENT for a while: its load did not end in time."""
+        self._index.set_aside(key)
 
     def probe(self, keys: Sequence[BlockKey], *, most_calls: int = 32) -> Fault | None:
         """Ask the volume about those keys whose state is UNKNOWN, one system call each; `state` answers afterwards.
@@ -197,7 +207,8 @@ class SharedStore:
     def synchronize(self, *, may_write: bool = True) -> Synchronized:
         """Write what this process did, and learn what the others did; call it every half of the refresh time.
 
-        What another process stores is known here after its next call and our next call. With `may_write` False nothing
+        What another process stores is known here after its next call and our next call. Until ours, this process
+        writes at most its share of the room that is left, see `Usage`. With `may_write` False nothing
         is written, and what was noted waits, up to a limit. The first call only finds out where the journals end.
         """
         problems = []
@@ -214,6 +225,7 @@ class SharedStore:
                     for record in records:
                         self._learn(record)
                 self._index.renew()
+                self._share_room()
             except StoreUnavailable as error:
                 self._index.lapse()
                 problems.append(str(error))
@@ -238,7 +250,10 @@ class SharedStore:
             with self._following:
                 # First, so that what is stored while we walk is found by the walk or is in a journal.
                 self._reader.start()
-            return self._walk(is_stopped, may_write=may_write)
+            is_whole = self._walk(is_stopped, may_write=may_write)
+            with self._following:
+                self._share_room()
+            return is_whole
 
     def _walk(self, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
         def visit(entry: BlockEntry | Leftover) -> None:
@@ -289,7 +304,13 @@ class SharedStore:
         """How many records of others could not be read."""
         return self._reader.damaged
 
+    def _share_room(self) -> None:
+        """Begin a new share; the caller holds `_following`."""
+        self.blocks.share_room(1 + self._reader.count_active(self._now() - ACTIVE_SECONDS))
+
     def _learn(self, record: Record) -> None:
+        if record.op == Op.STORED:
+            self._index.renew_block(record.key)
         if record.op in {Op.STORED, Op.USED}:
             if self._index.add(record.key):
                 self.blocks.learn_stored(record.payload_bytes)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes a store takes on the volume, as far as this process knows, and whether one more block still fits.
 
-What other processes write is learnt from their journals, if the caller reads them, and at each scan; in between, the
-sum can be off by what they did.
+What other processes write is learnt from their journals, if the caller reads them, and at each scan. In between the sum
+is off by what they did, and together they could write past the limit. So among several, each writes at most half of its
+even share of what is left until it has heard of the others again: the halves of all, and what each wrote since it told
+last, fit. The nearer the limit the smaller the shares, so the last blocks of the room stay free.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ class Usage:
         self._known = 0
         self._reserved = 0
         self._written_since_scan_began = 0
+        self._allowance: int | None = None
+        """What may still be claimed in this period; None is no such limit."""
 
     def set_limit(self, max_bytes: int) -> None:
         """Take another limit from now on; what is there already stays."""
@@ -34,9 +38,14 @@ class Usage:
     def reserve(self, count: int) -> bool:
         """Claim room for a write; a claim that was granted must be ended with `commit` or `cancel`."""
         with self._lock:
-            is_granted = self._max_bytes == 0 or self._known + self._reserved + count <= self._max_bytes
+            is_granted = self._max_bytes == 0 or (
+                self._known + self._reserved + count <= self._max_bytes
+                and (self._allowance is None or count <= self._allowance)
+            )
             if is_granted:
                 self._reserved += count
+                if self._allowance is not None:
+                    self._allowance -= count
             return is_granted
 
     def commit(self, count: int, *, replaced: int) -> None:
@@ -50,6 +59,14 @@ class Usage:
         """Give a claim back: nothing was written."""
         with self._lock:
             self._reserved -= count
+            if self._allowance is not None:
+                self._allowance += count
+
+    def begin_period(self, writers: int) -> None:
+        """Share the room that is left with the others; `writers` counts this process too. Alone, all of it may go."""
+        with self._lock:
+            left = max(0, self._max_bytes - self._known - self._reserved)
+            self._allowance = None if writers <= 1 else left // (2 * writers)
 
     def learn(self, count: int) -> None:
         """Add a file that another process wrote."""

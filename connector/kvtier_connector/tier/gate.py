@@ -139,11 +139,19 @@ class Gate:
         self._loaded = 0
         """Since the last prompt that measured."""
 
-    def ask(self, request: str, end_token: int | None) -> Choice:
-        """Say what the request does about a block that the volume has; `end_token` is where in the prompt it ends."""
+    def ask(self, request: str, end_token: int | None, *, is_certain: bool = True) -> Choice:
+        """Say what the request does about a block that the volume has.
+
+        Args:
+            request: The name of the request.
+            end_token: Where in the prompt the block ends, if that is known.
+            is_certain: Whether the volume need not be asked about any block. Otherwise requests that load the heads of
+                their prompts while their tails are being asked about could fill the CPU tier with heads, each waiting
+                for room for its tail; so the whole hit is found out first.
+        """
         if decided := self._decided.get(request):
             return decided
-        if not self._has_doubt():
+        if is_certain and not self._has_doubt():
             self._decide(request, Verdict.LOAD)
             return Choice.LOAD
         count = self._counts.setdefault(request, _Count())

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
+
 from kvtier_connector.store.breaker import Breaker, Direction, State
 from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.gate import Gate
+from kvtier_connector.tier.jobs import Job
 from kvtier_connector.tier.volume import Volume
 from kvtier_connector.tier.workers import WorkerPool
 
@@ -27,6 +31,15 @@ def observe(stats: metrics.Stats, volume: Volume, pool: WorkerPool, breaker: Bre
     stats.set(metrics.KNOWN_BLOCKS, volume.store.known_blocks)
     if volume.is_counted:
         stats.set(metrics.USED_BYTES, volume.store.usage_bytes())
+
+
+def observe_jobs(stats: metrics.Stats, jobs: Collection[Job], *, block_bytes: int, job_seconds: float) -> None:
+    """Set what says how much is under way; a job's deadline is so many seconds after its beginning."""
+    loading = sum(len(job.blocks) for job in jobs if job.is_load)
+    stats.set(metrics.QUEUED_LOAD_BYTES, loading * block_bytes)
+    stats.set(metrics.QUEUED_JOBS, len(jobs))
+    begun = time.monotonic() + job_seconds
+    stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, begun - min((job.deadline for job in jobs), default=begun)))
 
 
 def observe_gate(stats: metrics.Stats, gate: Gate) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier_connector.store.blockstore import Outcome, StoreOutcome
@@ -116,6 +116,7 @@ class Job:
                 return
             self._cause = cause
             self._states[index] = _State.ABANDONED
+            self._begun[index] = False
             is_last = self._count_down(1)
         if is_last:
             self._on_complete(self)
@@ -174,3 +175,11 @@ class Job:
         if self._unsettled == 0 and self._started is not None:
             self._elapsed_seconds = time.monotonic() - self._started
         return self._unsettled == 0
+
+
+def abandon_late(jobs: Iterable[Job], cause: str) -> None:
+    """Give up on what is left of the jobs whose deadline has passed."""
+    now = time.monotonic()
+    for job in jobs:
+        if job.deadline <= now:
+            job.abandon(cause)

@@ -47,7 +47,7 @@ from kvtier_connector.tier.budget import Admission, PromotionBudget
 from kvtier_connector.tier.chains import Chain, chunk_tokens
 from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
-from kvtier_connector.tier.jobs import Block, Job
+from kvtier_connector.tier.jobs import Block, Job, abandon_late
 from kvtier_connector.tier.lookups import Lookups, Verdict
 from kvtier_connector.tier.offers import Offers, admit
 from kvtier_connector.tier.settings import read_config
@@ -182,7 +182,8 @@ class SharedVolumeTier(SecondaryTierManager):
         if request in self._undecided:
             # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
             return LookupResult.RETRY
-        choice = self._gate.ask(request, req_context.get_offload_key_position(key))
+        is_certain = self._volume.store.is_complete
+        choice = self._gate.ask(request, req_context.get_offload_key_position(key), is_certain=is_certain)
         if choice is Choice.WAIT:
             return LookupResult.RETRY
         if choice is not Choice.LOAD:
@@ -224,7 +225,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_loading_stuck = self._pool.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
         self._is_storing_stuck = self._pool.is_stuck(Lane.STORE)
         self._why_not_loading = self._find_why_not_loading()
-        self._abandon_late()
+        abandon_late(self._jobs.values(), metrics.DEADLINE)
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
         jobs, self._finished = self._finished, []
@@ -268,18 +269,16 @@ class SharedVolumeTier(SecondaryTierManager):
             timeout = max(COPY_POLL_SECONDS, earliest - time.monotonic())
             with contextlib.suppress(queue.Empty):
                 self._finished.append(self._completed.get(timeout=timeout))
-            self._abandon_late()
+            abandon_late(self._jobs.values(), metrics.DEADLINE)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         gauges.observe(self._stats, self._volume, self._pool, self._breaker)
         gauges.observe_gate(self._stats, self._gate)
-        loading = sum(len(job.blocks) for job in self._jobs.values() if job.is_load)
-        self._stats.set(metrics.QUEUED_LOAD_BYTES, loading * self._slots.row_bytes)
+        gauges.observe_jobs(
+            self._stats, self._jobs.values(), block_bytes=self._slots.row_bytes, job_seconds=self._deadline_seconds
+        )
         self._stats.set(metrics.QUEUED_STORE_BYTES, self._queued_store_blocks * self._slots.row_bytes)
-        self._stats.set(metrics.QUEUED_JOBS, len(self._jobs))
-        oldest = min((job.deadline for job in self._jobs.values()), default=time.monotonic() + self._deadline_seconds)
-        self._stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, time.monotonic() + self._deadline_seconds - oldest))
         self._stats.set(metrics.WAITING_REQUESTS, self._budget.waiting)
         return self._stats.take()
 
@@ -318,6 +317,8 @@ class SharedVolumeTier(SecondaryTierManager):
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
+        if job.hung and job.cause == metrics.DEADLINE:
+            self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
             # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
@@ -339,12 +340,6 @@ class SharedVolumeTier(SecondaryTierManager):
             transfer_time=job.elapsed_seconds,
             transfer_bytes=len(job.blocks) * self._slots.row_bytes,
         )
-
-    def _abandon_late(self) -> None:
-        now = time.monotonic()
-        for job in self._jobs.values():
-            if job.deadline <= now:
-                job.abandon(metrics.DEADLINE)
 
     def _miss(self, key: OffloadKey, request: str, cause: str | None) -> LookupResult:
         """Count a miss once: vLLM asks again in each step while an earlier block of the request is on its way."""

@@ -30,7 +30,8 @@ def kv_transfer_config(plan: TierPlan) -> str:
         "kv_connector_extra_config": {
             "spec_name": "KVTierSpec",
             "spec_module_path": "kvtier_connector.tier.spec",
-            "cpu_bytes_to_use": cpu.size_bytes,
+            "cpu_bytes_to_use": plan.decisions.cpu_bytes,
+            **plan.decisions.chunking.settings(),
             "eviction_policy": cpu.eviction_policy,
             "offload_prompt_only": cpu.offload_prompt_only,
             "secondary_tiers": [

@@ -37,7 +37,11 @@ def deployment(plan: TierPlan) -> Manifest:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+        "metadata": {
+            **names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+            # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
+            "annotations": {names.ANNOTATION_DECISIONS: plan.decisions.encode()},
+        },
         "spec": {
             "replicas": plan.spec.replicas,
             "selector": {"matchLabels": names.selector(plan.tier)},
@@ -185,7 +189,7 @@ def _env(plan: TierPlan) -> list[Manifest]:
         {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
         # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
         {"name": "USER", "value": "kvtier"},
-        {"name": "HF_HOME", "value": f"{names.SCRATCH_MOUNT}/hf"},
+        {"name": "HF_HOME", "value": names.MODEL_CACHE},
         {"name": "XDG_CACHE_HOME", "value": f"{names.SCRATCH_MOUNT}/cache"},
         {"name": "VLLM_CACHE_ROOT", "value": f"{names.SCRATCH_MOUNT}/vllm"},
         {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
@@ -206,10 +210,12 @@ def _resources(plan: TierPlan) -> Manifest:
         if engine.accelerator.resource == NO_ACCELERATOR
         else {engine.accelerator.resource: str(engine.accelerator.per_pod)}
     )
+    storage = quantity.format_bytes(engine.ephemeral_bytes or plan.sizing.ephemeral_bytes)
+    limit = {} if engine.ephemeral_bytes is None else {"ephemeral-storage": storage}
     return {
-        "requests": {"cpu": engine.cpu, "memory": memory, **devices},
+        "requests": {"cpu": engine.cpu, "memory": memory, "ephemeral-storage": storage, **devices},
         # Request equals limit: pinned pages cannot be reclaimed, so a node must never promise them twice.
-        "limits": {"memory": memory, **devices},
+        "limits": {"memory": memory, **limit, **devices},
     }
 
 

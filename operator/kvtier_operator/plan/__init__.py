@@ -7,38 +7,38 @@ the remedy in its message.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_connector import contract
 from kvtier_operator import names
+from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import digest, flags
+from kvtier_operator.plan import decisions as decided
+from kvtier_operator.plan import digest, flags, shares
+from kvtier_operator.plan.decisions import Decisions
+from kvtier_operator.plan.kv import KvUnknown
+from kvtier_operator.plan.refusal import Refusal, RefusalReason
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Claim, Snapshot
 from kvtier_operator.spec import TierSpec
 
+__all__ = [
+    "Decisions",
+    "Generation",
+    "Refusal",
+    "RefusalReason",
+    "Sizing",
+    "TierPlan",
+    "decide",
+    "make_generation",
+    "make_plan",
+    "make_unchecked_plan",
+    "sizing_of",
+]
+
 SHARED: Final = "ReadWriteMany"
-
-
-class RefusalReason(enum.Enum):
-    """Why a spec that is valid by itself cannot be carried out in this cluster."""
-
-    OBJECT_NOT_OURS = enum.auto()
-    CLAIM_MISSING = enum.auto()
-    CLAIM_NOT_SHARED = enum.auto()
-    CLAIM_IMMUTABLE = enum.auto()
-    CLAIM_CANNOT_SHRINK = enum.auto()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A legal "no": what is wrong and what to do about it."""
-
-    reason: RefusalReason
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ class TierPlan:
     tier: TierRef
     spec: TierSpec
     connector_image: str
+    decisions: Decisions
     sizing: Sizing
     generation: Generation
     config_text: str
@@ -71,12 +72,50 @@ def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str) -> Ti
     refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
     if refusal is not None:
         return refusal
-    return make_unchecked_plan(spec, snapshot.tier, connector_image=connector_image)
+    decisions = decide(spec, snapshot.tier, snapshot)
+    if isinstance(decisions, Refusal):
+        return decisions
+    return _plan(spec, snapshot.tier, decisions, connector_image=connector_image)
 
 
-def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) -> TierPlan:
-    """Decide the same for a cluster that nobody has looked at: for rendering offline."""
-    generation = make_generation(spec, tier)
+def make_unchecked_plan(
+    spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None = None
+) -> TierPlan:
+    """Decide the same for a cluster that nobody has looked at: for rendering offline.
+
+    Raises:
+        SpecInvalid: it takes a look at the nodes, and the snapshot, if there is one, has none.
+    """
+    decisions = decide(spec, tier, snapshot)
+    if isinstance(decisions, Refusal):
+        field, _, message = decisions.message.partition(": ")
+        raise SpecInvalid(field, message)
+    return _plan(spec, tier, decisions, connector_image=connector_image)
+
+
+def decide(spec: TierSpec, tier: TierRef, snapshot: Snapshot | None) -> Decisions | Refusal:
+    """Decide what stands until the spec changes, or keep what was decided."""
+    kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
+    chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
+    unusable = _refuse_block_tokens(spec)
+    if unusable is not None:
+        return unusable
+    cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
+    if isinstance(cpu, Refusal):
+        return cpu
+    cpu_bytes, node_bytes = cpu
+    return Decisions(
+        cpu_bytes=cpu_bytes,
+        node_bytes=node_bytes,
+        cpu_for=shares.inputs(spec),
+        chunking=chunking,
+        weight_bytes=weight_bytes,
+        model_for=model_for,
+    )
+
+
+def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_image: str) -> TierPlan:
+    generation = make_generation(spec, tier, decisions)
     config_text = contract.encode(
         contract.ConnectorConfig(
             tier=str(tier),
@@ -94,7 +133,8 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
         tier=tier,
         spec=spec,
         connector_image=connector_image,
-        sizing=sizing_of(spec),
+        decisions=decisions,
+        sizing=sizing_of(spec, decisions),
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
@@ -103,23 +143,45 @@ def make_unchecked_plan(spec: TierSpec, tier: TierRef, *, connector_image: str) 
     )
 
 
-def sizing_of(spec: TierSpec) -> Sizing:
+def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
     """Return the sizes of one engine pod of this spec."""
     return make_sizing(
-        cpu_bytes=spec.cpu.size_bytes,
+        cpu_bytes=decisions.cpu_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
-        # Weights pass through this memory, so it says how large they may be; nobody here has seen the model.
-        weight_bytes=spec.engine.memory_bytes,
+        # Weights pass through this memory, so it says how large they may be where nobody knows the model.
+        weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
+        keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
     )
 
 
-def make_generation(spec: TierSpec, tier: TierRef) -> Generation:
+def _has_model_volume(spec: TierSpec) -> bool:
+    """Tell whether downloads go to a volume of the user's and not to the node's disk."""
+    return any(
+        f"{mount['mountPath'].rstrip('/')}/".startswith(f"{names.MODEL_CACHE}/")
+        for mount in spec.engine.pod_template.volume_mounts
+    )
+
+
+def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Generation:
     """Return the generation that engines of this spec read and write."""
-    identity = digest.identity(spec)
+    identity = digest.identity(spec, decisions.chunking.settings())
     key = digest.digest(identity)
     parts = (names.VOLUME_MOUNT, spec.volume.path.strip("/"), f"{tier.namespace}.{tier.name}", key)
     return Generation(digest=key, identity=identity, root="/".join(part for part in parts if part))
+
+
+def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
+    """Refuse what vLLM would refuse at startup: a file must hold whole blocks of the engine."""
+    asked, kv = spec.disk.block_tokens, decided.kv_of(spec)
+    if asked is None or isinstance(kv, KvUnknown) or kv.block_tokens is None or asked % kv.block_tokens == 0:
+        return None
+    rounded = -(-asked // kv.block_tokens) * kv.block_tokens
+    return Refusal(
+        reason=RefusalReason.BLOCKS_NOT_WHOLE,
+        message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
+        f"engine has: set {rounded}, or leave it out",
+    )
 
 
 def _refuse_foreign(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:

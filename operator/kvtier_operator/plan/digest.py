@@ -66,8 +66,12 @@ IDENTITY_ENV: Final = ("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_M
 """Environment variables that do the same."""
 
 
-def identity(spec: TierSpec) -> dict[str, Any]:
+def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields that decide whether an engine of this spec may read a block.
+
+    Args:
+        spec: what the engine is started with.
+        chunking: what it is told about the size of its chunks.
 
     The image stands for what only the engine knows (resolved types, group layout): another image never reads the
     blocks of this one.
@@ -83,6 +87,7 @@ def identity(spec: TierSpec) -> dict[str, Any]:
         "engine_tensor_parallel": spec.engine.tensor_parallel,
         "engine_flags": {flag: list(found[flag]) for flag in sorted(found)},
         "engine_env": {name: env[name].get("value", env[name].get("valueFrom")) for name in sorted(env)},
+        "engine_chunking": dict(chunking),
         "hash_algorithm": spec.hash.algorithm,
         "hash_seed": spec.hash.seed,
         "block_format": BLOCK_FORMAT_VERSION,

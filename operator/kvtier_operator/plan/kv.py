@@ -33,9 +33,8 @@ _PACKED_LATENTS: Final[Mapping[str, int]] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 
 _MODEL_BYTES: Final[Mapping[str, int]] = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 2, "auto": 2}
 _FLAG_BYTES: Final[Mapping[str, int]] = {**_MODEL_BYTES, "float32": 4, "float": 4}
 
-DEVICE_BLOCK_TOKENS: Final = 16
-CPU_BLOCK_TOKENS: Final = 128
-"""vLLM's own block size on accelerators and on its CPU build, where nothing asks for another."""
+_BLOCK_TOKENS: Final = {"device": 16, "device latent": 64, "cpu": 128, "cpu latent": 16}
+"""vLLM's own block size on accelerators and on its CPU build, and with MLA, where nothing asks for another."""
 
 _MLA_STATE_ALIGNMENT: Final = 128
 
@@ -51,8 +50,9 @@ class Layout:
     """``--kv-cache-dtype``."""
     dtype: str = "auto"
     """``--dtype``."""
-    block_tokens: int = DEVICE_BLOCK_TOKENS
-    """Tokens of one block of the engine, before layers that keep a state make it larger."""
+    block_tokens: int | None = None
+    """``--block-size``; None leaves it to vLLM. Layers that keep a state make blocks larger."""
+    is_cpu_build: bool = False
     is_single_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windows save nothing."""
     is_canonical: bool = False
@@ -74,6 +74,8 @@ class KvCache:
     """Groups of layers that keep a state; a prefix takes one chunk of each for every state that is kept."""
     block_tokens: int | None
     """Tokens of one block of the engine; None where a state decides it whose size is not known."""
+    device_copies: int
+    """How often the devices hold what a tier holds once."""
     formula: str
     """How `layer_bytes` came about, for people."""
 
@@ -109,9 +111,8 @@ def make_layout(args: Sequence[str], *, tensor_parallel: int, is_cpu_build: bool
         decode_context_parallel=flags.count(found, "decode-context-parallel-size"),
         kv_dtype=flags.last(found, "kv-cache-dtype") or "auto",
         dtype=flags.last(found, "dtype") or "auto",
-        block_tokens=flags.count(
-            found, "block-size", default=CPU_BLOCK_TOKENS if is_cpu_build else DEVICE_BLOCK_TOKENS
-        ),
+        block_tokens=flags.count(found, "block-size") if "block-size" in found else None,
+        is_cpu_build=is_cpu_build,
         is_single_group="disable-hybrid-kv-cache-manager" in found,
     )
 
@@ -137,6 +138,7 @@ def make_kv(config: Mapping[str, Any], layout: Layout) -> KvCache | KvUnknown:
             attention_groups=attention_groups,
             state_groups=state_groups,
             block_tokens=_block_tokens(text, layout, has_states=state_groups > 0),
+            device_copies=_device_copies(text, layout),
             formula=formula,
         )
     except ConfigUnclear as error:
@@ -211,6 +213,13 @@ def _latent_bytes(config: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
     return (rank + rope) * size * copies, f"({rank} + {rope}) latent x {size} B{times}"
 
 
+def _device_copies(config: Mapping[str, Any], layout: Layout) -> int:
+    """Every rank has the latent of its own on its device, whatever the tier keeps."""
+    if not config.get("kv_lora_rank") or layout.pipeline_parallel > 1 or layout.decode_context_parallel > 1:
+        return 1
+    return layout.tensor_parallel
+
+
 def _element_bytes(config: Mapping[str, Any], layout: Layout) -> int:
     if layout.kv_dtype in _CACHE_BYTES:
         return _CACHE_BYTES[layout.kv_dtype]
@@ -240,17 +249,22 @@ def _is_fp8_checkpoint(quantization: object) -> bool:
 
 def _block_tokens(config: Mapping[str, Any], layout: Layout, *, has_states: bool) -> int | None:
     """Return the tokens of one block: a page of attention must hold a state, so states make blocks large."""
+    is_latent = bool(config.get("kv_lora_rank"))
+    kind = f"{'cpu' if layout.is_cpu_build else 'device'}{' latent' if is_latent else ''}"
+    usual = layout.block_tokens or _BLOCK_TOKENS[kind]
     if not has_states:
-        return layout.block_tokens * layout.decode_context_parallel
+        return usual * layout.decode_context_parallel
+    if layout.is_cpu_build:
+        # There vLLM keeps some states in other types.
+        return None
     state = states.state_bytes(
         config, tensor_parallel=layout.tensor_parallel, element_bytes=_model_bytes(config, layout)
     )
     if state is None:
         return None
-    is_latent = bool(config.get("kv_lora_rank"))
-    alignment = max(layout.block_tokens, _MLA_STATE_ALIGNMENT) if is_latent else layout.block_tokens
-    per_rank, _ = _layer_bytes(config, layout)
-    per_rank = per_rank if is_latent else per_rank // layout.tensor_parallel
+    alignment = max(usual, _MLA_STATE_ALIGNMENT) if is_latent else usual
+    total, _ = _layer_bytes(config, layout)
+    per_rank = total if is_latent else total // layout.tensor_parallel
     return alignment * math.ceil(state / (alignment * per_rank))
 
 

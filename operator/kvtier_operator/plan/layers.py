@@ -147,9 +147,9 @@ def _listed(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]] 
     listed = config.get("layer_types") or config.get("layers_block_type")
     if not isinstance(listed, list):
         return None
-    unknown = next((name for name in listed if not isinstance(name, str) or name not in _KINDS), None)
-    if unknown is not None:
-        raise ConfigUnclear(f"it has layers of type {unknown!r}")
+    unknown = [name for name in listed if not isinstance(name, str) or name not in _KINDS]
+    if unknown:
+        raise ConfigUnclear(f"it has layers of type {unknown[0]!r}")
     return [_KINDS[name] for name in listed]
 
 

@@ -26,6 +26,10 @@ LOAD_BYTES_PER_SECOND: Final = GIB // 2
 """How fast weights come from storage, at least."""
 
 
+SCRATCH_BYTES: Final = 8 * GIB
+"""Compiled kernels, caches and logs on the node's disk."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
     """The terms and their sums; bytes and seconds."""
@@ -36,13 +40,22 @@ class Sizing:
     shm_bytes: int
     engine_memory_bytes: int
     memory_bytes: int
+    weight_bytes: int
+    ephemeral_bytes: int
     startup_base_seconds: int
     startup_pin_seconds: int
     startup_load_seconds: int
     startup_seconds: int
 
 
-def make_sizing(*, cpu_bytes: int, engine_memory_bytes: int, engines_per_pod: int = 1, weight_bytes: int = 0) -> Sizing:
+def make_sizing(
+    *,
+    cpu_bytes: int,
+    engine_memory_bytes: int,
+    engines_per_pod: int = 1,
+    weight_bytes: int = 0,
+    keeps_weights: bool = False,
+) -> Sizing:
     """Return the sizes of one pod.
 
     Args:
@@ -50,6 +63,7 @@ def make_sizing(*, cpu_bytes: int, engine_memory_bytes: int, engines_per_pod: in
         engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
         engines_per_pod: engine cores in one pod (data parallelism).
         weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
+        keeps_weights: whether they are downloaded to the node's disk.
     """
     overhead = engines_per_pod * SHM_OVERHEAD_BYTES
     pinned = engines_per_pod * cpu_bytes
@@ -64,6 +78,9 @@ def make_sizing(*, cpu_bytes: int, engine_memory_bytes: int, engines_per_pod: in
         engine_memory_bytes=engine_memory_bytes,
         # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
         memory_bytes=engine_memory_bytes + shm,
+        weight_bytes=weight_bytes,
+        # In whole GiB: nobody recognises an estimate by its bytes.
+        ephemeral_bytes=SCRATCH_BYTES + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
         startup_base_seconds=STARTUP_BASE_SECONDS,
         startup_pin_seconds=pin_seconds,
         startup_load_seconds=load_seconds,

@@ -34,6 +34,14 @@ class Accelerator(ApiModel):
     vLLM's CPU build."""
     per_pod: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Devices per pod. Stays at 1 when `resource` is `none`, which asks for no device."""
+    memory: ByteQuantity | None = None
+    """Memory of one device, such as `80Gi`, to estimate its own KV cache with. Left out, it is read from the nodes'
+    label nvidia.com/gpu.memory."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Return `memory` in bytes; None where it is left out."""
+        return None if self.memory is None else quantity.parse_bytes(self.memory)
 
 
 class Engine(ApiModel):
@@ -50,6 +58,9 @@ class Engine(ApiModel):
     memory: ByteQuantity = "16Gi"
     """Host memory of the engine itself, beside the CPU tier: weights on their way to the device, Python, the model on
     the CPU build. The pod asks for this plus its shared memory."""
+    ephemeral_storage: ByteQuantity | None = None
+    """Storage of the node that the pod may use for downloaded weights, compiled kernels and logs: requested, and the
+    limit. Left out, what it will likely need is requested, without a limit."""
     cpu: CpuQuantity = "4"
     """Processors that the engine asks for, as a number of CPUs. There is no limit on what it may use when others do
     not."""
@@ -74,3 +85,8 @@ class Engine(ApiModel):
     def memory_bytes(self) -> int:
         """Return `memory` in bytes."""
         return quantity.parse_bytes(self.memory)
+
+    @property
+    def ephemeral_bytes(self) -> int | None:
+        """Return `ephemeral_storage` in bytes; None where it is left out."""
+        return None if self.ephemeral_storage is None else quantity.parse_bytes(self.ephemeral_storage)

@@ -34,7 +34,10 @@ class Sizing(ApiModel):
     """Every term of the sizes of one engine pod, so that each sum can be checked by hand."""
 
     cpu_bytes: Amount | None = None
-    """Bytes of the CPU tier of one engine: `spec.cpu.size`. They are pinned at startup."""
+    """Bytes of the CPU tier of one engine: `spec.cpu.size`, or `spec.cpu.fraction` of `nodeBytes` divided by
+    `enginesPerPod`, rounded down to 256 MiB. They are pinned at startup."""
+    node_bytes: Amount | None = None
+    """Bytes of memory that the smallest matching node had left when `spec.cpu.fraction` of it was decided."""
     engines_per_pod: Count | None = None
     """Engine cores in one pod (data parallelism); each has a CPU tier of its own."""
     shm_overhead_bytes: Amount | None = None
@@ -46,14 +49,42 @@ class Sizing(ApiModel):
     memory_bytes: Amount | None = None
     """Bytes of memory that the engine container requests and is limited to: engine memory and shared memory, which is
     charged to the pod."""
+    weight_bytes: Amount | None = None
+    """Bytes of the weights: of the table of known models, or else as many as `spec.engine.memory` holds."""
+    ephemeral_bytes: Amount | None = None
+    """Bytes of the node's disk that the engine container requests where `spec.engine.ephemeralStorage` does not say:
+    8 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
     startup_base_seconds: Amount | None = None
     """Seconds allowed for imports, compilation and warm-up."""
     startup_pin_seconds: Amount | None = None
     """Seconds allowed for pinning the CPU tiers, at 2 GiB a second."""
     startup_load_seconds: Amount | None = None
-    """Seconds allowed for loading as many weights as `spec.engine.memory` holds, at 0.5 GiB a second."""
+    """Seconds allowed for loading the weights, at 0.5 GiB a second."""
     startup_seconds: Amount | None = None
     """Seconds that an engine may take to start before it is restarted: the sum of the three."""
+    kv_bytes_per_token: Amount | None = None
+    """Bytes that a tier needs for one token of a prompt, over all layers and ranks. Left out where it is unknown."""
+    kv_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
+    """How they come about."""
+    kv_groups: Count | None = None
+    """Chunks that hold the same tokens: one for each group of layers of a kind."""
+    chunk_tokens: Count | None = None
+    """Tokens of one file on the volume, if a block of the engine has as many tokens as is usual."""
+    chunk_bytes: Amount | None = None
+    """Bytes of one file, less its header of 4 KiB."""
+    cpu_tokens: Amount | None = None
+    """Tokens that the CPU tier of one engine holds."""
+    disk_bytes: Amount | None = None
+    """Bytes that all files may take: `spec.disk.budget.maxBytes`, or the size of the claim."""
+    disk_tokens: Amount | None = None
+    """Tokens that the volume holds."""
+    device_kv_bytes: Amount | None = None
+    """Estimated bytes of the accelerators' own KV cache of one engine: 92 % of their memory (or
+    `--gpu-memory-utilization`), less 2 GiB each and less the weights."""
+    device_kv_tokens: Amount | None = None
+    """Tokens that they hold, roughly."""
+    notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] | None = None
+    """What is unknown and which field tells it, and sizes that make no sense together."""
 
 
 class Generation(ApiModel):

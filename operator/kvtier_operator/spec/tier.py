@@ -15,6 +15,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from kvtier_operator import quantity
 from kvtier_operator.spec.disk import Disk
 from kvtier_operator.spec.engine import NO_ACCELERATOR, Engine
+from kvtier_operator.spec.pods import Anything
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
 from kvtier_operator.spec.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.spec.volume import SHARED, Volume
@@ -37,6 +38,15 @@ _SEED: Final = re.compile(r"^(0|[1-9][0-9]{0,9})$")
 _LARGEST_SEED: Final = 2**32 - 1
 
 
+_FRACTION: Final = re.compile(r"^([1-9]|[1-8][0-9]|9[0-5])%$")
+
+IS_FRACTION: Final = Rule(
+    cel=f"self.matches('{_FRACTION.pattern}')",
+    message='must be a whole percentage from "1%" to "95%": the engine itself needs some of the node, too',
+    check=lambda text: _FRACTION.fullmatch(text) is not None,
+)
+
+
 class SecretKey(ApiModel):
     """One key of a Secret in the same namespace."""
 
@@ -56,6 +66,9 @@ class Model(ApiModel):
     """Branch, tag or commit of the model on the hub. Name a commit to be sure that blocks and weights never part."""
     token_secret_ref: SecretKey | None = None
     """Secret with the Hugging Face token for a gated model."""
+    config: Anything | None = None
+    """The fields of the model's config.json that say how large its KV is (layers, heads, head sizes, attention types),
+    or all of it, for a model that the operator does not know by its name. Only sizes follow from it."""
 
 
 class Hash(ApiModel):
@@ -85,19 +98,36 @@ class Hash(ApiModel):
 class CpuTier(ApiModel):
     """The tier in host memory, between the accelerator and the volume."""
 
-    size: ByteQuantity
+    size: ByteQuantity | None = None
     """Pinned host memory of one engine over all its workers, such as `64Gi`. The pod's shared memory and memory limit
-    follow from it. Less than the accelerator's own KV cache adds nothing."""
+    follow from it. Less than the accelerator's own KV cache adds nothing. Exactly one of `size` and `fraction`."""
+    fraction: Annotated[StrictStr, Field(min_length=2, max_length=4), Checked((IS_FRACTION,))] | None = None
+    """The same as a share, such as `60%`: of the memory that the smallest matching node has left for one pod. Decided
+    once, and again when this field, the placement or `engine` changes; not when other pods come and go."""
     eviction_policy: Literal["lru", "arc"] = "lru"
     """Which blocks make room: `lru` the least recently used, `arc` weighs recency against frequency."""
     offload_prompt_only: StrictBool = True
     """Whether only blocks of prompts are kept. Generated text is rarely read again, except in chats: set `false` for
     those."""
 
+    rules = (
+        Rule(
+            cel="has(self.size) != has(self.fraction)",
+            message="give exactly one of spec.cpu.size (an amount, such as 64Gi) and spec.cpu.fraction (a share of the "
+            "node, such as 60%)",
+            check=lambda cpu: (cpu.size is None) != (cpu.fraction is None),
+        ),
+    )
+
     @property
-    def size_bytes(self) -> int:
-        """Return `size` in bytes."""
-        return quantity.parse_bytes(self.size)
+    def size_bytes(self) -> int | None:
+        """Return `size` in bytes; None where a fraction is given instead."""
+        return None if self.size is None else quantity.parse_bytes(self.size)
+
+    @property
+    def percent(self) -> int | None:
+        """Return `fraction` as a number; None where a size is given instead."""
+        return None if self.fraction is None else int(self.fraction.removesuffix("%"))
 
 
 class TierSpec(ApiModel):

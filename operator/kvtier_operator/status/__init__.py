@@ -17,7 +17,6 @@ from pydantic.alias_generators import to_camel
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason
-from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
 
@@ -53,12 +52,16 @@ _REFUSED: Final = {
     RefusalReason.CLAIM_NOT_SHARED: Reason.CLAIM_NOT_SHARED,
     RefusalReason.CLAIM_IMMUTABLE: Reason.CLAIM_IMMUTABLE,
     RefusalReason.CLAIM_CANNOT_SHRINK: Reason.CLAIM_CANNOT_SHRINK,
+    RefusalReason.BLOCKS_NOT_WHOLE: Reason.BLOCKS_NOT_WHOLE,
+    RefusalReason.NODES_UNKNOWN: Reason.NODES_UNKNOWN,
+    RefusalReason.NO_NODE_MATCHES: Reason.NO_NODE_MATCHES,
+    RefusalReason.DOES_NOT_FIT: Reason.DOES_NOT_FIT,
 }
 
 
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
-    found = [(kind, _first(view, checks), ok, text) for kind, checks, ok, text in SUMMARY]
+    found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
     blocker = _blocker(view)
     first = blocker or next((problem for _, problem, _, _ in found if problem is not None and problem.is_known), None)
     is_paused = view.spec is not None and view.spec.paused
@@ -84,7 +87,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
         "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
-        **({} if view.sizing is None else {"sizing": _sizing(view.sizing)}),
+        **({} if view.sizing is None else {"sizing": _sizing(view)}),
         **({} if view.current is None else {"generation": _generation(view.current)}),
     }
 
@@ -127,6 +130,12 @@ def _first(view: View, checks: Sequence[Check]) -> Problem | None:
         if problem is not None:
             return problem
     return None
+
+
+def _remarked(kind: str, text: str, view: View) -> str:
+    """Add what a person should know of sizes that fit."""
+    notes = () if kind != "SizingFits" or view.capacity is None else view.capacity.notes
+    return "; ".join((text, *notes))
 
 
 def _blocker(view: View) -> Problem | None:
@@ -182,8 +191,16 @@ def _timed(
     return timed
 
 
-def _sizing(sizing: Sizing) -> dict[str, int]:
-    return {to_camel(term): value for term, value in asdict(sizing).items()}
+def _sizing(view: View) -> dict[str, Any]:
+    """Return every term that is known."""
+    assert view.sizing is not None
+    terms: dict[str, Any] = {
+        **asdict(view.sizing),
+        **({} if view.capacity is None else asdict(view.capacity)),
+        "node_bytes": view.node_bytes,
+    }
+    terms["notes"] = list(terms.get("notes") or ()) or None
+    return {to_camel(term): value for term, value in terms.items() if value is not None}
 
 
 def _generation(current: Generation) -> dict[str, str]:

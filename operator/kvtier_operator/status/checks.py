@@ -13,7 +13,8 @@ from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.errors import OperatorError
-from kvtier_operator.plan import Generation, Refusal
+from kvtier_operator.plan import Generation, Refusal, nodes, shares
+from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 from kvtier_operator.spec import TierSpec
@@ -38,6 +39,9 @@ class View:
     spec: TierSpec | None
     snapshot: Snapshot | None
     sizing: Sizing | None = None
+    capacity: Capacity | None = None
+    node_bytes: int | None = None
+    """What a node had left when a share of it was decided."""
     current: Generation | None = None
     invalid: OperatorError | None = None
     refusal: Refusal | None = None
@@ -87,6 +91,48 @@ def claim_is_bound(look: Look) -> Problem | None:
         f"{claim.phase}: `kubectl describe pvc {claim.name}` says why; a class with WaitForFirstConsumer binds when "
         "the first engine is scheduled",
     )
+
+
+def a_node_is_large_enough(look: Look) -> Problem | None:
+    """Some node could take an engine, were it empty. Told before a pod waits, and never against what was scheduled."""
+    found, spec = look.snapshot.nodes, look.spec
+    if found is None or any(pod.is_scheduled for pod in _alive(look.snapshot)):
+        return None
+    matching = nodes.matching(spec, found.nodes)
+    if not matching:
+        return Problem(
+            reason=Reason.NO_NODE_MATCHES,
+            message=f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
+            "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
+            "this passes",
+        )
+    memory, millis = look.sizing.memory_bytes, quantity.parse_millis(spec.engine.cpu)
+    if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
+        return None
+    largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
+    return Problem(
+        reason=Reason.DOES_NOT_FIT,
+        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(look.sizing)}) and {spec.engine.cpu} "
+        f"CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
+        f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
+        f"most {quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes))}, or spec.engine.memory or "
+        "spec.engine.cpu, or add a larger node",
+    )
+
+
+def _sum(sizing: Sizing) -> str:
+    """Write the terms of the memory of a pod."""
+    each = "" if sizing.engines_per_pod == 1 else f"{sizing.engines_per_pod} x "
+    return (
+        f"engine {quantity.show_bytes(sizing.engine_memory_bytes)} + CPU tier {each}"
+        f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM "
+        f"{quantity.show_bytes(sizing.shm_overhead_bytes)}"
+    )
+
+
+def _most_cpu_bytes(sizing: Sizing, memory_bytes: int) -> int:
+    """Return the largest CPU tier of one engine that a node with so much memory can hold."""
+    return max(0, memory_bytes - sizing.engine_memory_bytes - sizing.shm_overhead_bytes) // sizing.engines_per_pod
 
 
 def engines_fit(look: Look) -> Problem | None:
@@ -242,7 +288,7 @@ def seeds_agree(look: Look) -> Problem | None:
 
 
 VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound)
-SIZING: Final[tuple[Check, ...]] = (engines_fit, engines_were_scheduled)
+SIZING: Final[tuple[Check, ...]] = (a_node_is_large_enough, engines_fit, engines_were_scheduled)
 SEEDS: Final[tuple[Check, ...]] = (seeds_agree,)
 ENGINES: Final[tuple[Check, ...]] = (
     pods_can_be_created,

@@ -183,6 +183,14 @@ def test_operations_that_began_before_the_circuit_opened_change_nothing(breaker:
     assert breaker.view(LOAD).state is HALF_OPEN
 
 
+def test_a_time_out_while_the_circuit_is_half_open_counts_as_a_failed_attempt(breaker: Breaker, clock: Clock) -> None:
+    breaker.record_timeout(LOAD)
+    clock.seconds += 2
+    breaker.record_timeout(LOAD)
+    assert breaker.view(LOAD).state is OPEN
+    assert breaker.view(LOAD).retry_in_seconds == 4
+
+
 def test_a_new_breaker_is_closed_and_has_no_cause(breaker: Breaker) -> None:
     for direction in Direction:
         view = breaker.view(direction)

@@ -183,19 +183,33 @@ def test_usage_counts_what_the_others_write_after_a_refresh(root: Path) -> None:
     assert other.usage_bytes() == 3 * BLOCK_BYTES
 
 
-def test_engines_together_exceed_the_limit_by_what_they_write_between_refreshes_at_most(root: Path) -> None:
-    engines = [engine(root, max_bytes=10 * BLOCK_BYTES) for _ in range(3)]
+@pytest.mark.parametrize("engines", [1, 2, 5])
+def test_engines_together_never_exceed_the_limit_and_use_nearly_all_of_it(root: Path, engines: int) -> None:
+    stores = [engine(root, max_bytes=60 * BLOCK_BYTES) for _ in range(engines)]
+    for store in stores:
+        store.synchronize()
     number = 0
-    for _ in range(10):
-        for store in engines:
-            number += 1
-            store.put(key(number), payload(number))
-        for _ in range(2):
-            for store in engines:
+    for turn in range(40):
+        for store in stores:
+            for _ in range(20):
+                number += 1
+                store.put(key(number), payload(number))
+            if turn % 3 or store is not stores[0]:
+                # Not all in step: one hears of the others less often.
                 store.synchronize()
-    used = engines[0].blocks.refresh_usage()
-    assert 10 * BLOCK_BYTES <= used <= 12 * BLOCK_BYTES
-    assert all(store.put(key(99), payload(99)) is StoreFault.NO_BUDGET for store in engines)
+    on_volume = SharedStore(root).blocks.refresh_usage()
+    assert on_volume <= 60 * BLOCK_BYTES
+    assert on_volume >= (60 - 2 * engines * (engines > 1)) * BLOCK_BYTES
+    assert all(store.put(key(9999), payload(9999)) is StoreFault.NO_BUDGET for store in stores)
+
+
+def test_a_process_that_does_not_hear_of_the_others_stops_at_its_share(root: Path) -> None:
+    deaf, other = (engine(root, max_bytes=60 * BLOCK_BYTES) for _ in range(2))
+    other.put(key(0), payload(0))
+    other.synchronize()
+    deaf.synchronize()
+    stored = [deaf.put(key(number), payload(number)) for number in range(1, 60)]
+    assert stored.count(Stored(BLOCK_BYTES)) == 59 // 4
 
 
 def test_a_probe_asks_for_unknown_keys_in_order_and_ends_at_the_first_absent_one(root: Path) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 
 import pytest
-from rig import Rig, Rigs, key, keys, wait_until
+from rig import Rig, Rigs, key, keys
+from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvtier_connector.tier.budget import Admission, PromotionBudget
@@ -162,11 +164,34 @@ def test_eight_requests_that_together_want_thrice_the_cpu_tier_are_all_served_wh
     for prefix in wanted.values():
         rigs.write(prefix)
     rig = rigs.make(chunks=60)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 8 * 16, "the volume has been walked")
 
     assert run_together(rig, wanted, steps=5000) == dict.fromkeys(wanted, 16)
     assert rig.metric("vllm:kvtier_disk_read_blocks") == 8 * 16
     assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+
+
+def test_requests_do_not_wait_for_each_other_while_the_volume_is_not_walked_and_answers_slowly(rigs: Rigs) -> None:
+    class Slow(GatedFs):
+        """Answers whether it has a block after a while, and lists nothing."""
+
+        def scandir(self, path: str) -> list[os.DirEntry[str]]:
+            if path.endswith("/blocks"):
+                self._pass("scandir", path)
+            return super().scandir(path)
+
+        def stat(self, path: str) -> os.stat_result:
+            threading.Event().wait(0.002 * (len(self.calls) % 5))
+            return super().stat(path)
+
+    wanted = {f"user {number}": keys(16, first=100 * number) for number in range(8)}
+    for prefix in wanted.values():
+        rigs.write(prefix)
+    fs = Slow(lambda call, _: call == "scandir")
+    rig = rigs.make(chunks=30, fs=fs)
+
+    assert run_together(rig, wanted, steps=8000) == dict.fromkeys(wanted, 16)
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+    fs.open_gate()
 
 
 def test_the_head_of_a_prefix_that_is_in_the_cpu_tier_does_not_keep_its_request_waiting(rigs: Rigs) -> None:

@@ -99,11 +99,14 @@ def test_a_job_past_its_deadline_is_not_reported_while_its_slot_is_being_copied(
     rig.finish(context)
 
 
-def test_input_output_errors_are_misses_and_the_request_is_decided(rigs: Rigs) -> None:
+def test_input_output_errors_are_misses_and_the_blocks_are_tried_again_after_a_while(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.store.shared.ASIDE_SECONDS", 0.2)
     rigs.write(keys(3))
     fs = FailingFs(OSError(errno.EIO, "broken"), lambda call, _: call == "preadv")
     fs.is_failing = False
-    rig = rigs.make(fs=fs, rescan_seconds=0.1)
+    rig = rigs.make(fs=fs)
     fs.is_failing = True
 
     assert rig.serve(keys(3), "broken").hit_blocks == 0
@@ -168,10 +171,13 @@ def test_a_probe_that_never_answers_is_a_miss(rigs: Rigs) -> None:
     fs.open_gate()
 
 
-def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_back(rigs: Rigs) -> None:
+def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_back(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.store.shared.ASIDE_SECONDS", 0.2)
     rigs.write(keys(8))
     fs = GatedFs(lambda call, path: call == "preadv" and "blocks" in path)
-    rig = rigs.make(fs=fs, load_deadline_seconds=0.2, rescan_seconds=0.1)
+    rig = rigs.make(fs=fs, load_deadline_seconds=0.2)
     assert rig.serve(keys(8), "first").hit_blocks == 0
     wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") >= IO_THREADS, "every thread counts as stuck")
     rig.end_step()  # the scheduler looks once in each step

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiers of one engine hold, in tokens, and what a person should know about it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvtier_operator import quantity
+from kvtier_operator.plan import chunks, flags, nodes
+from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.plan.decisions import Decisions, kv_of
+from kvtier_operator.plan.kv import KvCache, KvUnknown
+from kvtier_operator.snapshot import Snapshot
+from kvtier_operator.spec import TierSpec
+from kvtier_operator.spec.engine import NO_ACCELERATOR
+
+MEMORY_SHARE: Final = 0.92
+"""vLLM's own ``--gpu-memory-utilization``."""
+
+_LARGE_FILE_BYTES: Final = 64 << 20
+
+WORKING_BYTES: Final = 2 << 30
+"""What activations, graphs and libraries take on each device, roughly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Bytes and tokens of one engine; None where it cannot be told, and `notes` then say why."""
+
+    kv_bytes_per_token: int | None = None
+    kv_formula: str | None = None
+    kv_groups: int | None = None
+    chunk_tokens: int | None = None
+    chunk_bytes: int | None = None
+    cpu_tokens: int | None = None
+    disk_bytes: int | None = None
+    disk_tokens: int | None = None
+    device_kv_bytes: int | None = None
+    device_kv_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences for a person: what is unknown and which field tells it, and sizes that make no sense together."""
+
+
+def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> Capacity:
+    """Return what the tiers hold.
+
+    Args:
+        spec: what the user wants.
+        decisions: what was made of it.
+        snapshot: the cluster; None where nobody has looked at one.
+    """
+    disk = _disk_bytes(spec, snapshot)
+    kv = kv_of(spec)
+    if isinstance(kv, KvUnknown):
+        return Capacity(disk_bytes=disk, notes=(f"KV bytes per token are unknown: {kv.why}", *_chunk_notes(spec, kv)))
+    tokens = chunks.tokens_of(decisions.chunking, kv)
+    device = _device_kv(spec, decisions, snapshot)
+    found = Capacity(
+        kv_bytes_per_token=kv.token_bytes,
+        kv_formula=formula(kv),
+        kv_groups=kv.attention_groups,
+        chunk_tokens=tokens,
+        chunk_bytes=None if tokens is None else chunks.bytes_of(tokens, kv),
+        cpu_tokens=_held(decisions.cpu_bytes, kv, tokens),
+        disk_bytes=disk,
+        disk_tokens=None if disk is None else _held(disk, kv, tokens, on_disk=True),
+        device_kv_bytes=device,
+        device_kv_tokens=None if device is None else device // (kv.token_bytes * kv.device_copies),
+    )
+    return _with_notes(found, kv, decisions.chunking)
+
+
+def formula(kv: KvCache) -> str:
+    """Write how the bytes of a token come about."""
+    groups = f" x {kv.attention_groups} groups" if kv.attention_groups > 1 else ""
+    return f"{kv.layers_per_group} layers x {kv.formula}{groups}"
+
+
+def _held(capacity: int, kv: KvCache, tokens: int | None, *, on_disk: bool = False) -> int:
+    if tokens is None:
+        return capacity // kv.token_bytes
+    return chunks.held_tokens(capacity, kv, chunk_tokens=tokens, on_disk=on_disk)
+
+
+def _disk_bytes(spec: TierSpec, snapshot: Snapshot | None) -> int | None:
+    """Return what the blocks may take: the budget, or else the claim."""
+    if spec.disk.budget.max_bytes is not None:
+        return spec.disk.budget.max_bytes
+    if spec.volume.claim is not None:
+        return spec.volume.claim.size_bytes
+    return None if snapshot is None or snapshot.claim is None else snapshot.claim.requested_bytes
+
+
+def _device_kv(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> int | None:
+    """Estimate the KV cache on the devices of one engine: what weights and working memory leave of them."""
+    if spec.engine.accelerator.resource == NO_ACCELERATOR:
+        return None
+    memory = nodes.device_memory(spec, None if snapshot is None else snapshot.nodes)
+    if memory is None or decisions.weight_bytes is None:
+        return None
+    found = flags.parse(spec.engine.args)
+    devices = spec.engine.tensor_parallel * flags.count(found, "pipeline-parallel-size")
+    share = _share(flags.last(found, "gpu-memory-utilization"))
+    return max(0, int(devices * (memory * share - WORKING_BYTES)) - decisions.weight_bytes)
+
+
+def _share(text: str | None) -> float:
+    try:
+        share = float(text) if text else MEMORY_SHARE
+    except ValueError:
+        return MEMORY_SHARE
+    return share if 0 < share <= 1 else MEMORY_SHARE
+
+
+def _chunk_notes(spec: TierSpec, kv: KvUnknown | KvCache) -> tuple[str, ...]:
+    if spec.disk.block_tokens is not None or isinstance(kv, KvCache):
+        return ()
+    return ("files hold one block of vLLM each, which is small for many models; spec.disk.blockTokens sets more",)
+
+
+def _with_notes(found: Capacity, kv: KvCache, chunking: Chunking) -> Capacity:
+    notes = []
+    if found.chunk_tokens is None:
+        notes.append("how many tokens a file holds is known only to the engine: its blocks hold a state of the model")
+    elif chunking.tokens is not None and found.chunk_bytes is not None and found.chunk_bytes > _LARGE_FILE_BYTES:
+        notes.append(
+            f"one file takes {quantity.show_bytes(found.chunk_bytes)}: prompts that share less than "
+            f"{found.chunk_tokens} tokens share nothing; lower spec.disk.blockTokens"
+        )
+    if kv.has_states:
+        notes.append("this model also keeps states, of a fixed size for each prompt: tiers hold somewhat fewer tokens")
+    if found.device_kv_bytes == 0:
+        notes.append("the weights leave no room for KV on the accelerators: use more of them or larger ones")
+    if _is_small(found):
+        assert found.cpu_tokens is not None
+        assert found.device_kv_tokens is not None
+        least = found.device_kv_tokens * kv.token_bytes
+        notes.append(
+            f"the CPU tier holds {found.cpu_tokens:,} tokens and the accelerators' own KV cache about "
+            f"{found.device_kv_tokens:,}: what falls out of the one is seldom still in the other; give "
+            f"the CPU tier more than {quantity.show_bytes(least)}"
+        )
+    return replace(found, notes=tuple(notes))
+
+
+def _is_small(found: Capacity) -> bool:
+    if found.cpu_tokens is None or found.device_kv_tokens is None:
+        return False
+    return found.cpu_tokens < found.device_kv_tokens

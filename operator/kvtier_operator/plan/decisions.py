@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided once for a tier and then kept: a share of a node in bytes, the size of files, the startup budget.
+
+Pure. A pod that starts elsewhere, a node that joins, or a newer operator with a longer table of models must not
+restart engines or empty a cache. So each decision is written to the Deployment with a digest of the fields that it was
+made for, and stands until one of them changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier_operator.plan import chunks, digest, flags, models
+from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.plan.kv import KvCache, KvUnknown, make_kv, make_layout
+from kvtier_operator.spec import TierSpec
+from kvtier_operator.spec.engine import NO_ACCELERATOR
+
+_VERSION: Final = 1
+
+_KV_FLAGS: Final = (
+    "block-size",
+    "decode-context-parallel-size",
+    "disable-hybrid-kv-cache-manager",
+    "dtype",
+    "kv-cache-dtype",
+    "pipeline-parallel-size",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What was decided, and for which fields."""
+
+    cpu_bytes: int
+    """Of one engine."""
+    node_bytes: int | None
+    """Memory of the node that a fraction was taken of; None where a size was given."""
+    cpu_for: str
+    chunking: Chunking
+    weight_bytes: int | None
+    """None where nobody knows the model."""
+    model_for: str
+
+    def encode(self) -> str:
+        """Return what is written to the Deployment, always in the same bytes."""
+        document = {
+            "version": _VERSION,
+            "cpu": {"for": self.cpu_for, "bytes": self.cpu_bytes, "nodeBytes": self.node_bytes},
+            "model": {
+                "for": self.model_for,
+                "blockTokens": self.chunking.tokens,
+                "blocks": self.chunking.blocks,
+                "weightBytes": self.weight_bytes,
+            },
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a Deployment says was decided before; empty where it says nothing that can be read."""
+
+    cpu: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+
+def read(text: str) -> Kept:
+    """Read what `Decisions.encode` wrote; what somebody else made of it counts as nothing."""
+    try:
+        document = json.loads(text) if text else {}
+    except ValueError:
+        document = {}
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        document = {}
+    cpu, model = document.get("cpu"), document.get("model")
+    return Kept(
+        cpu=cpu if isinstance(cpu, dict) and _are_counts(cpu, "bytes", "nodeBytes") else {},
+        model=model if isinstance(model, dict) and _are_counts(model, "blockTokens", "blocks", "weightBytes") else {},
+    )
+
+
+def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
+    """Return what a token of this tier takes, by its own config or the table of models."""
+    engine = spec.engine
+    layout = make_layout(
+        engine.args,
+        tensor_parallel=engine.tensor_parallel,
+        is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
+    )
+    if spec.model.config is not None:
+        return make_kv(spec.model.config, layout)
+    model = models.known(spec.model.name)
+    if model is None:
+        return KvUnknown(
+            why=f"{spec.model.name} is not in the table of known models: paste its config.json, or the fields about "
+            "layers and heads, into spec.model.config"
+        )
+    return make_kv(model.config, layout)
+
+
+def model_inputs(spec: TierSpec) -> str:
+    """Return the digest of the fields that decide how large KV and weights are."""
+    found = flags.parse(spec.engine.args)
+    return digest.digest(
+        {
+            "model": spec.model.name,
+            "config": spec.model.config,
+            "blockTokens": spec.disk.block_tokens,
+            "tensorParallel": spec.engine.tensor_parallel,
+            "isCpuBuild": spec.engine.accelerator.resource == NO_ACCELERATOR,
+            "flags": {flag: list(found[flag]) for flag in _KV_FLAGS if flag in found},
+        }
+    )
+
+
+def decide_model(spec: TierSpec, kept: Kept) -> tuple[Chunking, int | None, str]:
+    """Return the chunk, the size of the weights, and the digest of what they were decided for."""
+    inputs = model_inputs(spec)
+    if kept.model.get("for") == inputs:
+        chunking = Chunking(tokens=kept.model.get("blockTokens"), blocks=kept.model.get("blocks"))
+        return chunking, kept.model.get("weightBytes"), inputs
+    model = models.known(spec.model.name)
+    weights = None if model is None else model.weight_bytes
+    return chunks.choose(kv_of(spec), asked_tokens=spec.disk.block_tokens), weights, inputs
+
+
+def _are_counts(document: Mapping[str, Any], *names: str) -> bool:
+    values = [document.get(name) for name in names]
+    return all(value is None or (isinstance(value, int) and value >= 1) for value in values)

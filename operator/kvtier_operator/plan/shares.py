@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU tier of one engine in bytes, from an amount or from a share of a node. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtier_operator.names import TierRef
+from kvtier_operator.plan import digest, flags, nodes
+from kvtier_operator.plan.decisions import Kept
+from kvtier_operator.plan.refusal import Refusal, RefusalReason
+from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES
+from kvtier_operator.quantity import show_bytes
+from kvtier_operator.snapshot import Nodes
+from kvtier_operator.spec import TierSpec
+
+_UNIT: Final = 256 << 20
+"""Shares are rounded down to whole units, so that people recognise the number."""
+
+
+def inputs(spec: TierSpec) -> str:
+    """Return the digest of the fields that decide which nodes count and what the engine needs beside the CPU tier."""
+    engine, template = spec.engine, spec.engine.pod_template
+    return digest.digest(
+        {
+            "size": spec.cpu.size,
+            "fraction": spec.cpu.fraction,
+            "memory": engine.memory,
+            "enginesPerPod": flags.engines_per_pod(engine.args),
+            "resource": engine.accelerator.resource,
+            "perPod": engine.accelerator.per_pod,
+            "nodeSelector": dict(template.node_selector),
+            "tolerations": list(template.tolerations),
+            "affinity": (template.affinity or {}).get("nodeAffinity"),
+        }
+    )
+
+
+def needs_pods(spec: TierSpec, kept: Kept) -> bool:
+    """Tell whether a share is still to be decided, which takes a look at all pods."""
+    return spec.cpu.fraction is not None and kept.cpu.get("for") != inputs(spec)
+
+
+def decide_cpu(spec: TierSpec, tier: TierRef, kept: Kept, found: Nodes | None) -> tuple[int, int | None] | Refusal:
+    """Return the bytes of one engine's CPU tier, and what a node had left where they are a share of it."""
+    if spec.cpu.size_bytes is not None:
+        return spec.cpu.size_bytes, None
+    if not needs_pods(spec, kept) and isinstance(kept.cpu.get("bytes"), int):
+        return kept.cpu["bytes"], kept.cpu.get("nodeBytes")
+    return _share(spec, tier, found)
+
+
+def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int] | Refusal:
+    percent = spec.cpu.percent
+    assert percent is not None
+    if found is None or found.usage is None:
+        return Refusal(
+            reason=RefusalReason.NODES_UNKNOWN,
+            message="spec.cpu.fraction: the operator cannot see the nodes, because it serves single namespaces or may "
+            "not list nodes and pods of the whole cluster: set spec.cpu.size instead, or give it that right",
+        )
+    smallest = nodes.smallest(spec, tier, found)
+    if smallest is None:
+        return Refusal(
+            reason=RefusalReason.NO_NODE_MATCHES,
+            message=f"spec.cpu.fraction: none of {len(found.nodes)} nodes takes these pods "
+            f"({wanted_text(spec)}): correct spec.engine.podTemplate and spec.engine.accelerator, or set "
+            "spec.cpu.size, which needs no node to be there yet",
+        )
+    node, left = smallest
+    engines = flags.engines_per_pod(spec.engine.args)
+    each = left * percent // 100 // engines // _UNIT * _UNIT
+    beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES
+    if each == 0 or engines * each + beside > left:
+        return Refusal(
+            reason=RefusalReason.DOES_NOT_FIT,
+            message=f"spec.cpu.fraction: node {node.name} has {show_bytes(left)} left for one pod; {spec.cpu.fraction} "
+            f"of it and the {show_bytes(beside)} that the engine needs beside (spec.engine.memory and shared memory) "
+            "do not fit: lower spec.cpu.fraction or spec.engine.memory",
+        )
+    return each, left
+
+
+def wanted_text(spec: TierSpec) -> str:
+    """Say what a node must have for the pods of a spec."""
+    template, parts = spec.engine.pod_template, []
+    if nodes.devices_wanted(spec):
+        parts.append(f"{nodes.devices_wanted(spec)} {spec.engine.accelerator.resource}")
+    if template.node_selector:
+        parts.append("labels " + ", ".join(f"{key}={value}" for key, value in sorted(template.node_selector.items())))
+    if template.affinity and template.affinity.get("nodeAffinity"):
+        parts.append("its node affinity")
+    parts.append("no taint that it does not tolerate")
+    return ", ".join(parts)

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A share of a node is taken of the right node, once; chunks are chosen by size; capacities follow."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, tier
+
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
+from kvtier_operator.inventory import Inventory, from_objects
+from kvtier_operator.plan import (
+    Decisions,
+    Refusal,
+    RefusalReason,
+    chunks,
+    decide,
+    decisions,
+    make_unchecked_plan,
+    models,
+    nodes,
+)
+from kvtier_operator.plan.capacity import Capacity, make_capacity
+from kvtier_operator.plan.kv import KvCache, Layout, make_kv
+from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.snapshot import Engines, Snapshot
+from kvtier_operator.spec import parse
+
+REF = names.tier_ref(tier())
+GIB = 1 << 30
+
+
+def node(name: str = "gpu-1", memory: str = "256Gi", *, gpus: int = 8, **more: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": more.pop("labels", {})},
+        "spec": more,
+        "status": {
+            "allocatable": {"memory": memory, "cpu": "64", "pods": "110", "nvidia.com/gpu": str(gpus)},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def pod(name: str, memory: str, *, on: str = "gpu-1", gpus: int = 0, labels: dict[str, str] | None = None) -> Any:
+    requests = {"memory": memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels or {}},
+        "spec": {"nodeName": on, "containers": [{"name": "main", "resources": {"requests": requests}}]},
+        "status": {"phase": "Running"},
+    }
+
+
+def share(percent: str = "50%", **spec: Any) -> dict[str, Any]:
+    return tier(cpu={"size": None, "fraction": percent}, **spec)
+
+
+def decided(body: dict[str, Any], *objects: Any, kept: str = "") -> Decisions | Refusal:
+    found = from_objects(objects) if objects else None
+    snapshot = Snapshot(tier=REF, claim=None, engines=Engines(decisions=kept), pods=(), live={}, nodes=found)
+    return decide(parse(body), REF, snapshot)
+
+
+def cpu_gib(*objects: Any, percent: str = "50%", **spec: Any) -> float:
+    found = decided(share(percent, **spec), *objects)
+    assert isinstance(found, Decisions), found
+    return found.cpu_bytes / GIB
+
+
+def test_a_share_is_of_the_smallest_matching_node_after_what_runs_there() -> None:
+    objects = (node(), node("gpu-2", "128Gi"), node("cpu-1", "32Gi", gpus=0), pod("monitoring", "8Gi", on="gpu-2"))
+    assert cpu_gib(*objects) == 60
+
+
+def test_the_engines_of_the_tier_itself_are_not_in_their_own_way() -> None:
+    labels = {names.LABEL_TIER: "llama", names.LABEL_COMPONENT: names.COMPONENT_ENGINE}
+    assert cpu_gib(node(), pod("llama-engine-1", "200Gi", gpus=1, labels=labels)) == 128
+
+
+def test_a_node_whose_devices_are_taken_does_not_count_while_others_are_free() -> None:
+    taken = (node("gpu-2", "64Gi", gpus=1), pod("other", "32Gi", on="gpu-2", gpus=1))
+    assert cpu_gib(node(), *taken) == 128
+    assert cpu_gib(*taken, percent="40%") == 12.75
+
+
+def test_each_engine_core_of_a_pod_gets_its_part() -> None:
+    assert cpu_gib(node(), engine={"args": ["--data-parallel-size", "4"]}) == 32
+
+
+@pytest.mark.parametrize(
+    ("template", "spec", "matches"),
+    [
+        ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
+        ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
+        ({"tolerations": [{"operator": "Exists"}]}, {"taints": [{"key": "gpu", "effect": "NoExecute"}]}, True),
+        (
+            {"tolerations": [{"key": "gpu", "value": "b", "effect": "NoSchedule"}]},
+            {"taints": [{"key": "gpu", "value": "a", "effect": "NoSchedule"}]},
+            False,
+        ),
+        ({}, {"unschedulable": True}, False),
+        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "a"}}, True),
+        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "b"}}, False),
+    ],
+)
+def test_a_node_matches_as_the_scheduler_would_have_it(
+    template: dict[str, Any], spec: dict[str, Any], matches: bool
+) -> None:
+    parsed = parse(tier(engine={"podTemplate": template}))
+    assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]).nodes)) is matches
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "matches"),
+    [
+        ("In", ["a", "b"], True),
+        ("NotIn", ["a"], False),
+        ("Exists", None, True),
+        ("DoesNotExist", None, False),
+        ("Gt", ["1"], False),
+        ("In", [], False),
+    ],
+)
+def test_required_affinity_counts(operator: str, values: list[str] | None, matches: bool) -> None:
+    term = {
+        "matchExpressions": [{"key": "zone", "operator": operator, **({} if values is None else {"values": values})}]
+    }
+    required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
+    assert bool(nodes.matching(parsed, from_objects([node(labels={"zone": "a"})]).nodes)) is matches
+
+
+def test_numbers_in_labels_are_compared_as_numbers() -> None:
+    term = {"matchExpressions": [{"key": "gen", "operator": "Gt", "values": ["9"]}]}
+    required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
+    assert nodes.matching(parsed, from_objects([node(labels={"gen": "10"})]).nodes)
+
+
+@pytest.mark.parametrize(
+    ("body", "objects", "reason", "words"),
+    [
+        (share(), (), RefusalReason.NODES_UNKNOWN, "set spec.cpu.size instead"),
+        (share(), (node(gpus=0),), RefusalReason.NO_NODE_MATCHES, "none of 1 nodes takes these pods (1 nvidia.com/gpu"),
+        (share("95%"), (node(),), RefusalReason.DOES_NOT_FIT, "node gpu-1 has 256 GiB left for one pod; 95% of it"),
+        (
+            tier(disk={"blockTokens": 96}, engine={"args": ["--block-size", "64"]}),
+            (),
+            RefusalReason.BLOCKS_NOT_WHOLE,
+            "spec.disk.blockTokens: 96 is no multiple of the 64 tokens that one block of this engine has: set 128",
+        ),
+    ],
+)
+def test_what_cannot_be_decided_is_refused_with_the_remedy(
+    body: dict[str, Any], objects: tuple[Any, ...], reason: RefusalReason, words: str
+) -> None:
+    found = decided(body, *objects)
+    assert isinstance(found, Refusal)
+    assert found.reason is reason
+    assert words in found.message
+
+
+def test_a_share_cannot_be_rendered_without_nodes() -> None:
+    with pytest.raises(SpecInvalid, match=r"^spec\.cpu\.fraction: the operator cannot see the nodes"):
+        make_unchecked_plan(parse(share()), REF, connector_image="c:1")
+
+
+def test_what_was_decided_stays_until_a_field_changes_that_it_was_decided_for() -> None:
+    first = decided(share(), node())
+    assert isinstance(first, Decisions)
+    kept = first.encode()
+    smaller = (node(), node("gpu-2", "64Gi"))
+    assert decided(share(), *smaller, kept=kept) == first
+    assert decided(share(), kept=kept) == first
+    assert decided(share(replicas=5), *smaller, kept=kept) == first
+    again = decided(share("40%"), *smaller, kept=kept)
+    assert isinstance(again, Decisions)
+    assert again.cpu_bytes == 25.5 * GIB
+
+
+def test_a_longer_table_of_models_changes_no_running_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = decided(tier())
+    assert isinstance(before, Decisions)
+    monkeypatch.setattr(models, "known", lambda _: None)
+    assert decided(tier(), kept=before.encode()) == before
+    assert decided(tier()) != before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"version":2}', '{"version":1,"cpu":7,"model":{"for":"x","blocks":0}}', "null"]
+)
+def test_a_note_that_somebody_spoilt_counts_as_none(text: str) -> None:
+    assert decisions.read(text) == decisions.Kept(cpu={}, model={})
+
+
+def kv(name: str, **layout: Any) -> KvCache:
+    model = models.known(name)
+    assert model is not None
+    found = make_kv(model.config, Layout(**layout))
+    assert isinstance(found, KvCache)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "blocks"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", {}, 4),
+        ("meta-llama/Llama-3.1-8B-Instruct", {"is_cpu_build": True}, 1),
+        ("meta-llama/Llama-3.1-405B-Instruct", {}, 1),
+        ("Qwen/Qwen2.5-0.5B-Instruct", {}, 32),
+        ("deepseek-ai/DeepSeek-R1", {}, 1),
+        ("openai/gpt-oss-20b", {}, 16),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {}, None),
+    ],
+)
+def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], blocks: int | None) -> None:
+    assert chunks.choose(kv(name, **layout), asked_tokens=None).blocks == blocks
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_files_of_known_models_have_4_to_16_mebibytes(name: str, tp: int, kv_dtype: str) -> None:
+    found = kv(name, tensor_parallel=tp, kv_dtype=kv_dtype)
+    chunking = chunks.choose(found, asked_tokens=None)
+    tokens = chunks.tokens_of(chunking, found)
+    assert tokens is not None
+    assert found.block_tokens is not None
+    assert tokens % found.block_tokens == 0
+    if not found.has_states and tokens < chunks.MOST_AUTO_TOKENS and found.block_tokens * found.group_bytes <= 8 << 20:
+        assert 4 << 20 <= chunks.bytes_of(tokens, found) <= 16 << 20
+
+
+@given(size=st.integers(0, 1 << 50), asked=st.integers(1, 64), name=st.sampled_from(models.NAMES))
+def test_a_tier_never_holds_more_tokens_than_its_bytes_allow(size: int, asked: int, name: str) -> None:
+    found = kv(name)
+    for on_disk in (False, True):
+        held = chunks.held_tokens(size, found, chunk_tokens=16 * asked, on_disk=on_disk)
+        assert held * found.token_bytes <= size
+        assert held % (16 * asked) == 0
+
+
+def capacity(body: dict[str, Any], *objects: Any) -> Capacity:
+    found = decided(body, *objects)
+    assert isinstance(found, Decisions), found
+    nodes_found = from_objects(objects) if objects else None
+    snapshot = Snapshot(tier=REF, claim=None, engines=Engines(), pods=(), live={}, nodes=nodes_found)
+    return make_capacity(parse(body), found, snapshot)
+
+
+def test_an_unknown_model_names_the_field_that_tells() -> None:
+    found = capacity(tier(model={"name": "/models/mine"}))
+    assert (found.kv_bytes_per_token, found.cpu_tokens, found.chunk_tokens) == (None, None, None)
+    assert found.notes[0] == (
+        "KV bytes per token are unknown: /models/mine is not in the table of known models: paste its config.json, or "
+        "the fields about layers and heads, into spec.model.config"
+    )
+
+
+def test_a_config_of_its_own_goes_before_the_table() -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+    assert capacity(tier(model={"config": config})).kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
+
+
+def test_the_cache_on_the_devices_is_what_the_weights_leave() -> None:
+    spec = {
+        "accelerator": {"perPod": 2, "memory": "80Gi"},
+        "tensorParallel": 2,
+        "args": ["--gpu-memory-utilization=0.9"],
+    }
+    found = capacity(tier(engine=spec))
+    assert found.device_kv_bytes == 2 * (72 - 2) * GIB - 16_100_000_000
+    assert found.device_kv_tokens == found.device_kv_bytes // 131072
+    assert capacity(tier(engine={"accelerator": {"memory": "8Gi"}})).notes == (
+        "the weights leave no room for KV on the accelerators: use more of them or larger ones",
+    )
+
+
+def test_every_rank_has_the_latent_on_its_device() -> None:
+    engine = {"accelerator": {"perPod": 8, "memory": "141Gi"}, "tensorParallel": 8}
+    found = capacity(tier(model={"name": "deepseek-ai/DeepSeek-V3"}, engine=engine))
+    assert found.device_kv_bytes is not None
+    assert found.device_kv_tokens == found.device_kv_bytes // (8 * 70272)
+
+
+def test_large_files_are_remarked_upon() -> None:
+    assert (
+        "prompts that share less than 2048 tokens share nothing" in capacity(tier(disk={"blockTokens": 2048})).notes[0]
+    )
+
+
+def run(cluster: FakeCluster, inventory: Inventory | None) -> Outcome:
+    cluster.calls.clear()
+    return reconcile(cluster, TIER, connector_image="c:1", clock=lambda: NOON, inventory=inventory)
+
+
+def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
+    cluster = FakeCluster(share(), node())
+    clock = iter(range(0, 100_000, 1000)).__next__
+    inventory = Inventory(cluster, is_allowed=True, clock=clock)
+    run(cluster, inventory)
+    body = cluster.look(TIER_KEY)
+    assert body is not None
+    assert (body["status"]["sizing"]["cpuBytes"], body["status"]["sizing"]["nodeBytes"]) == (128 * GIB, 256 * GIB)
+    before = cluster.look(DEPLOYMENT)
+    cluster.put(pod("newcomer", "100Gi"))
+    cluster.put(node("gpu-2", "96Gi"))
+    outcome = run(cluster, inventory)
+    assert outcome.written == ()
+    assert ("list", "Pod") in cluster.calls  # the engines' own
+    assert cluster.look(DEPLOYMENT) == before
+
+
+def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
+    def listings(body: dict[str, Any]) -> int:
+        cluster = FakeCluster(body, node())
+        run(cluster, Inventory(cluster, is_allowed=True, clock=lambda: 0.0))
+        # Before and after writing, the pods of the tier are read.
+        return cluster.calls.count(("list", "Pod")) - 2
+
+    assert (listings(tier()), listings(share())) == (0, 1)
+
+
+def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
+    cluster = FakeCluster(share(), node())
+    run(cluster, Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
+    assert ("list", "Node") not in cluster.calls
+    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")  # type: ignore[index]
+    assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
+
+
+class Counting(FakeCluster):
+    """Counts readings of nodes, and refuses them when told to."""
+
+    def __init__(self, *objects: Any) -> None:
+        super().__init__(*objects)
+        self.read = 0
+        self.error: Exception | None = None
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> Any:
+        self.read += 1
+        if self.error is not None:
+            raise self.error
+        return super().list(api_version, kind, namespace=namespace, selector=selector)
+
+
+def test_nodes_are_read_once_a_minute_for_all_tiers() -> None:
+    cluster, now = Counting(node()), [0.0]
+    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
+    for second in (0, 30, 59.9):
+        now[0] = second
+        assert inventory.look(with_pods=False) is not None
+    assert cluster.read == 1
+    now[0] = 60.0
+    inventory.look(with_pods=False)
+    assert cluster.read == 2
+
+
+def test_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
+    cluster, now = Counting(node()), [0.0]
+    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
+    seen = inventory.look(with_pods=False)
+    cluster.error, now[0] = ClusterUnavailable("500"), 60.0
+    assert inventory.look(with_pods=False) == seen
+    cluster.error, now[0] = ClusterForbidden("403"), 120.0
+    assert inventory.look(with_pods=False) is None
+    cluster.error, now[0] = None, 240.0
+    assert inventory.look(with_pods=False) is None
+    now[0] = 800.0
+    assert inventory.look(with_pods=False) == seen
+
+
+def test_a_pod_counts_as_the_scheduler_counts_it() -> None:
+    body = pod("batch", "2Gi")
+    body["spec"]["initContainers"] = [
+        {"name": "sidecar", "restartPolicy": "Always", "resources": {"requests": {"memory": "1Gi"}}},
+        {"name": "fetch", "resources": {"requests": {"memory": "9Gi"}}},
+    ]
+    body["spec"]["overhead"] = {"memory": "1Gi"}
+    finished = pod("done", "99Gi")
+    finished["status"]["phase"] = "Succeeded"
+    unscheduled = pod("waiting", "99Gi")
+    unscheduled["spec"].pop("nodeName")
+    usage = from_objects([{"kind": "List", "items": [body, finished, unscheduled]}]).usage
+    assert usage is not None
+    assert [each.memory_bytes // GIB for each in usage] == [11]
+
+
+def test_objects_that_are_no_nodes_are_nobody() -> None:
+    assert from_objects([{"kind": "ConfigMap", "metadata": {"name": "x"}}]).nodes == ()
