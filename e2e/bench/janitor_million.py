@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.bench.janitor_fill import fill
+
 from kvtier_connector.contract_janitor import JanitorConfig, encode
 from kvtier_connector.store.format import HEADER_BYTES
 
@@ -33,6 +34,7 @@ class Process:
     """The janitor as a process."""
 
     def __init__(self, config_file: Path, log: Path) -> None:
+        """Start it and wait until it serves."""
         self.log = log
         self.started = time.monotonic()
         with log.open("w") as sink:
@@ -54,15 +56,18 @@ class Process:
         return time.monotonic() - began
 
     def usage(self) -> dict[str, Any]:
+        """Return what it says at /usage."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/usage", timeout=30) as answer:
             document: dict[str, Any] = json.load(answer)
         return document
 
     def cpu_seconds(self) -> float:
+        """Return what it took of all cores so far."""
         fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def memory_mib(self, which: str) -> float:
+        """Return one of the numbers of /proc: VmRSS now, VmHWM at most so far."""
         status = Path(f"/proc/{self.popen.pid}/status").read_text()
         return int(re.findall(rf"{which}:\s+(\d+) kB", status)[0]) / 1024
 
@@ -78,6 +83,7 @@ class Process:
         return int(totals[0]) if totals else 0
 
     def stop(self) -> float:
+        """End it, and return the seconds that took."""
         began = time.monotonic()
         self.popen.send_signal(signal.SIGTERM)
         self.popen.wait(120)
@@ -85,8 +91,9 @@ class Process:
 
 
 def main() -> None:
+    """Measure, print and remove."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))
+    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))  # noqa: S108
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--idle-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path)

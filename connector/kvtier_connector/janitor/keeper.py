@@ -28,7 +28,7 @@ from kvtier_connector.janitor.problems import Problems
 from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
 from kvtier_connector.janitor.retirement import Retirement
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
-from kvtier_connector.janitor.tidy import sweep_journals, sweep_own_partials, sweep_quarantine, sweep_tenants
+from kvtier_connector.janitor.tidy import sweep_beside, sweep_journals, sweep_quarantine, sweep_tenants
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Keeper:
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
-        is_saving: bool = True,
+        is_lasting: bool = True,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -61,14 +61,14 @@ class Keeper:
             clock: Nanoseconds since 1970.
             now: Seconds that never go back.
             may_act: Asked before each batch of removals: whether this is still the active janitor of the tier.
-            is_saving: Whether the ledger is kept on the volume for the next process.
+            is_lasting: Whether it keeps ledger and brake on the volume; what runs once beside a janitor does not.
         """
         self.config = config
         self._fs = fs
         self._clock = clock
         self._now = now
         self._may_act = may_act
-        self._is_saving = is_saving
+        self._is_lasting = is_lasting
         self._dir = config.tier_dir
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self._ledger = Ledger()
@@ -112,8 +112,11 @@ class Keeper:
         """Work for about a second; return after how many seconds there is something to do again."""
         ends = self._now() + STEP_SECONDS
 
+        def has_time() -> bool:
+            return self._now() < ends
+
         def may_go_on() -> bool:
-            return self._now() < ends and self._may_act()
+            return has_time() and self._may_act()
 
         is_time = self._is_hurried or self._now() >= self._next_look
         self._is_hurried = False
@@ -123,12 +126,14 @@ class Keeper:
             self._listen()
         self._meet()
         with self._problems.trying("walk"):
-            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=may_go_on)
+            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
         if is_time and self._eviction is None and self._may_act():
             self._decide()
         self._evict(may_go_on)
         if is_time and self._may_act():
             self._brake_or_let_go()
+            with self._problems.trying("tell"):
+                self._news.flush()
             self._give_up_generations(may_go_on)
             self._tidy(may_go_on)
             self._save_if_due()
@@ -143,12 +148,6 @@ class Keeper:
         wake = min(self._next_look, self._patrol.next_at)
         return 0.0 if is_busy else max(0.0, min(wake - self._now(), self.config.sweep_seconds))
 
-    def walk_all(self) -> None:
-        """See every block now; for who does not wait for the next walk."""
-        self._patrol.restart()
-        while not self._patrol.is_counted and "walk" not in self._problems:
-            self.step()
-
     @property
     def is_idle(self) -> bool:
         """Whether everything is counted and nothing waits to be removed."""
@@ -157,6 +156,11 @@ class Keeper:
     def plan(self) -> Choice:
         """Return what the policy would remove now; nothing is removed."""
         return self._choose(self._limits())
+
+    def finish(self) -> None:
+        """Work until everything is counted and done, or the volume refuses to be walked."""
+        while (self.step() == 0 or not self.is_idle) and "walk" not in self._problems:
+            continue
 
     def close(self) -> None:
         """Save what is known; leave the brake to run out, or to the next janitor."""
@@ -234,6 +238,8 @@ class Keeper:
             self._eviction = None
 
     def _brake_or_let_go(self) -> None:
+        if not self._is_lasting:
+            return
         used = self._ledger.total.bytes + self._other_bytes()
         reason = brake_reason(
             self.config,
@@ -278,8 +284,9 @@ class Keeper:
         with self._problems.trying("tidy"):
             for digest in self._digests():
                 self._tidy_generation(digest, now_ns)
-            hour_ago_ns = now_ns - int(config.partial_age_seconds * 1e9)
-            self.tallies.removed_leftovers["partial"] += sweep_own_partials(self._fs, self._dir, before_ns=hour_ago_ns)
+            before_ns = now_ns - int(config.partial_age_seconds * 1e9)
+            beside = sweep_beside(self._fs, self._dir, generations=self._digests(), before_ns=before_ns)
+            self.tallies.removed_leftovers["partial"] += beside
 
     def _tidy_generation(self, digest: str, now_ns: int) -> None:
         root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
@@ -300,7 +307,7 @@ class Keeper:
                 self._save()
 
     def _save(self) -> None:
-        if not self._is_saving or not self._generations:
+        if not self._is_lasting or not self._generations:
             return
         with self._problems.trying("ledger"):
             snapshot = Snapshot(taken_ns=self._clock(), places=self._news.places(), walked_ns=self._patrol.walked_ns)
