@@ -38,15 +38,17 @@ imports: venv ## who may import whom
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
 	$(RUN) kvtier_operator.metrics --check
+	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
 	$(RUN) kvtier_operator.metrics --write
+	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
 
-golden: venv ## rewrite the golden manifests; review the diff
-	$(RUN) pytest tests/operator/test_golden.py --update-golden
+golden: venv ## rewrite the golden manifests and plans; review the diff
+	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
 
 cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
 	exec $(RUN) kvtier_localcluster up --data "$(DATA)/cluster"

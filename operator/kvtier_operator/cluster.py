@@ -8,6 +8,7 @@ than the package. Safe to use from several threads. Every failure is raised as o
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import urllib.parse
@@ -71,12 +72,20 @@ class Cluster(Protocol):
         """Delete that incarnation of the object; no error where it is gone already."""
         ...
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
-        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
+        """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
+
+        Raises:
+            ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
+        """
         ...
 
     def post_event(self, event: Manifest) -> None:
         """Create an Event."""
+        ...
+
+    def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
+        """Return the Events about one object."""
         ...
 
 
@@ -175,15 +184,22 @@ class KubernetesCluster:
         except _NotFoundError:
             return
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
-        """Merge changes into the status of that incarnation of a tier; None removes a field."""
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
+        """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
+
+        Raises:
+            ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
+        """
         try:
             self._request(
                 "PATCH",
                 _path(names.API_VERSION, names.KIND, tier.namespace, tier.name)
                 + "/status"
                 + _query({"fieldManager": names.FIELD_MANAGER}),
-                body={"metadata": {"uid": tier.uid}, "status": dict(changes)},
+                body={
+                    "metadata": {"uid": tier.uid, "resourceVersion": resource_version},
+                    "status": dict(changes),
+                },
                 content_type="application/merge-patch+json",
                 what=f"write the status of {tier}",
             )
@@ -194,6 +210,12 @@ class KubernetesCluster:
     def post_event(self, event: Manifest) -> None:
         """Create an Event."""
         self._request("POST", _path("v1", "Event", event["metadata"]["namespace"]), body=event, what="post an Event")
+
+    def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
+        """Return the Events about one object."""
+        path = _path("v1", "Event", namespace) + _query({"fieldSelector": f"involvedObject.uid={uid}"})
+        found: builtins.list[Manifest] = self._request("GET", path, what="list Events")["items"]
+        return found
 
     def request(self, method: str, path: str, *, what: str, body: Mapping[str, Any] | None = None) -> Manifest:
         """Send a request that no other method covers and return the answer; `what` tells an error what was tried."""

@@ -4,16 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.snapshot import Claim, Container, Engines, Live, Pod, Snapshot
 
+MOUNT_PATIENCE: Final = timedelta(seconds=30)
+"""A pod whose volumes are not mounted for this long after it was made is asked about."""
 
-def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Snapshot:
+_MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+
+
+def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None, now: datetime) -> Snapshot:
     """Return what the cluster holds for a tier now.
+
+    Args:
+        cluster: what is read.
+        tier: which tier.
+        existing_claim: name of the user's own claim, if the tier uses one.
+        now: tells which pods wait for their volumes for long.
 
     Raises:
         ClusterError: something could not be read; a partial view would be mistaken for the truth.
@@ -48,27 +60,43 @@ def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None) -> Sn
         tier=tier,
         claim=None if claim is None else _claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(sorted((_pod(found) for found in pods), key=lambda pod: pod.name)),
+        pods=tuple(
+            sorted((_pod(found, _mount_problem(cluster, found, now)) for found in pods), key=lambda pod: pod.name)
+        ),
         live={key: _live(found) for key, found in ours.items()},
         foreign=frozenset(foreign),
     )
 
 
 def _live(found: Manifest) -> Live:
-    return Live(uid=found["metadata"]["uid"], resource_version=found["metadata"]["resourceVersion"])
+    metadata = found["metadata"]
+    return Live(uid=metadata["uid"], resource_version=metadata["resourceVersion"], content=found)
 
 
 def _claim(found: Manifest) -> Claim:
     spec = found.get("spec", {})
     requests = spec.get("resources", {}).get("requests", {})
+    status = found.get("status", {})
     return Claim(
         name=found["metadata"]["name"],
         access_modes=tuple(spec.get("accessModes", ())),
         storage_class_name=spec.get("storageClassName"),
         requested_bytes=quantity.parse_bytes(str(requests.get("storage", "0"))),
-        phase=found.get("status", {}).get("phase", "Pending"),
+        phase=status.get("phase", "Pending"),
         is_terminating="deletionTimestamp" in found["metadata"],
+        uid=found["metadata"]["uid"],
+        capacity_bytes=quantity.parse_bytes(str(status.get("capacity", {}).get("storage", "0"))),
+        resizing=_resizing(status.get("conditions", ())),
     )
+
+
+def _resizing(conditions: Iterable[Mapping[str, Any]]) -> str:
+    found = [each for each in conditions if each["type"] in _RESIZING and each.get("status") == "True"]
+    texts = (f"{each['type']}{': ' if each.get('message') else ''}{each.get('message', '')}" for each in found)
+    return "; ".join(sorted(texts))
+
+
+_RESIZING = frozenset({"Resizing", "FileSystemResizePending", "ControllerResizeError", "NodeResizeError"})
 
 
 def _engines(found: Manifest) -> Engines:
@@ -85,10 +113,11 @@ def _engines(found: Manifest) -> Engines:
         is_stalled=progressing.get("reason") == "ProgressDeadlineExceeded",
         decisions=(found["metadata"].get("annotations") or {}).get(names.ANNOTATION_DECISIONS, ""),
         problem=failure.get("message", "") if failure.get("status") == "True" else "",
+        rendered=(found["metadata"].get("annotations") or {}).get(names.ANNOTATION_RENDERED, ""),
     )
 
 
-def _pod(found: Manifest) -> Pod:
+def _pod(found: Manifest, mount_problem: str = "") -> Pod:
     status, metadata = found.get("status", {}), found["metadata"]
     conditions = _by_type(status.get("conditions", ()))
     scheduled = conditions.get("PodScheduled", {})
@@ -113,7 +142,38 @@ def _pod(found: Manifest) -> Pod:
             _container(each)
             for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
         ),
+        uid=metadata.get("uid", ""),
+        address=status.get("podIP", ""),
+        template_hash=(metadata.get("labels") or {}).get("pod-template-hash", ""),
+        mount_problem=mount_problem,
     )
+
+
+def _mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
+    """Return what keeps the kubelet from starting a pod at all; only Events tell, so they are read only for such a pod.
+
+    A pod in that state names nothing but ContainerCreating, for ever.
+    """
+    status, metadata = pod.get("status", {}), pod["metadata"]
+    waiting = [
+        (each.get("state") or {}).get("waiting") or {}
+        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+    ]
+    is_held_up = bool(waiting) and all(
+        each.get("reason") in {"ContainerCreating", "PodInitializing"} for each in waiting
+    )
+    born = metadata.get("creationTimestamp")
+    if not is_held_up or "deletionTimestamp" in metadata or born is None:
+        return ""
+    if now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
+        return ""
+    found = [
+        event
+        for event in cluster.events(metadata["namespace"], uid=metadata["uid"])
+        if event.get("reason") in _MOUNT_REASONS
+    ]
+    latest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
+    return "" if latest is None else f"{latest['reason']}: {latest.get('message', '')}"
 
 
 def _container(found: Mapping[str, Any]) -> Container:
@@ -128,6 +188,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         waiting_message=waiting.get("message", ""),
         exit_code=ended.get("exitCode"),
         exit_reason=ended.get("reason", ""),
+        exit_message=ended.get("message", ""),
     )
 
 

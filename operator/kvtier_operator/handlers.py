@@ -19,6 +19,7 @@ from typing import Any, Final
 import kopf
 
 from kvtier_operator import names
+from kvtier_operator.claim_users import ClaimUsers
 from kvtier_operator.cluster import Cluster, Credentials
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
@@ -46,7 +47,6 @@ DEAF_SECONDS: Final = 300.0
 
 _WATCHED: Final = (
     ("", "v1", "configmaps"),
-    ("", "v1", "persistentvolumeclaims"),
     ("", "v1", "pods"),
     ("", "v1", "serviceaccounts"),
     ("", "v1", "services"),
@@ -54,6 +54,9 @@ _WATCHED: Final = (
     ("policy", "v1", "poddisruptionbudgets"),
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
+
+_CLAIMS: Final = ("", "v1", "persistentvolumeclaims")
+"""Watched without a selector: a tier may use a claim that carries no label of ours."""
 
 _WATCHED_KINDS: Final = frozenset(
     {
@@ -94,6 +97,7 @@ class Operator:
         self._metrics = metrics
         self._login = login
         self._clock = clock
+        self._claim_users = ClaimUsers()
         # A Role in a few namespaces gives no right to look at nodes.
         self._inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
         self._queue: WorkQueue[TierName] = WorkQueue(
@@ -129,6 +133,7 @@ class Operator:
         kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)(self._on_tier)
         for group, version, plural in _WATCHED:
             kopf.on.event(group, version, plural, registry=registry)(self._on_child)
+        kopf.on.event(*_CLAIMS, registry=registry)(self._on_claim)
         return registry
 
     def _on_login(self, **_: Any) -> kopf.ConnectionInfo:
@@ -187,6 +192,14 @@ class Operator:
         if tier is not None:
             self._queue.add(TierName(namespace=namespace or "", name=tier))
 
+    async def _on_claim(
+        self, namespace: str | None, name: str, labels: Mapping[str, str], body: Mapping[str, Any], **details: Any
+    ) -> None:
+        if names.LABEL_TIER in labels:  # of the claims that are not ours, nothing is remembered
+            await self._on_child(namespace, labels, body, **details)
+        for tier in self._claim_users.users(namespace or "", name):
+            self._queue.add(tier)
+
     def _pass(self, key: TierName, attempt: int) -> Done:
         """Do one pass; the one place where an outcome becomes what the queue does next."""
         try:
@@ -215,6 +228,7 @@ class Operator:
             inventory=self._inventory,
             attempt=attempt,
         )
+        self._claim_users.note(key, outcome.existing_claim)
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))

@@ -115,6 +115,7 @@ class WatchfulCluster:
         self.delete = cluster.delete
         self.patch_status = cluster.patch_status
         self.post_event = cluster.post_event
+        self.events = cluster.events
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
         """Return the objects that carry the labels of the selector, and note how they stand."""

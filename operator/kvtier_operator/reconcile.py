@@ -21,8 +21,9 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.snapshot import Nodes, Snapshot
+from kvtier_operator.snapshot import Live, Nodes, Snapshot
 from kvtier_operator.spec import TierSpec, parse
+from kvtier_operator.spec.annotations import read_annotations
 
 Clock = Callable[[], datetime]
 
@@ -40,6 +41,8 @@ class Outcome:
     """Objects that the pass created, changed or deleted."""
     failure: ClusterError | None = None
     """Why the pass is to be repeated soon."""
+    existing_claim: str | None = None
+    """The claim of the user's own that the tier names."""
 
 
 def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
@@ -71,15 +74,21 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
         return Outcome(exists=False)
-    act = _act(cluster, body, connector_image, inventory)
+    act = _act(cluster, body, connector_image, inventory, clock)
+    outcome = Outcome(
+        exists=True,
+        written=act.written,
+        failure=act.failure,
+        existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
+    )
     is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
-        return Outcome(exists=True, written=act.written, failure=act.failure)
+        return outcome
     try:
         _report(cluster, body, act.view, clock)
     except ClusterError as error:
-        return Outcome(exists=True, written=act.written, failure=act.failure or error)
-    return Outcome(exists=True, written=act.written, failure=act.failure)
+        return replace(outcome, failure=act.failure or error)
+    return outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,31 +98,34 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inventory | None) -> _Act:
+def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inventory | None, clock: Clock) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
     try:
-        spec = parse(body)
+        spec, asked = parse(body), read_annotations(body)
     except SpecInvalid as error:
         return _Act(view=replace(view, invalid=error))
+    if asked.is_paused:
+        spec = spec.model_copy(update={"paused": True})
     view = replace(view, spec=spec)
     try:
-        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
+        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
     snapshot = replace(snapshot, nodes=_look(inventory, spec, snapshot))
     view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
-    plan = make_plan(spec, snapshot, connector_image=connector_image)
+    plan = make_plan(spec, snapshot, connector_image=connector_image, restart=asked.restart)
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
+    view = replace(view, current=plan.generation)
     if spec.paused:
         return _Act(view=view)
     written, failure = _write(cluster, plan, snapshot)
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            told = gather(cluster, tier, existing_claim=spec.volume.existing_claim)
+            told = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
             view = replace(view, snapshot=replace(told, nodes=snapshot.nodes))
         except ClusterError as error:
             failure = error
@@ -161,7 +173,7 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
                     raise
                 refused = error
                 continue
-            if live is None or applied["metadata"]["resourceVersion"] != live.resource_version:
+            if live is None or not _is_as_before(live, applied):
                 written.append(key)
         for key in _obsolete(snapshot, {names.key_of(manifest) for manifest in rendered}):
             cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
@@ -169,6 +181,24 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
     except ClusterError as error:
         return tuple(written), error
     return tuple(written), refused
+
+
+def _is_as_before(live: Live, applied: Manifest) -> bool:
+    """Tell whether applying changed nothing of ours: a controller may have written a status meanwhile."""
+    if applied["metadata"]["resourceVersion"] == live.resource_version:
+        return True
+    return _ours_of(live.content) == _ours_of(applied)
+
+
+def _ours_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations") or {}
+    return {
+        **{field: value for field, value in manifest.items() if field not in {"metadata", "status"}},
+        "labels": metadata.get("labels"),
+        "owners": metadata.get("ownerReferences"),
+        "annotations": {key: value for key, value in annotations.items() if key.startswith(f"{names.GROUP}/")},
+    }
 
 
 def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
@@ -184,7 +214,7 @@ def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -
     changes = status.changes(previous, wanted)
     if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted)):
         return
-    cluster.patch_status(view.tier, changes)
+    cluster.patch_status(view.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, view.tier, transition, now=now))
 

@@ -7,7 +7,8 @@ Data only, and pure: reading is another module's work, so every decision can be 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier_operator.names import ObjectKey, TierRef
 
@@ -18,6 +19,8 @@ class Live:
 
     uid: str
     resource_version: str
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The object as it was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class Claim:
     requested_bytes: int
     phase: str
     is_terminating: bool = False
+    uid: str = ""
+    capacity_bytes: int = 0
+    """What the volume holds; 0 while none is bound."""
+    resizing: str = ""
+    """How far an expansion is, in the words of the claim's own condition; empty while none is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,8 @@ class Engines:
     """What was decided for this tier before, as the Deployment carries it."""
     problem: str = ""
     """Why pods cannot even be created (quota, admission), in the API server's words."""
+    rendered: str = ""
+    """What the operator noted on the Deployment about where its pods came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,8 @@ class Container:
     exit_code: int | None = None
     """Of the last run that ended; None when none did."""
     exit_reason: str = ""
+    exit_message: str = ""
+    """What it said last: the end of its log, if it ended with a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +90,13 @@ class Pod:
     hash_seed: str | None
     hash_algorithm: str | None
     containers: tuple[Container, ...]
+    uid: str = ""
+    address: str = ""
+    """IP address; empty until the pod has one."""
+    template_hash: str = ""
+    """Tells the pods of one rollout from those of another."""
+    mount_problem: str = ""
+    """Why the kubelet cannot bring the volumes to the pod, in its own words."""
 
 
 @dataclass(frozen=True, kw_only=True)

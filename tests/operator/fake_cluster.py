@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import itertools
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict, ClusterError
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
-READS = frozenset({"get", "list"})
+READS = frozenset({"get", "list", "events"})
 
 
 class FakeCluster:
@@ -25,7 +26,8 @@ class FakeCluster:
         self._applied: dict[ObjectKey, Manifest] = {}
         self._versions = itertools.count(1)
         self.calls: list[tuple[str, str]] = []
-        self.events: list[Manifest] = []
+        self.posted: list[Manifest] = []
+        self._told: dict[str, list[Manifest]] = {}
         self.fail: tuple[int, ClusterError] | None = None
         for manifest in objects:
             self.put(manifest)
@@ -102,14 +104,25 @@ class FakeCluster:
                 raise ClusterConflict(f"cannot delete {key}: another incarnation stands there")
             self.remove(key)
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any]) -> None:
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
         key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
         self._count("patch_status", key)
+        metadata = self._objects[key]["metadata"]
+        if (metadata["uid"], metadata["resourceVersion"]) != (tier.uid, resource_version):
+            raise ClusterConflict(f"cannot write the status of {tier}: it changed meanwhile")
         self._store(key, merge(self._objects[key], {"status": dict(changes)}))
 
     def post_event(self, event: Manifest) -> None:
         self._count("post_event", event["reason"])
-        self.events.append(copy.deepcopy(event))
+        self.posted.append(copy.deepcopy(event))
+
+    def events_about(self, uid: str, *events: Manifest) -> None:
+        """Say what the kubelet and the controllers told of an object."""
+        self._told[uid] = list(events)
+
+    def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
+        self._count("events", uid)
+        return copy.deepcopy(self._told.get(uid, []))
 
     def _count(self, verb: str, what: object) -> None:
         self.calls.append((verb, str(what)))

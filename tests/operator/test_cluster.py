@@ -75,7 +75,7 @@ def test_what_is_not_there_is_none_to_get_and_nothing_to_delete(cluster: Kuberne
 
 
 def test_the_status_of_a_tier_that_is_gone_is_nobodys_business(cluster: KubernetesCluster) -> None:
-    cluster.patch_status(TIER, {"replicas": 1})
+    cluster.patch_status(TIER, {"replicas": 1}, resource_version="1")
 
 
 @pytest.mark.parametrize(

@@ -248,26 +248,31 @@ def test_an_invalid_tier_says_which_field_without_any_child(api: ApiServerThread
 
 
 @pytest.mark.usefixtures("controllers")
-def test_the_operator_needs_no_more_rights_than_its_role_grants(api: ApiServerThread, kubectl: Client) -> None:
+def test_a_claim_of_the_users_own_is_noticed_as_soon_as_it_is_there(kubectl: Client) -> None:
+    mine = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "mine"},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}},
+    }
+    with running(resync_seconds=3600):
+        kubectl.apply_tier(body(volume={"claim": None, "existingClaim": "mine"}))
+        until(lambda: kubectl.condition("Ready").get("reason") == "ClaimMissing")
+        assert kubectl.condition("Stalled")["status"] == "False"
+        kubectl.call("POST", kubectl.path(CORE, "persistentvolumeclaims"), mine)
+        until(kubectl.is_ready)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> None:
     with running():
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
-    used = {
-        (
-            entry.verb,
-            entry.target.group,
-            entry.target.plural + (f"/{entry.target.subresource}" if entry.target.subresource else ""),
-        )
-        for entry in list(api.server.audit)
-        if entry.user_agent != "test" and entry.target is not None
-    }
-    manifests = yaml.safe_load_all((Path(__file__).parents[2] / "docs" / "operator.yaml").read_text())
-    role = next(manifest for manifest in manifests if manifest["kind"] == "ClusterRole")
-    allowed = {
-        (verb, group, resource)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    assert used - allowed == set()
+        before = {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")}
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"metadata": {"annotations": {"kvtier.dev/restart": "once"}}})
+        until(lambda: len({pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")} - before) == 2)
+        until(kubectl.is_ready)
+    with running(connector_image="ghcr.io/kvtier/connector:next") as metrics:
+        after = {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")}
+        until(lambda: ok_passes(metrics) > 1)
+        assert {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")} == after

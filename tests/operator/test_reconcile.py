@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_second_pass_writes_nothing() -> None:
     assert outcome.written == ()
     assert [verb for verb, _ in cluster.writes()] == ["apply"] * 6
     assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
-    assert len(cluster.events) == 1
+    assert len(cluster.posted) == 1
 
 
 def test_a_tier_becomes_ready_when_its_engines_are() -> None:
@@ -96,7 +97,7 @@ def test_a_tier_becomes_ready_when_its_engines_are() -> None:
     run(cluster)
     assert condition(cluster, "Ready")["status"] == "True"
     assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
-    assert [event["reason"] for event in cluster.events] == ["ClaimPending", "Ready"]
+    assert [event["reason"] for event in cluster.posted] == ["ClaimPending", "Ready"]
 
 
 def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
@@ -382,3 +383,71 @@ def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
     cluster = FakeCluster(going)
     assert run(cluster) == Outcome(exists=False)
     assert cluster.writes() == []
+
+
+def test_the_annotation_pauses_like_the_field() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "true"}}, "spec": {"replicas": 7}})
+    assert run(cluster).written == ()
+    assert condition(cluster, "Paused")["status"] == "True"
+    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "false"}}})
+    assert run(cluster).written == (DEPLOYMENT,)
+
+
+def test_an_annotation_that_cannot_be_honoured_is_told() -> None:
+    cluster = FakeCluster(tier())
+    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "yes"}}})
+    run(cluster)
+    assert condition(cluster, "Ready")["message"].startswith("metadata.annotations[kvtier.dev/paused]: must be")
+
+
+def test_a_status_that_somebody_changed_meanwhile_is_not_overwritten() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
+    with pytest.raises(ClusterConflict):
+        cluster.patch_status(names.tier_ref(cluster.look(TIER_KEY)), {"replicas": 9}, resource_version=version + "0")
+    assert run(cluster).failure is None
+
+
+def test_what_a_controller_reports_meanwhile_is_not_counted_as_our_write() -> None:
+    cluster = BusyCluster(tier())
+    run(cluster)
+    cluster.is_busy = True
+    assert run(cluster).written == ()
+
+
+class BusyCluster(FakeCluster):
+    """A cluster whose controllers write a status between any look and the next write."""
+
+    is_busy = False
+
+    def apply(self, manifest: Any, *, over: str | None) -> Any:
+        if self.is_busy and manifest["kind"] == "Deployment":
+            key, annotation = names.key_of(manifest), {"deployment.kubernetes.io/revision": "1"}
+            self.edit(key, {"status": {"replicas": 1}, "metadata": {"annotations": annotation}})
+        return super().apply(manifest, over=over)
+
+
+@pytest.mark.parametrize(("age", "words"), [(5, ""), (60, "Multi-Attach error")])
+def test_a_pod_that_its_node_cannot_start_is_asked_about_after_a_while(age: int, words: str) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    status = {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "True"}],
+        "initContainerStatuses": [
+            {"name": "install-connector", "image": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
+        ],
+    }
+    stuck = pod("a", template, **status)
+    born = (NOON - timedelta(seconds=age)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    stuck["metadata"] |= {"uid": "pod-a", "creationTimestamp": born}
+    cluster.put(stuck)
+    cluster.events_about("pod-a", {"reason": "FailedAttachVolume", "message": "Multi-Attach error for volume"})
+    run(cluster)
+    assert ("events", "pod-a") in cluster.calls if words else ("events", "pod-a") not in cluster.calls
+    assert words in condition(cluster, "EnginesReady")["message"]

@@ -176,6 +176,34 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
             id="the engine crashes",
         ),
         pytest.param(
+            with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."),
+            "SizingFits",
+            Reason.DEVICE_MISSING,
+            "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
+            id="no node has a device left",
+        ),
+        pytest.param(
+            replace(HEALTHY, engines=replace(STARTING, problem='pod rejected: RuntimeClass "nvidia" not found')),
+            "EnginesReady",
+            Reason.RUNTIME_CLASS_MISSING,
+            "create that RuntimeClass",
+            id="the runtime class does not exist",
+        ),
+        pytest.param(
+            with_pod(mount_problem='FailedAttachVolume: Multi-Attach error for volume "pvc-1"'),
+            "EnginesReady",
+            Reason.MULTI_ATTACH,
+            "spec.replicas to 1",
+            id="the volume is attached to another node",
+        ),
+        pytest.param(
+            with_pod(mount_problem="FailedMount: MountVolume.SetUp failed: rpc error"),
+            "EnginesReady",
+            Reason.VOLUME_NOT_MOUNTED,
+            "driver runs there",
+            id="the volume cannot be mounted",
+        ),
+        pytest.param(
             replace(HEALTHY, engines=replace(STARTING, is_stalled=True)),
             "EnginesReady",
             Reason.ROLLOUT_STALLED,
@@ -254,12 +282,17 @@ def test_an_invalid_spec_names_its_field_and_stalls() -> None:
     assert found["EnginesReady"]["status"] == "Unknown"
 
 
+PASSING = {RefusalReason.OBJECT_NOT_OURS, RefusalReason.CLAIM_MISSING}
+"""Refusals that end without an edit of the tier."""
+
+
 @pytest.mark.parametrize("reason", list(RefusalReason))
-def test_every_refusal_has_a_reason_of_its_own(reason: RefusalReason) -> None:
+def test_every_refusal_has_a_reason_of_its_own_and_stalls_only_if_the_tier_must_change(reason: RefusalReason) -> None:
     found = conditions(replace(VIEW, refusal=Refusal(reason=reason, message="do this")))
     assert found["Ready"]["reason"] == Reason[reason.name].value
-    assert (found["Stalled"]["status"], found["Stalled"]["message"]) == ("True", "do this")
-    assert found["Reconciling"]["status"] == "False"
+    told, silent = ("Reconciling", "Stalled") if reason in PASSING else ("Stalled", "Reconciling")
+    assert (found[told]["status"], found[told]["message"]) == ("True", "do this")
+    assert found[silent]["status"] == "False"
 
 
 def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None:
@@ -410,3 +443,21 @@ def test_every_check_says_what_it_claims() -> None:
     listed = [check for _, group, _, _ in checks.SUMMARY for check in group]
     assert all(inspect.getdoc(check) for check in listed)
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        pytest.param(replace(CLAIM, capacity_bytes=1 << 40), "from 1Ti to 2Ti", id="the driver has not begun"),
+        pytest.param(
+            replace(CLAIM, capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
+            "when a pod mounts it next",
+            id="the file system waits for a pod",
+        ),
+    ],
+)
+def test_a_claim_that_grows_is_bound_and_says_so(claim: Claim, words: str) -> None:
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, claim=claim)))
+    assert (found["VolumeBound"]["status"], found["VolumeBound"]["reason"]) == ("True", "ClaimExpanding")
+    assert words in found["VolumeBound"]["message"]
+    assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")

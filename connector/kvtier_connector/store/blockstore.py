@@ -11,7 +11,7 @@ import enum
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,12 +33,13 @@ from kvtier_connector.store.fs import (
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, tenant_of
 from kvtier_connector.store.quarantine import quarantine
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import can_read, encrypt, scratch_for, with_checksum
-from kvtier_connector.store.usage import Usage
+from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.verify import Take, read_verified, stream_verified
+from kvtier_connector.store.writers import Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class StoreFault(enum.Enum):
 
     NO_BUDGET = "no_budget"
     """The tier's own limit would be exceeded."""
+    NO_QUOTA = "no_quota"
+    """The quota of the block's tenant would be exceeded."""
     NO_KEY = "no_key"
     """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"
@@ -94,6 +97,7 @@ StoreOutcome = Stored | Present | StoreFault
 _RETRIES = 2
 """One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
 
+_REFUSALS = {Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
 _STORE_FAULTS = {
     errno.ENOSPC: StoreFault.NO_SPACE,
     errno.EDQUOT: StoreFault.NO_SPACE,
@@ -114,11 +118,11 @@ class _Found(NamedTuple):
 class BlockStore:
     """The blocks under one root, for any number of threads and processes at once.
 
-    Any thread may call any method. Between processes, atomic renames protect readers from half-written
-    blocks, and a unique partial name protects writers from each other. Inside the process, `_keys_changed` guards
-    `_keys_in_write`, so that one block is written once at a time; `Usage` and `DirectIo` guard themselves;
-    `_scanning` lets one thread count at a time; each thread has its own header page. No lock but `_scanning` is held
-    over a system call, so a volume that hangs holds up only the threads that asked it for something.
+    Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
+    blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` sees to it that
+    one block is written once at a time; it, `Ledger`, `Keyring` and `DirectIo` guard themselves; `_scanning` lets one
+    thread count at a time; each thread has its own header page. No lock but `_scanning` is held over a system call of
+    the volume, so a volume that hangs holds up only the threads that asked it for something.
 
     A method blocks for as long as the volume does: never call one from a thread that must not wait.
     """
@@ -132,6 +136,7 @@ class BlockStore:
         clock: Callable[[], int] = time.time_ns,
         max_bytes: int = 0,
         keys_dir: str = "",
+        quotas: Quotas = NO_QUOTAS,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -143,16 +148,16 @@ class BlockStore:
             max_bytes: `put` refuses what would exceed it; 0 means no limit. Call `refresh_usage` once at the start.
             keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
                 made active first; reading needs no more than this. Empty means that nothing is encrypted.
+            quotas: As `max_bytes`, for the blocks of single tenants.
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
         self._fs = fs
         self._clock = clock
         self._direct = DirectIo(fs, self._root, direct=direct)
-        self._usage = Usage(max_bytes)
+        self._usage = Ledger(max_bytes, quotas)
         self._scanning = threading.Lock()
-        self._keys_changed = threading.Condition()
-        self._keys_in_write: set[BlockKey] = set()
+        self._writers = Writers()
         self._of_thread = threading.local()
 
     def get(self, key: BlockKey, into: memoryview) -> Outcome:
@@ -202,15 +207,15 @@ class BlockStore:
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
         block_bytes = HEADER_BYTES + data.nbytes
-        with self._sole_writer(key):
+        with self._writers.alone(key):
             found = self._find(key, data.nbytes)
             if found.is_whole:
                 return Present()
             encryption_key = None if self.keyring is None else self.keyring.active()
             if self.keyring is not None and encryption_key is None:
                 return StoreFault.NO_KEY
-            if not self._usage.reserve(block_bytes):
-                return StoreFault.NO_BUDGET
+            if (refusal := self._usage.reserve(block_bytes, key.tenant)) is not None:
+                return _REFUSALS[refusal]
             is_written = False
             try:
                 header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), lineage)
@@ -224,9 +229,9 @@ class BlockStore:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
                 if is_written:
-                    self._usage.commit(block_bytes, replaced=found.size)
+                    self._usage.commit(block_bytes, key.tenant, replaced=found.size)
                 else:
-                    self._usage.cancel(block_bytes)
+                    self._usage.cancel(block_bytes, key.tenant)
         return Stored(block_bytes)
 
     def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
@@ -260,7 +265,7 @@ class BlockStore:
             return False
         except OSError as error:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
-        self._usage.forget(size)
+        self._usage.forget(size, key.tenant)
         return True
 
     def set_limit(self, max_bytes: int) -> None:
@@ -283,26 +288,29 @@ class BlockStore:
         """
         with self._scanning:
             self._usage.begin_scan()
-            found = 0
             for entry in scan_parallel(Path(self._root), fs=self._fs, clock=self._clock, threads=threads):
                 if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
-                    found += entry.size
+                    self._usage.find(entry.size, tenant_of(entry.path))
                 if visit is not None:
                     visit(entry)
-            self._usage.end_scan(found)
+            self._usage.end_scan()
         return self._usage.total()
+
+    def tenant_bytes(self, tenant: str) -> int:
+        """Return the bytes of one tenant, as `usage_bytes` does for all."""
+        return self._usage.total_of(tenant)
 
     def share_room(self, writers: int) -> None:
         """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
         self._usage.begin_period(writers)
 
-    def learn_stored(self, payload_bytes: int) -> None:
+    def learn_stored(self, payload_bytes: int, tenant: str = "") -> None:
         """Count a block that another process wrote, without waiting for the next walk."""
-        self._usage.learn(HEADER_BYTES + payload_bytes)
+        self._usage.learn(HEADER_BYTES + payload_bytes, tenant)
 
-    def learn_gone(self, payload_bytes: int) -> None:
+    def learn_gone(self, payload_bytes: int, tenant: str = "") -> None:
         """Stop counting a block that another process removed."""
-        self._usage.forget(HEADER_BYTES + payload_bytes)
+        self._usage.forget(HEADER_BYTES + payload_bytes, tenant)
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"
@@ -327,26 +335,13 @@ class BlockStore:
             found = read(fd, bool(direct))
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
-                self._usage.forget(quarantine(self._fs, self._root, fd, key, found))
+                self._usage.forget(quarantine(self._fs, self._root, fd, key, found), key.tenant)
         except OSError:
             return Fault.IO
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         return Hit(found) if isinstance(found, int) else found
-
-    @contextlib.contextmanager
-    def _sole_writer(self, key: BlockKey) -> Iterator[None]:
-        """Wait until no other thread of this process writes the block."""
-        with self._keys_changed:
-            self._keys_changed.wait_for(lambda: key not in self._keys_in_write)
-            self._keys_in_write.add(key)
-        try:
-            yield
-        finally:
-            with self._keys_changed:
-                self._keys_in_write.discard(key)
-                self._keys_changed.notify_all()
 
     def _find(self, key: BlockKey, payload_bytes: int) -> _Found:
         """Look at the file that has the block's name: its size, and whether length and header are right."""

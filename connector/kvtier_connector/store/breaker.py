@@ -48,6 +48,7 @@ class Sign(enum.Enum):
 
 _STORE_SIGNS = {
     StoreFault.NO_BUDGET: Sign.NEUTRAL,
+    StoreFault.NO_QUOTA: Sign.NEUTRAL,
     StoreFault.NO_KEY: Sign.NEUTRAL,
     StoreFault.NO_SPACE: Sign.FATAL,
     StoreFault.READ_ONLY: Sign.FATAL,

@@ -145,6 +145,12 @@ def quarantine_path(key: BlockKey, reason: str, token: str) -> str:
     return f"{tenant_directory(key.tenant)}{QUARANTINE}/{block_name(key)}.{reason}.{token}"
 
 
+def tenant_of(relative: str) -> str:
+    """Return the tenant in whose tree a path lies; empty for the common tree."""
+    parts = relative.split("/", 2)
+    return parts[1] if parts[0] == TENANTS and len(parts) > 2 and is_tenant(parts[1]) else ""  # noqa: PLR2004 - parts
+
+
 def is_quarantined(relative: str) -> bool:
     """Say whether the path is one of a quarantine directory, the common one or a tenant's."""
     return _QUARANTINED.fullmatch(relative) is not None

@@ -25,6 +25,7 @@ from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
+from kvtier_connector.store.usage import NO_QUOTAS, Quotas
 from kvtier_connector.store.verify import Take
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
@@ -68,6 +69,7 @@ class SharedStore:
         direct: bool | None = None,
         max_bytes: int = 0,
         keys_dir: str = "",
+        quotas: Quotas = NO_QUOTAS,
         scan_threads: int = 4,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -80,11 +82,14 @@ class SharedStore:
             direct: As for `BlockStore`.
             max_bytes: As for `BlockStore`.
             keys_dir: As for `BlockStore`.
+            quotas: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
-        self.blocks = BlockStore(root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir)
+        self.blocks = BlockStore(
+            root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir, quotas=quotas
+        )
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
@@ -313,8 +318,8 @@ class SharedStore:
             self._index.renew_block(record.key)
         if record.op in {Op.STORED, Op.USED}:
             if self._index.add(record.key):
-                self.blocks.learn_stored(record.payload_bytes)
+                self.blocks.learn_stored(record.payload_bytes, record.key.tenant)
         elif record.op == Op.GONE:
             was_present = self._index.discard(record.key)
             if was_present and record.payload_bytes:
-                self.blocks.learn_gone(record.payload_bytes)
+                self.blocks.learn_gone(record.payload_bytes, record.key.tenant)

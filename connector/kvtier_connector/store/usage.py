@@ -9,7 +9,11 @@ last, fit. The nearer the limit the smaller the shares, so the last blocks of th
 
 from __future__ import annotations
 
+import enum
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Usage:
@@ -91,3 +95,119 @@ class Usage:
         """
         with self._lock:
             self._known = found + self._written_since_scan_began
+
+
+class Quotas(NamedTuple):
+    """What the blocks of single tenants may take."""
+
+    by_tenant: Mapping[str, int] = MappingProxyType({})
+    default_bytes: int = 0
+    """For tenants that are not named; 0 means no limit. Blocks of no tenant have no quota."""
+
+    def of(self, tenant: str) -> int:
+        """Return the tenant's quota in bytes; 0 means no limit."""
+        return self.by_tenant.get(tenant, self.default_bytes) if tenant else 0
+
+
+NO_QUOTAS = Quotas()
+
+
+class Refusal(enum.Enum):
+    """Why there is no room for a block."""
+
+    BUDGET = "budget"
+    QUOTA = "quota"
+
+
+class Ledger:
+    """The sum of a whole tier and one for each tenant, moved together. Any thread may call any method.
+
+    The sums guard themselves; `_lock` guards only the table of tenants. Two sums are not changed at once, so a look in
+    between sees a block in one and not yet in the other.
+    """
+
+    def __init__(self, max_bytes: int, quotas: Quotas = NO_QUOTAS) -> None:
+        """Store the limits; 0 means none."""
+        self._all = Usage(max_bytes)
+        self._quotas = quotas
+        self._lock = threading.Lock()
+        self._tenants: dict[str, Usage] = {}
+        self._found: dict[str, int] = {}
+
+    def set_limit(self, max_bytes: int) -> None:
+        """Take another limit of the whole tier from now on."""
+        self._all.set_limit(max_bytes)
+
+    def begin_period(self, writers: int) -> None:
+        """Share the room that is left, of the tier and of each tenant, with the other writers."""
+        for usage in (self._all, *self._listed()):
+            usage.begin_period(writers)
+
+    def total(self) -> int:
+        """Return the bytes of the whole tier, together with those of the writes in flight."""
+        return self._all.total()
+
+    def total_of(self, tenant: str) -> int:
+        """Return the bytes of one tenant."""
+        return self._of(tenant).total()
+
+    def reserve(self, count: int, tenant: str) -> Refusal | None:
+        """Claim room for a write; None means that it was granted, and must be ended with `commit` or `cancel`."""
+        if not self._of(tenant).reserve(count):
+            return Refusal.QUOTA
+        if not self._all.reserve(count):
+            self._of(tenant).cancel(count)
+            return Refusal.BUDGET
+        return None
+
+    def commit(self, count: int, tenant: str, *, replaced: int) -> None:
+        """Turn a claim into use; `replaced` bytes of an older file went away."""
+        for usage in (self._all, self._of(tenant)):
+            usage.commit(count, replaced=replaced)
+
+    def cancel(self, count: int, tenant: str) -> None:
+        """Give a claim back: nothing was written."""
+        for usage in (self._all, self._of(tenant)):
+            usage.cancel(count)
+
+    def learn(self, count: int, tenant: str) -> None:
+        """Add a file that another process wrote."""
+        for usage in (self._all, self._of(tenant)):
+            usage.learn(count)
+
+    def forget(self, count: int, tenant: str) -> None:
+        """Subtract a file that was removed."""
+        for usage in (self._all, self._of(tenant)):
+            usage.forget(count)
+
+    def begin_scan(self) -> None:
+        """Remember writes from now on: the scan may have passed their directories already."""
+        self._found = {}
+        self._all.begin_scan()
+        for usage in self._listed():
+            usage.begin_scan()
+
+    def find(self, count: int, tenant: str) -> None:
+        """Count a file that the scan found; by the one thread that scans."""
+        self._found[tenant] = self._found.get(tenant, 0) + count
+
+    def end_scan(self) -> None:
+        """Replace the sums by what the scan found."""
+        self._all.end_scan(sum(self._found.values()))
+        for tenant in self._found:
+            self._of(tenant)
+        with self._lock:
+            tenants = dict(self._tenants)
+        for tenant, usage in tenants.items():
+            usage.end_scan(self._found.get(tenant, 0))
+
+    def _of(self, tenant: str) -> Usage:
+        usage = self._tenants.get(tenant)
+        if usage is None:
+            with self._lock:
+                usage = self._tenants.setdefault(tenant, Usage(self._quotas.of(tenant)))
+        return usage
+
+    def _listed(self) -> list[Usage]:
+        with self._lock:
+            return list(self._tenants.values())

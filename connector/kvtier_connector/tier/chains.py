@@ -19,21 +19,20 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
+from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
-
-
-def chunk_tokens(spec: OffloadingSpec) -> dict[int, int]:
-    """Return how many tokens a chunk of each group has."""
-    config = spec.config
-    return {index: group.tokens_per_block * config.cache.blocks_per_chunk for index, group in enumerate(config.groups)}
+from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.tier.tenants import find_tenant
 
 
 class Chain:
     """The chunks of one request. The scheduler's alone; it grows as vLLM notes more of them."""
 
-    def __init__(self, context: ReqContext, tokens: Mapping[int, int], tenant: str = "") -> None:
-        """Store the settings; `tokens` is how many tokens a chunk of each group has."""
-        self.tenant = tenant
+    def __init__(self, context: ReqContext, tokens: Mapping[int, int], tenant: str | None = "") -> None:
+        """Store the settings; `tokens` is how many tokens a chunk of each group has, a tenant of None is unknown."""
+        self.is_refused = tenant is None
+        """Whether the request is kept off the volume, because nobody can tell whose it is."""
+        self._tenant = tenant or ""
         # There is no public way from a position to its chunk. The dictionary keeps the order of insertion.
         self._ends: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         self._tokens = tokens
@@ -42,7 +41,7 @@ class Chain:
 
     def name(self, key: OffloadKey) -> BlockKey:
         """Return the store's name of vLLM's key."""
-        return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self.tenant)
+        return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self._tenant)
 
     def lineage(self, key: OffloadKey) -> Lineage:
         """Return the chunk's number and the hash of the one before it; nothing where vLLM did not note both."""
@@ -72,6 +71,13 @@ class Chain:
                 found.append(keys[low - 1])
         return found
 
+    def note_used(self, store: SharedStore, payload_bytes: int) -> None:
+        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
+        if self.is_refused:
+            return
+        for key in self.last_present(lambda key: store.state(self.name(key)) is Presence.PRESENT):
+            store.note_used(self.name(key), payload_bytes, self.lineage(key))
+
     def _position(self, key: OffloadKey, group: int) -> int | None:
         end = self._ends.get(key)
         tokens = self._tokens.get(group)
@@ -88,3 +94,24 @@ class Chain:
             if self._position(key, group) == len(keys):
                 keys.append(key)
         self._seen = len(self._ends)
+
+
+class Chains:
+    """Makes the chain of each request, and keeps it where vLLM keeps what belongs to a request."""
+
+    def __init__(self, spec: OffloadingSpec, tenant_source: str) -> None:
+        """Store the settings; `tenant_source` is one of `contract.TENANT_SOURCES`."""
+        config = spec.config
+        self.tokens = {
+            index: group.tokens_per_block * config.cache.blocks_per_chunk for index, group in enumerate(config.groups)
+        }
+        """How many tokens a chunk of each group has."""
+        self._tenant_source = tenant_source
+
+    def of(self, context: ReqContext) -> Chain:
+        """Return the request's chain."""
+        chain: Chain | None = context.get_state(Chain)
+        if chain is None:
+            chain = Chain(context, self.tokens, find_tenant(context, self._tenant_source))
+            context.set_state(chain)
+        return chain

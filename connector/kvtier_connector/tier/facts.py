@@ -4,19 +4,23 @@
 The operator's digest covers what the user wrote. The engine resolves the rest (types, groups, sizes), and two engines
 with the same flags can still differ there. The list is explicit: a new field in vLLM's config changes nobody's cache.
 
-The hash algorithm is not here: vLLM sets its current config in workers only, and the tier is built in the scheduler.
-It is part of the operator's identity.
+A tier is told little of vLLM's config; `KVTierSpec` learns the rest in the scheduler, see `hooks`. What is not known is
+None, and None differs from everything else.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.store.format import FORMAT_VERSION
 from kvtier_connector.tier.weights import fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 PREFIX = "engine."
 
@@ -57,5 +61,34 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = 
         "topology": "any" if is_topology_free else topology,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "block_format": FORMAT_VERSION,
+        **_resolved(getattr(spec, "engine_config", None)),
     }
     return {f"{PREFIX}{name}": value for name, value in facts.items()}
+
+
+def _resolved(config: VllmConfig | None) -> dict[str, Any]:
+    """Return what vLLM made of the user's settings."""
+    names = ("revision", "dtype", "quantization", "rope", "hf_overrides", "kv_cache_dtype", "hash_algorithm")
+    if config is None:
+        return dict.fromkeys(names)
+    model, cache = config.model_config, config.cache_config
+    rope = {
+        name: getattr(model.hf_text_config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")
+    }
+    values = (
+        model.revision,
+        str(model.dtype).removeprefix("torch."),
+        None if model.quantization is None else str(model.quantization),
+        _plain(rope),
+        _plain(model.hf_overrides),
+        str(cache.cache_dtype),
+        str(cache.prefix_caching_hash_algo),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """Return it if it is made of what JSON has; of a function no more than its name is known."""
+    return json.loads(
+        json.dumps(value, sort_keys=True, default=lambda other: getattr(other, "__qualname__", str(other)))
+    )

@@ -44,7 +44,7 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
 from kvtier_connector.tier import gauges, metrics
 from kvtier_connector.tier.budget import Admission, PromotionBudget
-from kvtier_connector.tier.chains import Chain, chunk_tokens
+from kvtier_connector.tier.chains import Chains
 from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job, abandon_late
@@ -119,11 +119,11 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
         self._budget = PromotionBudget(self._slots.count)
-        self._chunk_tokens = chunk_tokens(offloading_spec)
+        self._chains = Chains(offloading_spec, config.tenant_from)
         self._gate = Gate(
             is_cost_aware=config.cost_aware,
             min_tokens=config.min_tokens,
-            tokens_per_chunk=self._chunk_tokens[0],
+            tokens_per_chunk=self._chains.tokens[0],
             is_prompt_only=offloading_spec.offload_prompt_only,
             on_verdict=lambda verdict: self._stats.count(metrics.VERDICTS, cause=verdict.value),
         )
@@ -173,7 +173,10 @@ class SharedVolumeTier(SecondaryTierManager):
         request = req_context.req_id
         if cause := self._why_not_loading:
             return self._miss(key, request, cause)
-        verdict = self._lookups.ask(self._chain(req_context).name(key), request)
+        chain = self._chains.of(req_context)
+        if chain.is_refused:
+            return self._miss(key, request, metrics.NO_TENANT)
+        verdict = self._lookups.ask(chain.name(key), request)
         if verdict is Verdict.WAITING:
             self._undecided.add(request)
             return LookupResult.RETRY
@@ -208,7 +211,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._open_job(job_metadata, is_load=False)
-        cause = self._why_not_storing()
+        cause = self._why_not_storing(job_metadata.req_context)
         self._queued_store_blocks += len(job.blocks)
         ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
         self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
@@ -246,7 +249,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._note_used(req_context)
+        self._chains.of(req_context).note_used(self._volume.store, self._slots.row_bytes)
         self._lookups.forget(req_context.req_id)
         self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
@@ -296,7 +299,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._slots.release()
 
     def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
-        chain = self._chain(transfer.req_context)
+        chain = self._chains.of(transfer.req_context)
         blocks = [
             Block(key, int(slot), chain.name(key), NO_LINEAGE if is_load else chain.lineage(key))
             for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)
@@ -359,7 +362,9 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.STUCK
         return None if self._breaker.has_room(Direction.LOAD) else metrics.BREAKER
 
-    def _why_not_storing(self) -> str | None:
+    def _why_not_storing(self, context: ReqContext) -> str | None:
+        if self._chains.of(context).is_refused:
+            return metrics.NO_TENANT
         if not self._volume.mode.may_store:
             return metrics.BYPASSED
         if not self._volume.is_readable:
@@ -374,19 +379,6 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.BREAKER
         is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
-
-    def _chain(self, context: ReqContext) -> Chain:
-        chain: Chain | None = context.get_state(Chain)
-        if chain is None:
-            chain = Chain(context, self._chunk_tokens)
-            context.set_state(chain)
-        return chain
-
-    def _note_used(self, context: ReqContext) -> None:
-        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
-        chain, store = self._chain(context), self._volume.store
-        for key in chain.last_present(lambda key: store.state(chain.name(key)) is Presence.PRESENT):
-            store.note_used(chain.name(key), self._slots.row_bytes, chain.lineage(key))
 
     # What follows runs on the pool.
 

@@ -36,15 +36,16 @@ MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
     "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
-    "quicker), min_tokens (the hit is too short), mode, inert, "
+    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), mode, inert, "
     "deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: inert, uncounted (the volume is not counted yet), mode, queue_full "
-    "(too much waits to be written), min_reuse (not offered often enough yet), no_key (blocks are to be encrypted, and "
-    "there is no active key), breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
+    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), inert, uncounted (the "
+    "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
+    "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
+    "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 ACTIVE = Metric(
@@ -155,6 +156,7 @@ DEADLINE = "deadline"
 SHUTDOWN = "shutdown"
 UNCOUNTED = "uncounted"
 BREAKER = "breaker"
+NO_TENANT = "tenant"
 BYPASSED = "mode"
 QUEUE_FULL = "queue_full"
 UNREUSED = "min_reuse"

@@ -7,6 +7,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 from __future__ import annotations
 
 from typing_extensions import override
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
@@ -16,6 +17,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.shm import clear_stale_regions
+from kvtier_connector.tier import hooks
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
 
 logger = init_logger("vllm.kvtier.spec")
@@ -31,6 +33,9 @@ class KVTierSpec(TieringOffloadingSpec):
     @override
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        self.engine_config: VllmConfig | None = None
+        """All of vLLM's configuration, in the scheduler; None where it is not known."""
+        hooks.install()
         self._cpu_worker: CpuCopyWorker | None = None
 
     @override

@@ -24,6 +24,7 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
 from kvtier_connector.store.mode import Mode, stricter
 from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.usage import Quotas
 
 logger = init_logger("vllm.kvtier.volume")
 
@@ -50,6 +51,7 @@ class Volume:
             direct=config.direct_io,
             max_bytes=config.max_bytes,
             keys_dir=config.keys_dir,
+            quotas=Quotas(config.tenant_quotas, config.default_quota_bytes),
             scan_threads=config.scan_threads,
         )
         # The file is mounted from a ConfigMap and not on the volume.

@@ -10,6 +10,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.manifests.config import kv_transfer_config
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan.pin import make_pin
 
 NO_ACCELERATOR: Final = "none"
 
@@ -34,32 +35,44 @@ _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DR
 
 def deployment(plan: TierPlan) -> Manifest:
     """Return the Deployment of the tier's engines."""
+    rollout = plan.spec.engine.rollout
+    metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
+    template = _template(plan) if plan.pin is None else dict(plan.pin.template)
+    # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
+    metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
+    if plan.is_recorded:
+        pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
+        metadata["annotations"][names.ANNOTATION_RENDERED] = pin.encode()
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {
-            **names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
-            # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
-            "annotations": {names.ANNOTATION_DECISIONS: plan.decisions.encode()},
-        },
+        "metadata": metadata,
         "spec": {
             "replicas": plan.spec.replicas,
             "selector": {"matchLabels": names.selector(plan.tier)},
             # Accelerators, and host memory for a whole CPU tier, are scarce: a new pod gets the place of an old one.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+            },
+            **({"minReadySeconds": rollout.min_ready_seconds} if rollout.min_ready_seconds else {}),
             # A rollout is stuck only when a pod had its whole startup budget and time to be scheduled and pulled.
-            "progressDeadlineSeconds": plan.sizing.startup_seconds + 600,
+            "progressDeadlineSeconds": plan.sizing.startup_seconds + rollout.min_ready_seconds + 600,
             "revisionHistoryLimit": 3,
-            "template": {"metadata": _template_metadata(plan), "spec": _pod(plan)},
+            "template": template,
         },
     }
 
 
-def _template_metadata(plan: TierPlan) -> Manifest:
+def _template(plan: TierPlan) -> Manifest:
     template = plan.spec.engine.pod_template
+    restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
     return {
-        "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
-        "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest},
+        "metadata": {
+            "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
+            "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest, **restart},
+        },
+        "spec": _pod(plan),
     }
 
 
@@ -108,6 +121,8 @@ def _install_container(plan: TierPlan) -> Manifest:
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
         },
+        # The end of a crashed container's log is the only thing that says why, to a person and in the status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _hardened(),
         "volumeMounts": [
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
@@ -137,6 +152,7 @@ def _engine_container(plan: TierPlan) -> Manifest:
         # to throw away what it computed.
         "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
         "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},

@@ -7,8 +7,9 @@ the remedy in its message.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_connector import contract
@@ -19,6 +20,8 @@ from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan import digest, flags, shares
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.kv import KvUnknown
+from kvtier_operator.plan.pin import Pin
+from kvtier_operator.plan.pin import decode as decode_pin
 from kvtier_operator.plan.refusal import Refusal, RefusalReason
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Claim, Snapshot
@@ -65,9 +68,15 @@ class TierPlan:
     live_text: str
     """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
+    restart: str = ""
+    """Value of the restart annotation that the pods are made for."""
+    pin: Pin | None = None
+    """What the engines that run were made from, where that is still what the spec asks for: it is applied again."""
+    is_recorded: bool = False
+    """Whether the Deployment is to note what its pods were made from."""
 
 
-def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str) -> TierPlan | Refusal:
+def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str, restart: str = "") -> TierPlan | Refusal:
     """Decide everything the manifests need; refuse what Kubernetes would reject later (a shrinking claim)."""
     refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
     if refusal is not None:
@@ -75,7 +84,22 @@ def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str) -> Ti
     decisions = decide(spec, snapshot.tier, snapshot)
     if isinstance(decisions, Refusal):
         return decisions
-    return _plan(spec, snapshot.tier, decisions, connector_image=connector_image)
+    plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image)
+    plan = replace(plan, restart=restart, is_recorded=True)
+    pin = decode_pin(snapshot.engines.rendered)
+    return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin)
+
+
+def _pinned(plan: TierPlan, pin: Pin) -> TierPlan:
+    """Return the plan with what the engines that run were made from in the place of what would be made today."""
+    try:
+        document = json.loads(pin.config)
+        generation = Generation(digest=document["digest"], identity=document["identity"], root=document["root"])
+    except (ValueError, TypeError, KeyError):
+        return plan
+    return replace(
+        plan, pin=pin, generation=generation, config_text=pin.config, config_digest=digest.digest_text(pin.config)
+    )
 
 
 def make_unchecked_plan(
@@ -88,6 +112,12 @@ def make_unchecked_plan(
     """
     decisions = decide(spec, tier, snapshot)
     if isinstance(decisions, Refusal):
+        if snapshot is None and decisions.reason is RefusalReason.NODES_UNKNOWN:
+            raise SpecInvalid(
+                "spec.cpu.fraction",
+                "is a share of nodes that nobody has shown: give them with --nodes FILE, as `kubectl get nodes,pods -A "
+                "-o yaml` prints them, or set spec.cpu.size",
+            )
         field, _, message = decisions.message.partition(": ")
         raise SpecInvalid(field, message)
     return _plan(spec, tier, decisions, connector_image=connector_image)

@@ -44,6 +44,26 @@ class Accelerator(ApiModel):
         return None if self.memory is None else quantity.parse_bytes(self.memory)
 
 
+class Rollout(ApiModel):
+    """How a change of the engines reaches the pods: they are replaced a few at a time, and the cache stays."""
+
+    max_surge: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
+    """Pods beyond `spec.replicas` while engines are replaced. More than 0 needs spare devices and spare memory for a
+    whole CPU tier each."""
+    max_unavailable: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
+    """Pods that may be missing while engines are replaced. 0 needs a `maxSurge` of at least 1."""
+    min_ready_seconds: Annotated[StrictInt, Field(ge=0, le=3600)] = 0
+    """Seconds that a new engine must have been ready before the next one is replaced."""
+
+    rules = (
+        Rule(
+            cel="(has(self.maxSurge) && self.maxSurge > 0) || !has(self.maxUnavailable) || self.maxUnavailable > 0",
+            message="maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
+            check=lambda rollout: rollout.max_surge > 0 or rollout.max_unavailable > 0,
+        ),
+    )
+
+
 class Engine(ApiModel):
     """The vLLM engine of one replica."""
 
@@ -80,6 +100,8 @@ class Engine(ApiModel):
     """More environment variables for vLLM. Variables that the operator sets are refused."""
     pod_template: PodTemplate = PodTemplate()
     """How the engine pods are labelled, placed and secured."""
+    rollout: Rollout = Rollout()
+    """How a change of the engines reaches the pods."""
 
     @property
     def memory_bytes(self) -> int:

@@ -83,6 +83,8 @@ class Sizing(ApiModel):
     `--gpu-memory-utilization`), less 2 GiB each and less the weights."""
     device_kv_tokens: Amount | None = None
     """Tokens that they hold, roughly."""
+    device_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
+    """How the estimate comes about."""
     notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] | None = None
     """What is unknown and which field tells it, and sizes that make no sense together."""
 

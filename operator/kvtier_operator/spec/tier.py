@@ -149,7 +149,8 @@ class TierSpec(ApiModel):
     disk: Disk = Disk()
     """The tier on the volume."""
     paused: StrictBool = False
-    """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported."""
+    """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported. The
+    annotation `kvtier.dev/paused: "true"` on the resource does the same."""
 
     rules = (
         Rule(

@@ -9,14 +9,12 @@ wakes us for ever.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
-
-from pydantic.alias_generators import to_camel
 
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.plan import Generation, RefusalReason
+from kvtier_operator.plan import Generation, RefusalReason, terms
 from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
 
@@ -63,7 +61,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
     blocker = _blocker(view)
-    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and problem.is_known), None)
+    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and _counts(problem)), None)
     is_paused = view.spec is not None and view.spec.paused
     stalled = _stalled(view, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
@@ -87,7 +85,11 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
         "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
-        **({} if view.sizing is None else {"sizing": _sizing(view)}),
+        **(
+            {}
+            if view.sizing is None
+            else {"sizing": terms.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
+        ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
     }
 
@@ -149,15 +151,23 @@ def _blocker(view: View) -> Problem | None:
     return None
 
 
+def _counts(problem: Problem) -> bool:
+    return problem.is_known and not problem.is_met
+
+
 def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
     """Return the problem that only a person can solve, or None."""
     if view.failure is not None and blocker is not None:
         is_hopeless = view.failure.retry_after is None or view.failure.retry_after > _SOON_SECONDS
         return blocker if is_hopeless else None
     if blocker is not None:
-        return blocker
+        return None if blocker.reason in _ENDS_BY_ITSELF else blocker
     return first if first is not None and first.reason in {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST} else None
 
+
+_ENDS_BY_ITSELF: Final = frozenset({Reason.CLAIM_MISSING, Reason.OBJECT_NOT_OURS})
+"""Refusals that end without an edit of the resource: whoever makes the claim, or removes what stands in the way, is
+noticed."""
 
 _SOON_SECONDS: Final = 30.0
 """What is worth retrying sooner than this passes by itself."""
@@ -167,7 +177,7 @@ def _condition(kind: str, *, problem: Problem | None, ok: Reason, text: str) -> 
     """Return a condition that is good when True."""
     if problem is None:
         return {"type": kind, "status": "True", "reason": ok.value, "message": text}
-    status = "False" if problem.is_known else "Unknown"
+    status = "True" if problem.is_met else "False" if problem.is_known else "Unknown"
     return {"type": kind, "status": status, "reason": problem.reason.value, "message": problem.message}
 
 
@@ -189,18 +199,6 @@ def _timed(
         time = now if has_flipped else old["lastTransitionTime"]
         timed.append({**condition, "observedGeneration": generation, "lastTransitionTime": time})
     return timed
-
-
-def _sizing(view: View) -> dict[str, Any]:
-    """Return every term that is known."""
-    assert view.sizing is not None
-    terms: dict[str, Any] = {
-        **asdict(view.sizing),
-        **({} if view.capacity is None else asdict(view.capacity)),
-        "node_bytes": view.node_bytes,
-    }
-    terms["notes"] = list(terms.get("notes") or ()) or None
-    return {to_camel(term): value for term, value in terms.items() if value is not None}
 
 
 def _generation(current: Generation) -> dict[str, str]:

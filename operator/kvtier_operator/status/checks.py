@@ -18,6 +18,7 @@ from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 from kvtier_operator.spec import TierSpec
+from kvtier_operator.status import crashes
 from kvtier_operator.status.reasons import Reason
 
 
@@ -28,6 +29,8 @@ class Problem:
     reason: Reason
     message: str
     is_known: bool = True
+    is_met: bool = False
+    """The condition is met all the same, and this is worth saying about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,25 @@ def claim_is_bound(look: Look) -> Problem | None:
     )
 
 
+def claim_has_its_size(look: Look) -> Problem | None:
+    """The volume is as large as was asked for; a claim that still grows serves meanwhile."""
+    claim = look.snapshot.claim
+    if claim is None or (not claim.resizing and not 0 < claim.capacity_bytes < claim.requested_bytes):
+        return None
+    has, wants = quantity.format_bytes(claim.capacity_bytes), quantity.format_bytes(claim.requested_bytes)
+    remedy = (
+        "the storage class's driver grows it when a pod mounts it next: set the annotation kvtier.dev/restart if it "
+        "stays so"
+        if "FileSystemResizePending" in claim.resizing
+        else f"`kubectl describe pvc {claim.name}` shows how far it is"
+    )
+    return Problem(
+        reason=Reason.CLAIM_EXPANDING,
+        message=f"the claim is bound; it grows from {has} to {wants}{_quoted(claim.resizing)}; {remedy}",
+        is_met=True,
+    )
+
+
 def a_node_is_large_enough(look: Look) -> Problem | None:
     """Some node could take an engine, were it empty. Told before a pod waits, and never against what was scheduled."""
     found, spec = look.snapshot.nodes, look.spec
@@ -141,6 +163,14 @@ def engines_fit(look: Look) -> Problem | None:
     short = next((pod for pod in waiting if "Insufficient" in pod.scheduling_message), None)
     if short is None:
         return None
+    device = look.spec.engine.accelerator.resource
+    if f"Insufficient {device}" in short.scheduling_message:
+        return Problem(
+            reason=Reason.DEVICE_MISSING,
+            message=f"pod {short.name} needs {look.spec.engine.accelerator.per_pod} {device} on one node: "
+            f"{short.scheduling_message}; add such a node, check that its device plugin runs, or lower "
+            "spec.engine.accelerator.perPod or spec.replicas",
+        )
     memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
     return Problem(
         reason=Reason.DOES_NOT_FIT,
@@ -161,6 +191,12 @@ def pods_can_be_created(look: Look) -> Problem | None:
     """Neither a quota nor admission stands in the way of the pods."""
     if not look.snapshot.engines.problem:
         return None
+    if "RuntimeClass" in look.snapshot.engines.problem:
+        return Problem(
+            reason=Reason.RUNTIME_CLASS_MISSING,
+            message=f"engine pods cannot be created: {look.snapshot.engines.problem}; correct "
+            "spec.engine.podTemplate.runtimeClassName, or create that RuntimeClass",
+        )
     return Problem(
         reason=Reason.PODS_REFUSED,
         message=f"engine pods cannot be created: {look.snapshot.engines.problem}; raise the quota, or change what was "
@@ -227,11 +263,29 @@ def engines_stay_up(look: Look) -> Problem | None:
             container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
         )
         if has_ended and container.name == names.ENGINE_CONTAINER:
-            return Problem(
-                reason=Reason.ENGINE_CRASHED,
-                message=f"the engine of pod {pod.name} ended with exit code {container.exit_code} and was restarted "
-                f"{container.restarts} times: `kubectl logs {pod.name} -c {container.name} --previous` says why",
-            )
+            return _crash(pod, container)
+    return None
+
+
+def _crash(pod: Pod, container: Container) -> Problem:
+    cause = crashes.explain(container.exit_message, container.exit_code)
+    ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
+    log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
+    if cause is None:
+        return Problem(
+            reason=Reason.ENGINE_CRASHED,
+            message=f"{ended} and was restarted {container.restarts} times: {log} says why",
+        )
+    quote = f' ("{cause.quote}")' if cause.quote else ""
+    return Problem(reason=cause.reason, message=f"{ended}{quote}: {cause.remedy}; {log} says more")
+
+
+def volumes_are_mounted(look: Look) -> Problem | None:
+    """No pod waits for its node to mount what it needs."""
+    for pod in _alive(look.snapshot):
+        if pod.mount_problem and not pod.is_ready:
+            reason, remedy = crashes.explain_mount(pod.mount_problem)
+            return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
     return None
 
 
@@ -279,21 +333,23 @@ def seeds_agree(look: Look) -> Problem | None:
         found = ", ".join(f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays)
         return Problem(
             reason=Reason.SEEDS_DIFFER,
-            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; they are "
-            "replaced as the rollout goes on; if they stay, something else sets PYTHONHASHSEED in these pods",
+            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
+            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
+            "if they stay, something else sets PYTHONHASHSEED in these pods",
         )
     if not alive:
         return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
     return None
 
 
-VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound)
+VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound, claim_has_its_size)
 SIZING: Final[tuple[Check, ...]] = (a_node_is_large_enough, engines_fit, engines_were_scheduled)
 SEEDS: Final[tuple[Check, ...]] = (seeds_agree,)
 ENGINES: Final[tuple[Check, ...]] = (
     pods_can_be_created,
     images_are_pulled,
     references_resolve,
+    volumes_are_mounted,
     connector_is_installed,
     engines_have_memory,
     engines_stay_up,

@@ -56,7 +56,7 @@ class FaultyVolume:
 
     def __init__(self, path: Path, control: Path) -> None:
         self.path = path
-        self._control = control
+        self.control = control
 
     @contextlib.contextmanager
     def hanging(self, *calls: str) -> Iterator[None]:
@@ -71,16 +71,16 @@ class FaultyVolume:
             yield
 
     def clear(self) -> None:
-        for path in self._control.iterdir():
+        for path in self.control.iterdir():
             path.unlink()
 
     @contextlib.contextmanager
     def _flags(self, flags: dict[str, str]) -> Iterator[None]:
         try:
             for name, content in flags.items():
-                aside = self._control.with_name(name)
+                aside = self.control.with_name(name)
                 aside.write_text(content)
-                aside.rename(self._control / name)
+                aside.rename(self.control / name)
             yield
         finally:
             self.clear()

@@ -7,17 +7,22 @@ import itertools
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_contract import BLOCK_BYTES, key, pages, payload
 
+from kvtier_connector.janitor.brake import BrakeWriter
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.check import check
+from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.leftovers import remove_stale_partials
+from kvtier_connector.store.live import BRAKE_FILE, BrakeFile
+from kvtier_connector.store.mode import Mode
 from kvtier_connector.store.shared import SharedStore
 
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
@@ -26,30 +31,80 @@ PATHS = [str(CONNECTOR), str(Path(__file__).parents[1] / "store")]
 DIES = """
 import os, signal, sys
 from pathlib import Path
-root, step, torn_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-sys.path[:0] = sys.argv[4:]
+sys.path[:0] = sys.argv[1:]
+from kvtier_connector.janitor.brake import BrakeWriter
+from kvtier_connector.store.identity import claim
 from kvtier_connector.store.shared import SharedStore
 from store_contract import key, payload
 from store_faults import WatchedFs
 class Kills(WatchedFs):
-    steps = 0
+    def __init__(self, step, torn_bytes):
+        self.step, self.torn_bytes, self.steps = step, torn_bytes, 0
     def before(self, call, path):
         self.steps += 1
-        if self.steps > step:
+        if self.steps > self.step:
             os.kill(os.getpid(), signal.SIGKILL)
     def pwritev(self, fd, buffers, offset):
-        if self.steps == step and torn_bytes:
-            os.pwrite(fd, b"".join(bytes(buffer) for buffer in buffers)[:torn_bytes], offset)
+        if self.steps == self.step and self.torn_bytes:
+            os.pwrite(fd, b"".join(bytes(buffer) for buffer in buffers)[:self.torn_bytes], offset)
         return super().pwritev(fd, buffers, offset)
-store = SharedStore(Path(root), fs=Kills(), direct=False)
-store.put(key(1), payload(1))
-store.synchronize()
+def act(action, root, fs):
+    if action == "claim":
+        claim(Path(root), {"model": "test"}, "d1gest", fs=fs)
+    elif action == "brake":
+        BrakeWriter(root, fs=fs).set("the volume is nearly full")
+    else:
+        store = SharedStore(Path(root), fs=fs, direct=False)
+        if action == "put":
+            store.put(key(1), payload(1))
+        else:
+            store.delete(key(1), payload_bytes=payload(1).nbytes)
+        store.synchronize()
+for line in sys.stdin:
+    action, root, step, torn_bytes = line.split()
+    child = os.fork()
+    if child == 0:
+        try:
+            act(action, root, Kills(int(step), int(torn_bytes)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+class Killer:
+    """Does something in a process of its own that is killed on the way; one that knows all modules is forked for it."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", DIES, *PATHS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, action: str, root: Path, step: int, torn_bytes: int = 0) -> bool:
+        """Kill the process at that system call; say whether it came to that."""
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(f"{action} {root} {step} {torn_bytes}\n")
+        self._parent.stdin.flush()
+        code = int(self._parent.stdout.readline())
+        assert code in {0, -signal.SIGKILL}
+        return code != 0
+
+    def close(self) -> None:
+        self._parent.communicate()
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    made = Killer()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 5000])
 def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none(
-    tmp_path: Path, torn_bytes: int
+    tmp_path: Path, killer: Killer, torn_bytes: int
 ) -> None:
     outcomes = []
     for step in itertools.count():
@@ -60,11 +115,8 @@ def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none
         other.synchronize()
         other.rescan()
         # when
-        completed = subprocess.run(
-            [sys.executable, "-c", DIES, str(root), str(step), str(torn_bytes), *PATHS], check=False
-        )
+        was_killed = killer.run("put", root, step, torn_bytes)
         # then
-        assert completed.returncode in {0, -signal.SIGKILL}
         other.synchronize()
         into = pages()
         outcomes.append(other.get(key(1), into))
@@ -75,11 +127,66 @@ def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none
         assert other.get(key(1), into) == Hit(BLOCK_BYTES)
         assert into == payload(1)
         assert check(root, partial_age_seconds=0) == []
-        if completed.returncode == 0:
+        if not was_killed:
             break
     assert step > 10
     assert outcomes[0] == Miss()
     assert outcomes[-1] == Hit(BLOCK_BYTES)
+
+
+def test_a_process_killed_at_any_system_call_of_a_removal_leaves_the_block_or_none(
+    tmp_path: Path, killer: Killer
+) -> None:
+    outcomes = []
+    for step in itertools.count():
+        root = tmp_path / str(step)
+        claim(root, {}, "d1gest")
+        other = SharedStore(root)
+        other.put(key(1), payload(1))
+        other.synchronize()
+        other.rescan()
+        was_killed = killer.run("delete", root, step)
+        other.synchronize()
+        outcomes.append(other.get(key(1), pages()))
+        assert outcomes[-1] in {Miss(), Hit(BLOCK_BYTES)}
+        # Whether or not it could tell: what is gone is known at the latest by the one look at it.
+        assert (other.state(key(1)) is Presence.PRESENT) == (outcomes[-1] == Hit(BLOCK_BYTES))
+        assert check(root, partial_age_seconds=0) == []
+        if not was_killed:
+            break
+    assert (outcomes[0], outcomes[-1]) == (Hit(BLOCK_BYTES), Miss())
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 5])
+def test_a_process_killed_at_any_system_call_of_a_claim_leaves_a_directory_that_can_be_claimed(
+    tmp_path: Path, killer: Killer, torn_bytes: int
+) -> None:
+    for step in itertools.count():
+        root = tmp_path / str(step) / "d1gest"
+        was_killed = killer.run("claim", root, step, torn_bytes)
+        claim(root, {"model": "test"}, "d1gest")
+        remove_stale_partials(root, 0)
+        assert check(root, partial_age_seconds=0) == []
+        if not was_killed:
+            break
+    assert step > 5
+
+
+def test_a_janitor_killed_at_any_system_call_of_a_brake_leaves_one_that_the_engines_understand(
+    tmp_path: Path, killer: Killer
+) -> None:
+    modes = []
+    for step in itertools.count():
+        directory = tmp_path / str(step)
+        directory.mkdir()
+        BrakeWriter(str(directory), fs=LOCAL).set("")
+        was_killed = killer.run("brake", directory, step)
+        read = BrakeFile(f"{directory}/{BRAKE_FILE}")
+        modes.append(read.refresh())
+        assert read.problem == ""
+        if not was_killed:
+            break
+    assert (modes[0], modes[-1]) == (Mode.READ_WRITE, Mode.READ_ONLY)
 
 
 WRITES = """

@@ -38,6 +38,7 @@ from kvtier_connector import contract
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.tier.hooks import Salt
 from kvtier_connector.tier.manager import SharedVolumeTier
 from kvtier_connector.tier.spec import KVTierSpec
 
@@ -143,13 +144,19 @@ class Rig:
             **(options or {}),
         )
         self.manager = TieringOffloadingManager(primary_tier=self.primary, secondary_tiers=[self.tier])
+        self.params: dict[str, Any] | None = None
+        """The kv_transfer_params of the requests that follow."""
+        self.salt: str | None = None
+        """Their cache salt, as the hook notes it; None if no hook did."""
         self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def close(self) -> None:
         self.manager.shutdown()
 
     def request(self, request_id: str) -> ReqContext:
-        context = ReqContext(req_id=request_id)
+        context = ReqContext(req_id=request_id, kv_transfer_params=self.params)
+        if self.salt is not None:
+            context.set_state(Salt(self.salt))
         self.manager.on_new_request(context)
         return context
 
@@ -286,9 +293,9 @@ class Rigs:
         name = f"{get_offload_block_hash(of).hex()}_g{get_offload_group_idx(of)}.kvb"
         return next((self.root / "blocks").rglob(name))
 
-    def write(self, wanted: Sequence[OffloadKey]) -> None:
+    def write(self, wanted: Sequence[OffloadKey], *, clock: Callable[[], int] = time.time_ns) -> None:
         """Put blocks on the volume without an engine."""
-        store = BlockStore(self.root)
+        store = BlockStore(self.root, clock=clock)
         for block in wanted:
             store.put(BlockKey(get_offload_block_hash(block), get_offload_group_idx(block)), memoryview(payload(block)))
 

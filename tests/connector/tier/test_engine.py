@@ -6,6 +6,7 @@ Timings are printed, never asserted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier_connector import contract
+from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
 
 DIGEST = "00ff00ff00ff00ff"
@@ -26,7 +28,9 @@ BLOCKS = 15
 CACHED_TOKENS = BLOCKS * 128
 
 
-def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
+def run_engine(
+    directory: Path, *asks: str, blocks: int = 0, options: tuple[str, ...] = (), **settings: Any
+) -> dict[str, Any]:
     config = directory / contract.CONFIG_FILE
     config.write_text(
         contract.encode(
@@ -36,6 +40,7 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
                 digest=DIGEST,
                 identity={"model_name": "small-llama"},
                 max_bytes=1 << 30,
+                **settings,
             )
         )
     )
@@ -52,6 +57,7 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
             f"--model={directory / 'model'}",
             f"--tier={json.dumps(tier)}",
             f"--blocks={blocks}",
+            *options,
             *asks,
         ],
         env={
@@ -82,6 +88,38 @@ def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers
 @pytest.mark.timeout(1200)
 def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_path: Path) -> None:
     check_the_same_answers(tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_is_a_recompute(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "k1").write_bytes(bytes(range(32)))
+    live = tmp_path / contract.LIVE_FILE
+    live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
+    settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
+    options = ("--salt=pepper", f"--key={keys / 'k1'}")
+    first = run_engine(tmp_path, "cold", blocks=BLOCKS, options=options, **settings)
+    tenant = hashlib.sha256(b"pepper").hexdigest()[:16]
+    blocks = sorted((tmp_path / "volume" / DIGEST / "tenants" / tenant).rglob("*.kvb"))
+    headers = [decode_header(path.read_bytes()) for path in blocks]
+    second = run_engine(tmp_path, "disk", "forget", "rekey", "wrong", options=options, **settings)
+
+    assert len(blocks) == BLOCKS
+    assert list((tmp_path / "volume").rglob("blocks/**/*.kvb")) == list((tmp_path / "volume").rglob("tenants/**/*.kvb"))
+    assert {isinstance(header, Header) and header.seal.key_id for header in headers} == {"k1"}
+    assert [header.lineage.position for header in headers if isinstance(header, Header)].count(0) == 1
+    identity = json.loads((tmp_path / "volume" / DIGEST / "tier.json").read_text())["identity"]
+    assert identity["engine.dtype"] == "bfloat16"
+    assert identity["engine.hash_algorithm"].startswith("sha256")
+    assert identity["engine.rope"]["rope_parameters"]
+    assert second["disk"]["cached_tokens"] == CACHED_TOKENS
+    assert second["wrong"]["cached_tokens"] == 0
+    assert first["cold"]["tokens"] == second["disk"]["tokens"] == second["wrong"]["tokens"]
+    assert second["metrics"]["vllm:kvtier_disk_misses:key_wrong"] >= 1
+    assert not list((tmp_path / "volume").rglob("quarantine"))
 
 
 def check_the_same_answers(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+{{- define "kvtier.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* 40 characters leave room for the longest suffix. */ -}}
+{{- define "kvtier.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "kvtier.name" .) .Release.Name -}}
+{{- printf "%s-operator" .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kvtier.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kvtier.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- required "serviceAccount.name: name the ServiceAccount, or set serviceAccount.create" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "kvtier.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "kvtier.labels" -}}
+{{ include "kvtier.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: kvtier
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "kvtier.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Namespaces that are served, as a JSON list; empty for all. */ -}}
+{{- define "kvtier.namespaces" -}}
+{{- if eq .Values.scope "Namespaced" -}}
+{{- default (list .Release.Namespace) .Values.namespaces | uniq | toJson -}}
+{{- else -}}
+{{- if .Values.namespaces -}}
+{{- fail "namespaces: set scope to Namespaced as well, or leave the list empty" -}}
+{{- end -}}
+[]
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.webhookSecret" -}}
+{{- if .Values.webhook.certManager.enabled -}}
+{{- default (printf "%s-webhook" (include "kvtier.fullname" .)) .Values.webhook.secretName -}}
+{{- else -}}
+{{- required "webhook.secretName: name the Secret with the certificate, or set webhook.certManager.enabled" .Values.webhook.secretName -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,43 @@
+{{- /* What the operator does in the namespaces that it serves. A test replays every lifecycle against these rules. */ -}}
+{{- define "kvtier.rules" -}}
+- apiGroups: [kvtier.dev]
+  resources: [kvcachetiers]
+  verbs: [get, list, watch]
+- apiGroups: [kvtier.dev]
+  resources: [kvcachetiers/status]
+  verbs: [patch]
+- apiGroups: [""]
+  # Never deleted by the operator: the garbage collector does it, with a claim only under deletionPolicy Delete.
+  resources: [configmaps, persistentvolumeclaims, serviceaccounts, services]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, list] # listed only about a pod that its node cannot start
+{{- end -}}
+
+{{- /* What it reads of the cluster itself; without it, the operator does not tell in advance that no node fits. */ -}}
+{{- define "kvtier.clusterRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list]
+{{- end -}}
+
+{{- /* What it does in its own namespace. */ -}}
+{{- define "kvtier.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "kvtier.fullname" . }}]
+  verbs: [get, update]
+{{- end -}}

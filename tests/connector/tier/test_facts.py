@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes two engines strangers: facts that the engine resolved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rig import Rigs, keys, offloading_config
+
+from kvtier_connector.store.identity import claim
+from kvtier_connector.tier.facts import engine_facts
+from kvtier_connector.tier.spec import KVTierSpec
+from kvtier_connector.tier.volume import UNREADABLE
+
+
+def engine_config(**changes: Any) -> Any:
+    """Return the part of vLLM's configuration that is looked at."""
+    values: dict[str, Any] = {
+        "revision": "abc",
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+        "hf_overrides": {},
+        "cache_dtype": "auto",
+        "hash": "sha256_cbor",
+        **changes,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            revision=values["revision"],
+            dtype=values["dtype"],
+            quantization=values["quantization"],
+            hf_overrides=values["hf_overrides"],
+            hf_text_config=SimpleNamespace(rope_parameters=values["rope"]),
+        ),
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], prefix_caching_hash_algo=values["hash"]),
+    )
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    spec = KVTierSpec(offloading_config())
+    spec.engine_config = engine_config(**changes)
+    return engine_facts(spec, bytes_per_chunk=4096)
+
+
+DIFFERENCES: dict[str, tuple[str, Any]] = {
+    "revision": ("engine.revision", "def"),
+    "dtype": ("engine.dtype", torch.float16),
+    "quantization": ("engine.quantization", "fp8"),
+    "rope": ("engine.rope", {"rope_type": "yarn", "factor": 4.0}),
+    "hf_overrides": ("engine.hf_overrides", {"rope_theta": 5}),
+    "cache_dtype": ("engine.kv_cache_dtype", "fp8_e4m3"),
+    "hash": ("engine.hash_algorithm", "sha256"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_what_vllm_resolved_is_named_when_it_differs(name: str) -> None:
+    field, value = DIFFERENCES[name]
+    ours, theirs = facts(), facts(**{name: value})
+    assert {each for each in ours if ours[each] != theirs[each]} == {field}
+
+
+def test_overrides_by_a_function_are_known_by_its_name() -> None:
+    def change(config: object) -> object:
+        return config
+
+    assert facts(hf_overrides=change)["engine.hf_overrides"].endswith("change")
+
+
+def test_what_is_not_known_is_not_what_is_known() -> None:
+    spec = KVTierSpec(offloading_config())
+    known, unknown = facts(), engine_facts(spec, bytes_per_chunk=4096)
+    assert set(known) == set(unknown)
+    assert unknown["engine.dtype"] is None
+
+
+def test_a_stranger_is_refused_with_the_field_in_a_metric(rigs: Rigs) -> None:
+    rig = rigs.make()
+    rig.offload(keys(2))
+    assert rig.metric("vllm:kvtier_disk_refused", "model_name") == 0
+    stranger = rigs.make(identity={"model_name": "org/other"})
+    assert stranger.metric("vllm:kvtier_disk_refused", "model_name") == 1
+    assert stranger.metric("vllm:kvtier_disk_active") == 0
+    assert stranger.serve(keys(2)).hit_blocks == 0
+    stranger.offload(keys(1, first=30))
+    assert len(list(rigs.root.rglob("*.kvb"))) == 2
+
+
+def test_a_directory_of_another_format_is_refused_by_that_name(rigs: Rigs) -> None:
+    claim(rigs.root, {}, "d1gest")
+    path = rigs.root / "tier.json"
+    path.write_text("{")
+    assert rigs.make().metric("vllm:kvtier_disk_refused", UNREADABLE) == 1

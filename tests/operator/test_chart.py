@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chart: valid for the oldest and the newest Kubernetes, refusing what cannot work, and installed for real."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from chart import CHART, NAMESPACE, ROOT, HelmFailed, helm, render, render_text, tools
+from live import Client, until
+
+from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
+
+GOLDEN = Path(__file__).parent / "golden_chart"
+OLDEST, NEWEST = "1.29", "1.37"
+SCHEMALESS = {"ServiceMonitor", "PodMonitor", "Certificate", "Issuer"}
+CERT_MANAGER = {"enabled": True, "certManager": {"enabled": True}}
+
+VALUES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "namespaced": {"scope": "Namespaced", "namespaces": ["team-a", "team-b"]},
+    "own-namespace": {"scope": "Namespaced"},
+    "replicas": {"replicas": 3, "priorityClassName": "system-cluster-critical"},
+    "one-without-election": {"leaderElection": {"enabled": False}},
+    "webhook-secret": {
+        "webhook": {"enabled": True, "secretName": "cert", "caBundle": "Q0E=", "failurePolicy": "Fail"},
+        "scope": "Namespaced",
+    },
+    "webhook-cert-manager": {"webhook": CERT_MANAGER},
+    "webhook-issuer": {
+        "webhook": {
+            "enabled": True,
+            "certManager": {"enabled": True, "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
+        }
+    },
+    "monitors": {
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
+    },
+    "digest": {"image": {"digest": "sha256:" + "0" * 64}, "imagePullSecrets": [{"name": "pull"}]},
+    "foreign-account": {"serviceAccount": {"create": False, "name": "theirs"}, "rbac": {"create": False}},
+    "no-crd": {"crds": {"install": False}},
+    "quiet": {"metrics": {"enabled": False}, "podLabels": {"team": "a"}, "podAnnotations": {"x": "y"}},
+    "placed": {
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "infra", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+        "settings": {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}]},
+        "connectorImage": "r/c:1",
+        "janitorImage": "r/j:1",
+    },
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_what_is_rendered_is_valid_in_the_oldest_and_the_newest_kubernetes(case: str) -> None:
+    values = VALUES[case] if case == "default" else {**VALUES[case], "crds": {"install": False}}
+    for version in (OLDEST, NEWEST):
+        for manifest in render(values, f"--kube-version={version}.0"):
+            if manifest["kind"] not in SCHEMALESS:
+                kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("case", ["default", "namespaced", "webhook-cert-manager", "replicas", "monitors"])
+def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.FixtureRequest) -> None:
+    text = render_text({**VALUES[case], "crds": {"install": False}})
+    path = GOLDEN / f"{case}.yaml"
+    if request.config.getoption("--update-golden"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), "make golden, and review the diff"
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": "2"}, "replicas"),
+        ({"scope": "namespaced"}, "scope"),
+        ({"namespaces": ["a"]}, "set scope to Namespaced"),
+        ({"namespaces": ["UPPER"], "scope": "Namespaced"}, "namespaces"),
+        ({"replicas": 2, "leaderElection": {"enabled": False}}, "needs leaderElection.enabled"),
+        ({"webhook": {"enabled": True}}, "webhook.caBundle"),
+        ({"webhook": {"enabled": True, "caBundle": "Q0E="}}, "webhook.secretName"),
+        ({"webhook": {"enabled": True, "failurePolicy": "Maybe"}}, "failurePolicy"),
+        ({"metrics": {"enabled": False, "podMonitor": {"enabled": True}}}, "metrics.enabled"),
+        ({"serviceAccount": {"create": False}}, "serviceAccount.name"),
+        ({"image": {"digest": "latest"}}, "digest"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(HelmFailed, match=complaint):
+        render(values)
+
+
+def test_helm_finds_nothing_to_complain_about() -> None:
+    helm("lint", "--strict", str(CHART))
+
+
+def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
+    import json  # noqa: PLC0415
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def same(schema: dict[str, Any], values: Any, path: str) -> None:
+        if schema.get("additionalProperties") is not False or not isinstance(values, dict):
+            return
+        known = set(schema["properties"]) - ({"global"} if not path else set())
+        if values:  # a free form such as issuerRef
+            assert known == set(values), path
+        for name, value in values.items():
+            same(schema["properties"][name], value, f"{path}.{name}")
+
+    same(schema, values, "")
+
+
+def test_a_longest_release_name_still_makes_valid_names() -> None:
+    release = "r" * 53
+    for manifest in render({"webhook": CERT_MANAGER, "replicas": 2}, release=release):
+        assert len(manifest["metadata"]["name"]) <= 63
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_the_pod_is_what_the_restricted_standard_allows(case: str) -> None:
+    deployment = next(found for found in render(VALUES[case]) if found["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] != 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert {volume_kind for volume in pod.get("volumes", ()) for volume_kind in volume} <= {"name", "secret"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    for container in pod["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"livenessProbe", "readinessProbe", "startupProbe", "resources"} <= container.keys()
+
+
+def test_nothing_is_granted_cluster_wide_in_the_namespaced_scope() -> None:
+    kinds = {found["kind"] for found in render(VALUES["namespaced"])}
+    assert not {"ClusterRole", "ClusterRoleBinding"} & kinds
+    roles = [found for found in render(VALUES["namespaced"]) if found["kind"] == "Role"]
+    assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b", NAMESPACE}
+
+
+def test_the_crd_is_the_generated_one_is_structural_and_is_kept() -> None:
+    crd = next(found for found in render() if found["kind"] == "CustomResourceDefinition")
+    assert crd["spec"] == yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())["spec"]
+    assert structural_problems(crd) == []
+    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    free = next(found for found in render({"crds": {"keep": False}}) if found["kind"] == "CustomResourceDefinition")
+    assert "annotations" not in free["metadata"]
+
+
+def test_generated_files_of_the_chart_are_fresh() -> None:
+    assert tools.main(["--check"]) == 0
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServerThread]:
+    with ApiServerThread() as server:
+        yield server
+
+
+def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: ApiServerThread, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "k")),
+        "HELM_CACHE_HOME": str(tmp_path),
+    }
+    where = ["kvtier", f"--namespace={NAMESPACE}"]
+    helm("install", *where, str(CHART), "--create-namespace", environment=environment)
+    kubectl = Client(api.url)
+    sample = yaml.safe_load((ROOT / "crds" / "samples" / "minimal.yaml").read_text())
+    until(lambda: api.get("customresourcedefinitions.apiextensions.k8s.io", None, "kvcachetiers.kvtier.dev"))
+    kubectl.apply_tier({**sample, "metadata": {**sample["metadata"], "namespace": "default"}})
+    name = "kvtier-operator"
+    assert api.get("deployments.apps", NAMESPACE, name) is not None
+    helm("upgrade", *where, str(CHART), "--set=replicas=2", environment=environment)
+    upgraded = api.get("deployments.apps", NAMESPACE, name)
+    assert upgraded is not None
+    assert upgraded["spec"]["replicas"] == 2
+    assert api.get("poddisruptionbudgets.policy", NAMESPACE, name) is not None
+    helm("uninstall", *where, environment=environment)
+    until(lambda: api.get("deployments.apps", NAMESPACE, name) is None)
+    assert api.list("clusterroles.rbac.authorization.k8s.io") == []
+    assert len(api.list("kvcachetiers.kvtier.dev")) == 1

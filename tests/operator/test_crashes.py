@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's last words are taken to mean: lines as vLLM, the hub and the kernel write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_operator.status import crashes
+from kvtier_operator.status.reasons import Reason
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("huggingface_hub.errors.GatedRepoError: 403 Client Error. (Request ID: Root=1)", Reason.TOKEN_REFUSED),
+        ("OSError: You are trying to access a gated repo.", Reason.TOKEN_REFUSED),
+        ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://x", Reason.TOKEN_REFUSED),
+        ("RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1)", Reason.MODEL_NOT_FOUND),
+        ("OSError: nope is not a local folder and is not a valid model identifier listed on", Reason.MODEL_NOT_FOUND),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", Reason.SHM_TOO_SMALL),
+        (
+            "RuntimeError: unable to write </torch_1>: shared memory: No space left on device",
+            Reason.SHM_TOO_SMALL,
+        ),
+        ("OSError: [Errno 14] Bad address", Reason.SHM_TOO_SMALL),
+        ("FileExistsError: [Errno 17] File exists: '/dev/shm/vllm_offload_1.mmap'", Reason.STALE_SHM),
+        ("OSError: [Errno 28] /dev/shm/vllm_offload_1.mmap: No space left on device", Reason.STALE_SHM),
+        ("RuntimeError: No CUDA GPUs are available", Reason.DEVICE_MISSING),
+        ("RuntimeError: Failed to infer device type, please set the environment variable", Reason.DEVICE_MISSING),
+        ("ImportError: libcuda.so.1: cannot open shared object file", Reason.DEVICE_MISSING),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Reason.DEVICE_OUT_OF_MEMORY),
+        ("ValueError: No available memory for the cache blocks. Try increasing", Reason.DEVICE_OUT_OF_MEMORY),
+        ("api_server.py: error: unrecognized arguments: --max-modle-len", Reason.ARGS_REFUSED),
+        ("ModuleNotFoundError: No module named 'kvtier_connector'", Reason.CONFIG_REFUSED),
+    ],
+)
+def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: Reason) -> None:
+    message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
+    found = crashes.explain(message, 1)
+    assert found is not None
+    assert found.reason is reason
+    assert found.quote in line
+    assert found.remedy
+
+
+def test_a_bus_error_is_a_page_of_shared_memory_that_is_not_there() -> None:
+    found = crashes.explain("", 135)
+    assert found is not None
+    assert found.reason is Reason.SHM_TOO_SMALL
+
+
+@pytest.mark.parametrize("message", ["", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n"])
+def test_words_that_nobody_knows_explain_nothing(message: str) -> None:
+    assert crashes.explain(message, 1) is None
+
+
+def test_the_cause_is_told_and_not_what_followed_from_it() -> None:
+    message = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
+    found = crashes.explain(message, 1)
+    assert found is not None
+    assert found.reason is Reason.TOKEN_REFUSED
+
+
+def test_a_long_line_is_quoted_by_its_end() -> None:
+    found = crashes.explain("x" * 5000 + " CUDA out of memory", 1)
+    assert found is not None
+    assert len(found.quote) <= 200
+    assert found.quote.endswith("CUDA out of memory")

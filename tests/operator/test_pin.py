@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines stay as they are until their spec changes: another version of the operator restarts none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from tiers import CONFIG, DEPLOYMENT, NOON, TIER, TIER_KEY, merge, tier
+
+from kvtier_operator import names, spec
+from kvtier_operator.manifests import render
+from kvtier_operator.plan import make_unchecked_plan, pin
+from kvtier_operator.reconcile import Outcome, reconcile
+
+OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
+
+
+def run(cluster: FakeCluster, image: str) -> Outcome:
+    return reconcile(cluster, TIER, connector_image=image, clock=lambda: NOON)
+
+
+def template(cluster: FakeCluster) -> dict[str, Any]:
+    found = cluster.look(DEPLOYMENT)
+    assert found is not None
+    return dict(found["spec"]["template"])
+
+
+def image(cluster: FakeCluster) -> str:
+    return str(template(cluster)["spec"]["initContainers"][0]["image"])
+
+
+def age(cluster: FakeCluster, change: Any) -> None:
+    """Make the Deployment one of an older operator, whose document `change` edits."""
+    found = cluster.look(DEPLOYMENT)
+    assert found is not None
+    document = json.loads(found["metadata"]["annotations"][names.ANNOTATION_RENDERED])
+    change(document)
+    annotation = json.dumps(document)
+    cluster.edit(
+        DEPLOYMENT,
+        {
+            "metadata": {"annotations": {names.ANNOTATION_RENDERED: annotation}},
+            "spec": {"template": document["template"]},
+        },
+    )
+
+
+def test_another_version_of_the_operator_restarts_no_engine() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+    before, config = template(cluster), cluster.look(CONFIG)
+    outcome = run(cluster, NEW)
+    assert outcome.written == ()
+    assert (template(cluster), cluster.look(CONFIG)) == (before, config)
+
+
+def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_its_generation() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+
+    def change(document: dict[str, Any]) -> None:
+        document["template"]["spec"]["terminationGracePeriodSeconds"] = 7
+        document["spec"]["engine"].pop("rollout", None)
+        document["spec"]["engine"].pop("cpu")  # a field that it did not know, at its default
+        document["spec"]["gone"] = {"since": "a release"}
+        document["config"] = json.dumps({**json.loads(document["config"]), "digest": "feed", "root": "/x/feed"})
+
+    age(cluster, change)
+    run(cluster, NEW)
+    assert template(cluster)["spec"]["terminationGracePeriodSeconds"] == 7
+    assert image(cluster) == OLD
+    body, config = cluster.look(TIER_KEY), cluster.look(CONFIG)
+    assert body is not None
+    assert config is not None
+    assert body["status"]["generation"] == {"current": "feed", "root": "/x/feed"}
+    assert json.loads(config["data"]["connector.json"])["digest"] == "feed"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"replicas": 5}},
+        {"spec": {"paused": False, "engine": {"rollout": {"maxSurge": 1}}}},
+        {"spec": {"volume": {"claim": {"size": "3Ti"}}}},
+        {"spec": {"volume": {"deletionPolicy": "Delete"}}},
+        {"spec": {"disk": {"mode": "ReadOnly"}}},
+        {"metadata": {"annotations": {"example.com/note": "x"}}},
+    ],
+    ids=str,
+)
+def test_an_edit_that_concerns_no_pod_restarts_none_under_another_version(change: dict[str, Any]) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+    before = template(cluster)
+    cluster.edit(TIER_KEY, change)
+    assert run(cluster, NEW).failure is None
+    assert template(cluster) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"cpu": {"size": "32Gi"}}},
+        {"spec": {"model": {"tokenSecretRef": {"name": "hf"}}}},
+        {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": "b"}}}}},
+        {"metadata": {"annotations": {names.ANNOTATION_RESTART: "now"}}},
+    ],
+    ids=str,
+)
+def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[str, Any]) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+    cluster.edit(TIER_KEY, change)
+    assert DEPLOYMENT in run(cluster, NEW).written
+    assert image(cluster) == NEW
+    assert run(cluster, NEW).written == ()
+
+
+def test_what_was_given_and_is_given_no_more_counts_as_an_edit() -> None:
+    cluster = FakeCluster(tier(engine={"podTemplate": {"nodeSelector": {"zone": "b"}}}))
+    run(cluster, OLD)
+    cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": None}}}}})
+    run(cluster, NEW)
+    assert "nodeSelector" not in template(cluster)["spec"]
+
+
+def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+    for value in ("1", "2"):
+        cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_RESTART: value}}})
+        assert run(cluster, OLD).written == (DEPLOYMENT,)
+        assert template(cluster)["metadata"]["annotations"][names.ANNOTATION_RESTART] == value
+        assert run(cluster, OLD).written == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"spec": {}, "restart": "", "config": 1, "template": {}}'])
+def test_a_note_that_nobody_can_read_is_rendered_anew(text: str) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster, OLD)
+    cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: text}}})
+    run(cluster, NEW)
+    assert image(cluster) == NEW
+
+
+CHANGES: dict[tuple[str, ...], Any] = {
+    ("replicas",): 7,
+    ("paused",): True,
+    ("disk", "mode"): "Bypass",
+    ("engine", "rollout"): {"maxSurge": 3},
+    ("volume", "claim"): {"size": "9Ti"},
+    ("volume", "deletionPolicy"): "Delete",
+}
+
+
+@pytest.mark.parametrize("path", pin.ROLLS_NOTHING, ids=".".join)
+def test_no_pod_is_made_from_a_field_that_is_said_to_roll_nothing(path: tuple[str, ...]) -> None:
+    change: Any = CHANGES[path]
+    for part in reversed(path):
+        change = {part: change}
+    texts = []
+    for body in (tier(), merge(tier(), {"spec": change})):
+        plan = make_unchecked_plan(spec.parse(body), names.tier_ref(body), connector_image=OLD)
+        deployment = next(each for each in render(plan) if each["kind"] == "Deployment")
+        texts.append((deployment["spec"]["template"], plan.config_text))
+    assert texts[0] == texts[1]
+
+
+def test_what_is_rendered_offline_carries_no_note() -> None:
+    plan = make_unchecked_plan(spec.parse(tier()), names.tier_ref(tier()), connector_image=OLD)
+    assert all(names.ANNOTATION_RENDERED not in each["metadata"].get("annotations", {}) for each in render(plan))
