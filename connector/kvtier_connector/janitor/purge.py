@@ -118,7 +118,8 @@ def _purge_one(  # noqa: PLR0913 - keywords
 def _flush(journal: JournalWriter) -> None:
     # News only: an engine that does not hear of it finds out by itself.
     with contextlib.suppress(StoreUnavailable):
-        journal.flush()
+        if journal.pending:
+            journal.flush()
 
 
 def _choose(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or checks METRICS.md, the metrics of tier and janitor: ``python -m kvtier_connector.tier.metrics_reference --write``."""
+"""Writes or checks METRICS.md, of tier and janitor: ``python -m kvtier_connector.tier.metrics_reference --write``."""
 
 from __future__ import annotations
 
