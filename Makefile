@@ -47,8 +47,8 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
 
-golden: venv ## rewrite the golden manifests; review the diff
-	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_chart.py --update-golden
+golden: venv ## rewrite the golden manifests and plans; review the diff
+	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
 
 cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
 	exec $(RUN) kvtier_localcluster up --data "$(DATA)/cluster"

@@ -21,6 +21,9 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
     "janitor has counted.",
     "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
+    "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
+    "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
+    "depend on it.",
     "Paused": "`spec.paused` is true and the operator changes nothing.",
     "Reconciling": "The operator or the cluster is still working towards the spec (kstatus).",
     "Stalled": "Nothing more will happen until a person acts (kstatus).",

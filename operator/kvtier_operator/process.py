@@ -7,18 +7,23 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
 import kopf
 
+from kvtier_operator.admission import Admission
 from kvtier_operator.cluster import check_access, connect
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.handlers import Operator
 from kvtier_operator.health import Health
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.leadership import REQUEST_SECONDS, Leadership
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
+from kvtier_operator.webhook import WebhookServer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,8 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
             on_answer=metrics.count_request,
         )
         check_access(cluster, settings.namespaces)
+        if settings.webhook_cert or settings.webhook_key:
+            stack.callback(_serve_webhook(settings, health).close)
         operator = Operator(
             settings, cluster=cluster, metrics=metrics, health=health, login=lambda: connect().credentials()
         )
@@ -56,6 +63,22 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         metrics.set_leader(is_leader=True)
         operator.run(stop_flag=stop)
     return 0
+
+
+def _serve_webhook(settings: Settings, health: Health) -> WebhookServer:
+    if not (settings.webhook_cert and settings.webhook_key):
+        raise SettingsInvalid("--webhook-cert and --webhook-key: the webhook needs both")
+    cluster = connect(timeout_seconds=(1.0, 3.0), may_write=lambda: False)
+    inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
+    server = WebhookServer(
+        Admission(cluster, inventory=inventory, connector_image=settings.connector_image).judge,
+        port=settings.webhook_port,
+        certificate=Path(settings.webhook_cert),
+        key=Path(settings.webhook_key),
+    )
+    server.start()
+    health.ready_if("webhook-certificate", server.problem)
+    return server
 
 
 @contextlib.contextmanager

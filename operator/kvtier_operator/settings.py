@@ -38,8 +38,16 @@ class Settings:
     """Name of the Lease; operators that serve different namespaces need different ones."""
     lease_seconds: float = 12.0
     """How long after its last sign of life the leader is followed by another operator."""
+    webhook_port: int = 9443
+    """Port of the admission webhook."""
+    webhook_cert: str = ""
+    """File with its certificate; empty serves no webhook."""
+    webhook_key: str = ""
+    """File with the key of the certificate."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
+    canary_settle_seconds: float = 5.0
+    """How long after a rollout the first canary prompt is sent."""
     stop_seconds: float = 20.0
     """How long running passes may take to end when the operator is told to go."""
 
@@ -64,7 +72,13 @@ def parse(environ: Mapping[str, str]) -> Settings:
         lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),
         lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
         lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
+        webhook_port=int(_number(environ, "KVTIER_WEBHOOK_PORT", defaults.webhook_port, least=1, most=65535)),
+        webhook_cert=environ.get("KVTIER_WEBHOOK_CERT", ""),
+        webhook_key=environ.get("KVTIER_WEBHOOK_KEY", ""),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
+        canary_settle_seconds=_number(
+            environ, "KVTIER_CANARY_SETTLE_SECONDS", defaults.canary_settle_seconds, least=0, most=3600
+        ),
         stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
     )
 

@@ -154,6 +154,7 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("disk", "encryption", "activeKey"): "another",
     ("generations",): {"keepPrevious": 5},
     ("janitor",): {"image": "mine:1"},
+    ("proof",): {"canary": {"enabled": False}},
     ("engine", "rollout"): {"maxSurge": 3},
     ("volume", "claim"): {"size": "9Ti"},
     ("volume", "deletionPolicy"): "Delete",

@@ -89,6 +89,8 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "HashSeedConsistent": "True",
         "DiskWithinBudget": "True",
         "DiskHealthy": "True",
+        "SharedCacheVerified": "Unknown",
+        "DiskEffective": "Unknown",
         "Paused": "False",
         "Reconciling": "False",
         "Stalled": "False",

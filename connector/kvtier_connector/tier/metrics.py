@@ -64,7 +64,9 @@ KEY_MISSING = Metric(
     is_gauge=True,
 )
 STUCK_THREADS = Metric(
-    "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
+    "vllm:kvtier_disk_stuck_threads",
+    "Threads and processes that the volume holds up for longer than their deadline.",
+    is_gauge=True,
 )
 USED_BYTES = Metric(
     "vllm:kvtier_disk_used_bytes",

@@ -127,6 +127,12 @@ def make_unchecked_plan(
     """
     decisions = decide(spec, tier, snapshot)
     if isinstance(decisions, Refusal):
+        if snapshot is None and decisions.reason is RefusalReason.NODES_UNKNOWN:
+            raise SpecInvalid(
+                "spec.cpu.fraction",
+                "is a share of nodes that nobody has shown: give them with --nodes FILE, as `kubectl get nodes,pods -A "
+                "-o yaml` prints them, or set spec.cpu.size",
+            )
         field, _, message = decisions.message.partition(": ")
         raise SpecInvalid(field, message)
     return _plan(spec, tier, decisions, connector_image=connector_image, janitor_image=janitor_image)

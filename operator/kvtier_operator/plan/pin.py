@@ -27,6 +27,7 @@ ROLLS_NOTHING: Final = (
     ("disk", "encryption", "activeKey"),
     ("generations",),
     ("janitor",),
+    ("proof",),
     ("engine", "rollout"),
     ("volume", "claim"),
     ("volume", "deletionPolicy"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, StrictStr
+from pydantic import AwareDatetime, Field, StrictInt, StrictStr
 
 from kvtier_operator.spec.rules import ApiModel, Keyed, Pasted
 from kvtier_operator.spec.scalars import Amount, Count
@@ -83,6 +83,8 @@ class Sizing(ApiModel):
     `--gpu-memory-utilization`), less 2 GiB each and less the weights."""
     device_kv_tokens: Amount | None = None
     """Tokens that they hold, roughly."""
+    device_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
+    """How the estimate comes about."""
     notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] | None = None
     """What is unknown and which field tells it, and sizes that make no sense together."""
 
@@ -128,6 +130,16 @@ class TierUsage(ApiModel):
     """`usedBytes` as a share of `capacityBytes`, for people."""
 
 
+class Proof(ApiModel):
+    """What asking the engines has shown, beside the conditions."""
+
+    rollout: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """Engines that `SharedCacheVerified` is about; others have to be proven anew."""
+    break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
+    """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
+    hit is."""
+
+
 class TierStatus(ApiModel):
     """What the operator sees."""
 
@@ -145,6 +157,8 @@ class TierStatus(ApiModel):
     """What is true of the tier. `Ready` is the summary."""
     sizing: Sizing | None = None
     """The sizes of one engine pod, term by term."""
+    proof: Proof | None = None
+    """What asking the engines has shown."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""
     generations: Annotated[

@@ -85,4 +85,18 @@ class Reason(enum.Enum):
         "An engine was refused by the directory of its generation, which belongs to another identity.",
     )
     KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
+    CANARY_LOADED = "CanaryLoaded", "A replica loaded from the volume what another one had computed."
+    CANARY_FOUND = "CanaryFound", "A replica found on the volume what another one had computed, and computed it anyway."
+    CANARY_PENDING = "CanaryPending", "No canary prompt has been sent to these engines yet."
+    CANARY_MISSED = "CanaryMissed", "A replica does not find on the volume what another one has stored."
+    CANARY_NOT_STORED = "CanaryNotStored", "Engines store nothing on the volume."
+    CANARY_BUSY = "CanaryBusy", "Other requests blur what a canary prompt did."
+    CANARY_UNANSWERED = "CanaryUnanswered", "An engine does not answer the operator's canary prompt."
+    CANARY_OFF = "CanaryOff", "spec.proof.canary.enabled is false."
+    SINGLE_REPLICA = "SingleReplica", "One replica cannot show that it shares with another."
+    LOADING_PAYS = "LoadingPays", "Loading from the volume was quicker than computing again, over the last hour."
+    LOADING_LOSES = "LoadingLoses", "Computing again was quicker than loading from the volume, over the last hour."
+    NO_DISK_HITS = "NoDiskHits", "Too little was found on the volume to judge by."
+    NOT_MEASURED = "NotMeasured", "Engines have not measured both ways yet."
+    EFFECT_PENDING = "EffectPending", "Engines have not been watched for an hour yet."
     SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."

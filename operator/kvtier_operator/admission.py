@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a look into the cluster can tell of a tier that is about to be written: refusals, and warnings.
+
+The rules that one object can be judged by are in the CRD, as CEL. Here is what needs others: the nodes, the other tiers
+of the namespace, the claim and who uses it, and what the edit costs. It refuses only what would never work; what may be
+meant, or may pass, is a warning that kubectl prints. Reads, and never writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.cluster import Cluster
+from kvtier_operator.errors import ClusterError, SpecInvalid
+from kvtier_operator.inventory import Inventory
+from kvtier_operator.manifests.edits import explain_edit
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.plan import Refusal, decide, diff, sizing_of
+from kvtier_operator.snapshot import Engines, Snapshot
+from kvtier_operator.spec import TierSpec, parse
+from kvtier_operator.status.checks import a_node_is_large_enough
+from kvtier_operator.status.problems import Look
+
+LONGEST_WARNING: Final = 800
+"""Characters; the API server cuts all of them down to 256 each where they are more than 4096 together."""
+
+_MOST_NAMED: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer to one write."""
+
+    refusal: str = ""
+    """Why it is refused, with the remedy; empty where it is admitted."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Write:
+    tier: TierRef
+    spec: TierSpec
+    old: Manifest | None
+    old_spec: TierSpec | None
+
+
+class Admission:
+    """Judges writes of tiers. Safe to use from several threads."""
+
+    def __init__(self, cluster: Cluster, *, inventory: Inventory, connector_image: str) -> None:
+        """Store what is read; nothing is read before a write is judged."""
+        self._cluster = cluster
+        self._inventory = inventory
+        self._connector_image = connector_image
+
+    def judge(self, new: Manifest, old: Manifest | None) -> Verdict:
+        """Judge a tier that is created (`old` is None) or updated; a cluster that cannot be read refuses nothing."""
+        if "deletionTimestamp" in new["metadata"] or (old is not None and old.get("spec") == new.get("spec")):
+            return Verdict()
+        try:
+            write = _Write(tier=names.tier_ref(new), spec=parse(new), old=old, old_spec=_parsed(old))
+        except SpecInvalid as error:
+            return Verdict(refusal=str(error))
+        warnings: list[str] = []
+        try:
+            refusal = self._claim_of_another(write)
+            if refusal:
+                return Verdict(refusal=refusal)
+            warnings += self._neighbours(write)
+            warnings += self._strangers(write)
+            warnings += self._nodes(write)
+        except ClusterError as error:
+            warnings.append(f"not everything could be checked: {error}")
+        warnings += self._cost(write)
+        return Verdict(warnings=tuple(text[:LONGEST_WARNING] for text in warnings))
+
+    def _claim_of_another(self, write: _Write) -> str:
+        """Refuse to live on a claim that goes with another tier."""
+        existing = write.spec.volume.existing_claim
+        if existing is None:
+            return ""
+        claim = self._claim(write)
+        references = (claim or {}).get("metadata", {}).get("ownerReferences") or ()
+        owner = next((each["name"] for each in references if each.get("kind") == names.KIND), None)
+        if owner is None or owner == write.tier.name:
+            return ""
+        return (
+            f"spec.volume.existingClaim: {existing} is deleted together with the tier {owner}: set deletionPolicy "
+            "Retain there first, or name another claim"
+        )
+
+    def _neighbours(self, write: _Write) -> Iterator[str]:
+        """Warn of other tiers on the same claim and path: each keeps to its own directory, but they share the room."""
+        claim, path = _place(write.tier, write.spec)
+        budgets, neighbours = write.spec.disk.budget.max_bytes or 0, []
+        for body in self._cluster.list(names.API_VERSION, names.KIND, namespace=write.tier.namespace, selector=""):
+            other, spec = names.tier_ref(body), _parsed(body)
+            if spec is None or other.name == write.tier.name or _place(other, spec) != (claim, path):
+                continue
+            neighbours.append(other.name)
+            budgets += spec.disk.budget.max_bytes or 0
+        if neighbours:
+            shown = f", budgets of {quantity.show_bytes(budgets)} together" if budgets else ""
+            yield (
+                f"spec.volume: {_named(neighbours)} on the same claim {claim}, path {path or '/'}{shown}; set "
+                "spec.disk.budget.maxBytes on each so that they fit, or spec.volume.path to tell them apart"
+            )
+
+    def _strangers(self, write: _Write) -> Iterator[str]:
+        """Warn of pods on the claim that are no engines of this tier: their files are not in its budget."""
+        name = write.spec.volume.existing_claim
+        if name is None:
+            return
+        users = []
+        for pod in self._cluster.list("v1", "Pod", namespace=write.tier.namespace, selector=""):
+            labels = pod["metadata"].get("labels") or {}
+            volumes = pod.get("spec", {}).get("volumes") or ()
+            claims = {(volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes}
+            if name in claims and names.LABEL_TIER not in labels:
+                users.append(pod["metadata"]["name"])
+        if users:
+            yield (
+                f"spec.volume.existingClaim: {name} is mounted by {_named(sorted(users), 'pod')}, not by tiers only: "
+                "what they write takes room that no budget counts; leave room for it in spec.disk.budget.maxBytes"
+            )
+
+    def _nodes(self, write: _Write) -> Iterator[str]:
+        """Warn when no node that is there now could hold an engine."""
+        found = self._inventory.look(with_pods=False)
+        if found is None or write.spec.cpu.fraction is not None:
+            return  # a fraction is taken of what there is
+        snapshot = Snapshot(tier=write.tier, claim=None, engines=Engines(), pods=(), live={}, nodes=found)
+        decided = decide(write.spec, write.tier, snapshot)
+        if isinstance(decided, Refusal):
+            yield decided.message
+            return
+        look = Look(spec=write.spec, snapshot=snapshot, sizing=sizing_of(write.spec, decided))
+        problem = a_node_is_large_enough(look)
+        if problem is not None:
+            yield problem.message
+
+    def _cost(self, write: _Write) -> Iterator[str]:
+        """Warn of what the edit discards and restarts."""
+        if write.old is None or write.old_spec is None:
+            return
+        try:
+            effect = explain_edit(
+                write.old_spec,
+                write.spec,
+                write.tier,
+                connector_image=self._connector_image,
+                warm_bytes=diff.warm_bytes(write.old.get("status") or {}),
+            )
+        except SpecInvalid:
+            return  # it cannot be carried out at all, which is told where it fits nothing
+        yield from diff.warnings(effect)
+
+    def _claim(self, write: _Write) -> Manifest | None:
+        claim, _ = _place(write.tier, write.spec)
+        key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=claim)
+        return self._cluster.get(key, write.tier.namespace)
+
+
+def _parsed(body: Mapping[str, Any] | None) -> TierSpec | None:
+    if body is None:
+        return None
+    try:
+        return parse(body)
+    except SpecInvalid:
+        return None  # an older CRD let it through; it says so itself
+
+
+def _place(tier: TierRef, spec: TierSpec) -> tuple[str, str]:
+    return spec.volume.existing_claim or names.claim(tier), spec.volume.path
+
+
+def _named(found: list[str], what: str = "tier") -> str:
+    shown = ", ".join(found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"{what}{'s' if len(found) > 1 else ''} {shown}{more}"
