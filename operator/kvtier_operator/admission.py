@@ -145,13 +145,16 @@ class Admission:
         """Warn of what the edit discards and restarts."""
         if write.old is None or write.old_spec is None:
             return
-        effect = explain_edit(
-            write.old_spec,
-            write.spec,
-            write.tier,
-            connector_image=self._connector_image,
-            warm_bytes=diff.warm_bytes(write.old.get("status") or {}),
-        )
+        try:
+            effect = explain_edit(
+                write.old_spec,
+                write.spec,
+                write.tier,
+                connector_image=self._connector_image,
+                warm_bytes=diff.warm_bytes(write.old.get("status") or {}),
+            )
+        except SpecInvalid:
+            return  # it cannot be carried out at all, which is told where it fits nothing
         yield from diff.warnings(effect)
 
     def _claim(self, write: _Write) -> Manifest | None:

@@ -27,6 +27,7 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
+from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
 from kvtier_operator.workqueue import Done, WorkQueue
@@ -106,6 +107,7 @@ class Operator:
             resync_seconds=settings.resync_seconds,
             settle_seconds=settings.settle_seconds,
         )
+        self._proofs = Proofs(self._queue.add, settle_seconds=settings.canary_settle_seconds)
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
             health.alive_if("queue", self._stuck_queue)
@@ -153,6 +155,7 @@ class Operator:
 
     async def _on_startup(self, **_: Any) -> None:
         self._queue.start()
+        self._proofs.start()
         self._queue.add(EVERY_TIER)
         self._beat_again(asyncio.get_running_loop())
 
@@ -164,6 +167,8 @@ class Operator:
         if self._stop_flag is not None:
             # kopf waits for it on a thread, which a signal does not end.
             self._stop_flag.set()
+        if not self._proofs.close(timeout=self._settings.stop_seconds):
+            logger.warning("Stopped while an engine was being asked; the next operator asks again.")
         if not self._queue.close(timeout=self._settings.stop_seconds):
             logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
 
@@ -226,6 +231,7 @@ class Operator:
             connector_image=self._settings.connector_image,
             clock=self._clock,
             inventory=self._inventory,
+            proofs=self._proofs,
             attempt=attempt,
         )
         self._claim_users.note(key, outcome.existing_claim)

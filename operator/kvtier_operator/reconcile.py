@@ -21,6 +21,10 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.proof.asking import make_ask
+from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.snapshot import Live, Nodes, Snapshot
 from kvtier_operator.spec import TierSpec, parse
 from kvtier_operator.spec.annotations import read_annotations
@@ -52,6 +56,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     connector_image: str,
     clock: Clock,
     inventory: Inventory | None = None,
+    proofs: Proofs | None = None,
     attempt: int = 1,
 ) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
@@ -62,6 +67,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         connector_image: image that brings the connector into the engine pods.
         clock: for the times in the status.
         inventory: the nodes; None where the operator may not read them.
+        proofs: who asks the engines; None asks nobody.
         attempt: 1, and one more for each failure in a row before this pass.
 
     Returns:
@@ -73,6 +79,8 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         return Outcome(exists=True, failure=error)
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
+        if proofs is not None:
+            proofs.forget(tier)
         return Outcome(exists=False)
     act = _act(cluster, body, connector_image, inventory, clock)
     outcome = Outcome(
@@ -85,7 +93,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     if act.failure is not None and not is_worth_telling:
         return outcome
     try:
-        _report(cluster, body, act.view, clock)
+        _report(cluster, body, _asked(act.view, body, proofs), clock)
     except ClusterError as error:
         return replace(outcome, failure=act.failure or error)
     return outcome
@@ -130,6 +138,19 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inve
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _asked(view: status.View, body: Manifest, proofs: Proofs | None) -> status.View:
+    """Add what is known from asking the engines; a tier that is held up before them is not asked."""
+    if proofs is None or view.spec is None or view.snapshot is None or view.current is None or view.refusal is not None:
+        return view
+    found = decide(view.spec, view.tier, view.snapshot)
+    chunking = Chunking() if isinstance(found, Refusal) else found.chunking
+    chunk = Chunk(tokens=chunking.tokens, blocks=chunking.blocks or 1)
+    ask = make_ask(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
+    known = ((body.get("status") or {}).get("proof") or {}).get("rollout")
+    tier = TierName(namespace=view.tier.namespace, name=view.tier.name)
+    return replace(view, ask=ask, findings=proofs.look(tier, ask, proven_rollout=known))
 
 
 def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:

@@ -42,6 +42,8 @@ class Settings:
     """File with the key of the certificate."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
+    canary_settle_seconds: float = 5.0
+    """How long after a rollout the first canary prompt is sent."""
     stop_seconds: float = 20.0
     """How long running passes may take to end when the operator is told to go."""
 
@@ -68,6 +70,9 @@ def parse(environ: Mapping[str, str]) -> Settings:
         webhook_cert=environ.get("KVTIER_WEBHOOK_CERT", ""),
         webhook_key=environ.get("KVTIER_WEBHOOK_KEY", ""),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
+        canary_settle_seconds=_number(
+            environ, "KVTIER_CANARY_SETTLE_SECONDS", defaults.canary_settle_seconds, least=0, most=3600
+        ),
         stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
     )
 

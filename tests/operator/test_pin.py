@@ -150,6 +150,7 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("replicas",): 7,
     ("paused",): True,
     ("disk", "mode"): "Bypass",
+    ("proof",): {"canary": {"enabled": False}},
     ("engine", "rollout"): {"maxSurge": 3},
     ("volume", "claim"): {"size": "9Ti"},
     ("volume", "deletionPolicy"): "Delete",

@@ -47,6 +47,12 @@ def test_no_line_of_a_plan_is_wider_than_a_screen(case: str) -> None:
     assert all(len(line) <= 132 for line in (PLANS / case / "expected.txt").read_text().splitlines())
 
 
+def test_the_example_in_the_documentation_is_what_is_printed() -> None:
+    printed = (PLANS / "llama-8b-share" / "expected.txt").read_text().splitlines()
+    example = "\n".join(f"    {line}".rstrip() for line in printed)
+    assert example in (ROOT / "docs" / "sizing.md").read_text()
+
+
 def write(path: Path, *bodies: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump_all(bodies))
     return str(path)

@@ -85,6 +85,8 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "SizingFits": "True",
         "EnginesReady": "True",
         "HashSeedConsistent": "True",
+        "SharedCacheVerified": "Unknown",
+        "DiskEffective": "Unknown",
         "Paused": "False",
         "Reconciling": "False",
         "Stalled": "False",

@@ -23,6 +23,7 @@ ROLLS_NOTHING: Final = (
     ("replicas",),
     ("paused",),
     ("disk", "mode"),
+    ("proof",),
     ("engine", "rollout"),
     ("volume", "claim"),
     ("volume", "deletionPolicy"),

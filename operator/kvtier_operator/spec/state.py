@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, StrictStr
+from pydantic import AwareDatetime, Field, StrictInt, StrictStr
 
 from kvtier_operator.spec.rules import ApiModel, Keyed, Pasted
 from kvtier_operator.spec.scalars import Amount, Count
@@ -98,6 +98,16 @@ class Generation(ApiModel):
     """Directory of its blocks, as the pods see it."""
 
 
+class Proof(ApiModel):
+    """What asking the engines has shown, beside the conditions."""
+
+    rollout: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """Engines that `SharedCacheVerified` is about; others have to be proven anew."""
+    break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
+    """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
+    hit is."""
+
+
 class TierStatus(ApiModel):
     """What the operator sees."""
 
@@ -115,5 +125,7 @@ class TierStatus(ApiModel):
     """What is true of the tier. `Ready` is the summary."""
     sizing: Sizing | None = None
     """The sizes of one engine pod, term by term."""
+    proof: Proof | None = None
+    """What asking the engines has shown."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""

@@ -16,6 +16,7 @@ from kvtier_operator import quantity
 from kvtier_operator.spec.disk import Disk
 from kvtier_operator.spec.engine import NO_ACCELERATOR, Engine
 from kvtier_operator.spec.pods import Anything
+from kvtier_operator.spec.proof import Proof
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
 from kvtier_operator.spec.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.spec.volume import SHARED, Volume
@@ -148,6 +149,8 @@ class TierSpec(ApiModel):
     """The volume that all replicas share."""
     disk: Disk = Disk()
     """The tier on the volume."""
+    proof: Proof = Proof()
+    """How the operator finds out whether the tier works."""
     paused: StrictBool = False
     """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported. The
     annotation `kvtier.dev/paused: "true"` on the resource does the same."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason, terms
+from kvtier_operator.status import proofs
 from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
 
@@ -60,14 +61,21 @@ _REFUSED: Final = {
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
+    proven = proofs.judge(view, previous)
+    # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
+    judged = [
+        *(problem for _, problem, _, _ in found),
+        *(each.problem for each in proven if each.kind == proofs.SHARED),
+    ]
     blocker = _blocker(view)
-    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and _counts(problem)), None)
+    first = blocker or next((problem for problem in judged if problem is not None and _counts(problem)), None)
     is_paused = view.spec is not None and view.spec.paused
     stalled = _stalled(view, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
     conditions = [
         _condition("Ready", problem=first, ok=Reason.READY, text="all engines serve and share the volume"),
         *(_condition(kind, problem=problem, ok=ok, text=text) for kind, problem, ok, text in found),
+        *(_condition(each.kind, problem=each.problem, ok=Reason.READY, text="") for each in proven),
         _flag("Paused", Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc) if is_paused else None, Reason.ACTIVE),
         _flag(
             "Reconciling",
@@ -85,6 +93,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
         "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
+        **_proof(view, previous),
         **(
             {}
             if view.sizing is None
@@ -92,6 +101,18 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
     }
+
+
+def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    rollout = proofs.rollout(view, previous)
+    known = (previous.get("proof") or {}).get("breakEvenTokens")
+    found = view.findings.break_even_tokens if view.findings is not None else None
+    tokens = known if found is None else found
+    document = {
+        **({} if rollout is None else {"rollout": rollout}),
+        **({} if tokens is None else {"breakEvenTokens": tokens}),
+    }
+    return {"proof": document} if document else {}
 
 
 def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +183,12 @@ def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> P
         return blocker if is_hopeless else None
     if blocker is not None:
         return None if blocker.reason in _ENDS_BY_ITSELF else blocker
-    return first if first is not None and first.reason in {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST} else None
+    return first if first is not None and first.reason in _NEEDS_A_PERSON else None
+
+
+_NEEDS_A_PERSON: Final = frozenset(
+    {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST, Reason.CANARY_MISSED, Reason.CANARY_NOT_STORED}
+)
 
 
 _ENDS_BY_ITSELF: Final = frozenset({Reason.CLAIM_MISSING, Reason.OBJECT_NOT_OURS})

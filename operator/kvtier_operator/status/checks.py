@@ -16,6 +16,8 @@ from kvtier_operator.errors import OperatorError
 from kvtier_operator.plan import Generation, Refusal, nodes, shares
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.proof.asking import Ask
+from kvtier_operator.proof.findings import Findings
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 from kvtier_operator.spec import TierSpec
 from kvtier_operator.status import crashes
@@ -49,6 +51,10 @@ class View:
     invalid: OperatorError | None = None
     refusal: Refusal | None = None
     failure: OperatorError | None = None
+    ask: Ask | None = None
+    """What may be asked of the engines now; None where nobody asks."""
+    findings: Findings | None = None
+    """What asking them has shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
