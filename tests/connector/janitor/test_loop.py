@@ -166,7 +166,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     rig.engine().put(1, 2, tenant="alice")
     loop = Loop(rig.config, leader=Alone(), tick_seconds=0.05)
-    server = Server(0, make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health))
+    server = Server("127.0.0.1", 0, make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health))
     server.start()
     try:
         with running(loop):
