@@ -368,7 +368,7 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "engineMemoryBytes": 16 << 30,
         "memoryBytes": 81 << 30,
         "weightBytes": 16100000000,
-        "ephemeralBytes": 23 << 30,
+        "ephemeralBytes": 17 << 30,
         "startupBaseSeconds": 300,
         "startupPinSeconds": 32,
         "startupLoadSeconds": 30,

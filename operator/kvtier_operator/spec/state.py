@@ -53,7 +53,7 @@ class Sizing(ApiModel):
     """Bytes of the weights: of the table of known models, or else as many as `spec.engine.memory` holds."""
     ephemeral_bytes: Amount | None = None
     """Bytes of the node's disk that the engine container requests where `spec.engine.ephemeralStorage` does not say:
-    8 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
+    2 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
     startup_base_seconds: Amount | None = None
     """Seconds allowed for imports, compilation and warm-up."""
     startup_pin_seconds: Amount | None = None

@@ -69,7 +69,8 @@ class Model(ApiModel):
     """Secret with the Hugging Face token for a gated model."""
     config: Anything | None = None
     """The fields of the model's config.json that say how large its KV is (layers, heads, head sizes, attention types),
-    or all of it, for a model that the operator does not know by its name. Only sizes follow from it."""
+    or all of it, for a model that the operator does not know by its name. Only sizes follow from it; where that of the
+    files on the volume changes, a new cache generation starts."""
 
 
 class Hash(ApiModel):
