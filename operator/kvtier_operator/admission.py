@@ -21,7 +21,8 @@ from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.plan import Refusal, decide, diff, sizing_of
 from kvtier_operator.snapshot import Engines, Snapshot
 from kvtier_operator.spec import TierSpec, parse
-from kvtier_operator.status.checks import Look, a_node_is_large_enough
+from kvtier_operator.status.checks import a_node_is_large_enough
+from kvtier_operator.status.problems import Look
 
 LONGEST_WARNING: Final = 800
 """Characters; the API server cuts all of them down to 256 each where they are more than 4096 together."""
