@@ -38,6 +38,7 @@ TENANT_PARAMETER = "kvtier_tenant"
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
 
 MOST_IO_THREADS = 256
+MOST_IO_PROCESSES = 256
 MOST_REUSE = 100
 
 CONFIG_FILE = "connector.json"
@@ -63,6 +64,9 @@ class ConnectorConfig:
     """Stores stop when the blocks of the tier take this many bytes on the volume; 0 means no limit."""
     io_threads: int = 16
     """Threads that read and write block files, per engine."""
+    io_processes: int | None = None
+    """Processes that move blocks past the engine's interpreter lock: about 20 MB of memory each, a block, and page
+    tables. 0 leaves it to the threads; None means as many as there are CPUs, ``io_threads`` at most."""
     load_deadline_seconds: float = 30.0
     """A load that has not finished by then is answered as a miss and recomputed."""
 
@@ -101,6 +105,11 @@ class ConnectorConfig:
             (self.digest != "" and self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
             (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (
+                self.io_processes is None or 0 <= self.io_processes <= MOST_IO_PROCESSES,
+                "io_processes",
+                f"must be between 0 (none) and {MOST_IO_PROCESSES}",
+            ),
             (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),

@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
-from kvtier_connector.store.format import checksum
+from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.fs import O_DIRECT
 from kvtier_connector.store.layout import BlockKey
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Region:
@@ -34,7 +36,7 @@ class Region:
         self.blocks = blocks
         self.block_bytes = block_bytes
         self.memory = mmap.mmap(-1, blocks * block_bytes)
-        self._array: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
+        self._array: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
         generator = np.random.default_rng(blocks)
         self._array[:] = np.frombuffer(generator.bytes(self._array.nbytes), dtype=np.uint8)
         self._digests = [hashlib.sha256(self.row(number)).digest() for number in range(blocks)]
@@ -165,13 +167,41 @@ class KvtierStaged(Kvtier):
         super().__init__(directory, region, is_direct=is_direct)
         self._of_thread = threading.local()
 
-    def _get(self, number: int) -> None:
-        staging = getattr(self._of_thread, "staging", None)
+    def _staging(self) -> Bytes:
+        staging: Bytes | None = getattr(self._of_thread, "staging", None)
         if staging is None:
             staging = self._of_thread.staging = np.frombuffer(mmap.mmap(-1, self.region.block_bytes), dtype=np.uint8)
+        return staging
+
+    def _get(self, number: int) -> None:
+        staging = self._staging()
         outcome = self.blocks.get(self.keys[number], staging.data)
         assert isinstance(outcome, Hit), outcome
         np.copyto(np.frombuffer(self.region.row(number), dtype=np.uint8), staging)
+
+
+class KvtierEncrypted(KvtierStaged):
+    """Ours with encrypted blocks: decrypted in a buffer of the thread as they are read, encrypted in it for a write."""
+
+    name = "kvtier store, encrypted"
+    stores = True
+    loads_from = ""
+
+    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
+        """Make a key and open the store."""
+        super().__init__(directory, region, is_direct=is_direct)
+        keys = directory.with_name(directory.name + " keys")
+        keys.mkdir(parents=True, exist_ok=True)
+        (keys / "k1").write_bytes(bytes(range(32)))
+        self.blocks = BlockStore(directory, keys_dir=str(keys))
+        assert self.blocks.keyring is not None
+        self.blocks.keyring.activate("k1")
+
+    def _put(self, number: int) -> None:
+        staging = self._staging()
+        np.copyto(staging, np.frombuffer(self.region.row(number), dtype=np.uint8))
+        outcome = self.blocks.put(self.keys[number], staging.data, is_scratch=True)
+        assert isinstance(outcome, Stored), outcome
 
 
 class Checksum(Contestant):
@@ -258,7 +288,16 @@ class FsPerBlockPython(FsPerBlock):
     use_c = False
 
 
-ALL: tuple[type[Contestant], ...] = (Plain, Kvtier, KvtierStaged, FsJob, FsPerBlock, FsPerBlockPython, Checksum)
+ALL: tuple[type[Contestant], ...] = (
+    Plain,
+    Kvtier,
+    KvtierStaged,
+    KvtierEncrypted,
+    FsJob,
+    FsPerBlock,
+    FsPerBlockPython,
+    Checksum,
+)
 
 
 def _all(pool: ThreadPoolExecutor, task: Any, count: int) -> None:

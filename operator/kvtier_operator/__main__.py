@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``kvtier``: run the operator, render a tier offline, check a volume, tell the version."""
+"""The command ``kvtier``: run the operator, render or plan a tier offline, check a volume, tell the version."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import yaml
 
-from kvtier_operator import __version__, manifests, names
+from kvtier_operator import __version__, manifests, names, offline, plan_command
 from kvtier_operator import settings as settings_module
-from kvtier_operator.errors import OperatorError, SpecInvalid
+from kvtier_operator.errors import OperatorError
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.settings import Settings
 from kvtier_operator.spec import parse
@@ -35,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "run":
             return _run(settings, options)
         if options.command == "render":
-            return _render(settings, options.file)
+            return _render(settings, options)
+        if options.command == "plan":
+            return plan_command.run(settings, options)
         if options.command == "check":
             return _check(rest)
     except (OperatorError, OSError) as error:
@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-v", "--verbose", action="store_true", help="log what kopf sees, too")
     render = commands.add_parser("render", help="print the objects of a tier, without a cluster")
     render.add_argument("file", help="YAML file with KVCacheTier resources, or - for standard input")
+    render.add_argument("--nodes", metavar="FILE", help="nodes and pods, where spec.cpu.fraction is a share of them")
+    plan_command.add_arguments(commands.add_parser("plan", help="say what a tier takes and holds, or an edit costs"))
     # What follows is read by the checker itself, --help included.
     commands.add_parser("check", help="check the block files under a directory", add_help=False)
     commands.add_parser("version", help="print the version")
@@ -87,19 +89,20 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     return run(settings, log_format=options.log_format, is_verbose=options.verbose)
 
 
-def _render(settings: Settings, file: str) -> int:
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    try:
-        bodies = [body for body in yaml.safe_load_all(text) if body is not None]
-    except yaml.YAMLError as error:
-        raise SpecInvalid(file, f"is not YAML: {error}") from error
+def _render(settings: Settings, options: argparse.Namespace) -> int:
+    found = plan_command.read_nodes(options.nodes)
     rendered: list[names.Manifest] = []
-    for body in bodies:
-        _expect_tier(body, file)
-        plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image=settings.connector_image)
+    for body in offline.read_tiers(options.file):
+        tier = names.tier_ref(body)
+        snapshot = plan_command.make_snapshot(tier, found)
+        plan = make_unchecked_plan(
+            parse(body),
+            tier,
+            connector_image=settings.connector_image,
+            janitor_image=settings.janitor_image,
+            snapshot=snapshot,
+        )
         rendered += manifests.render(plan)
-    if not rendered:
-        raise SpecInvalid(file, f"holds no {names.KIND}")
     sys.stdout.write(to_yaml(rendered))
     return 0
 
@@ -122,18 +125,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _expect_tier(body: Any, file: str) -> None:
-    is_tier = isinstance(body, Mapping) and (body.get("apiVersion"), body.get("kind")) == (
-        names.API_VERSION,
-        names.KIND,
-    )
-    if not is_tier:
-        raise SpecInvalid(file, f"holds something else than {names.KIND} resources of {names.API_VERSION}")
-    metadata = body.get("metadata")
-    if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
-        raise SpecInvalid("metadata.name", "is required")
 
 
 def _check(rest: Sequence[str]) -> int:

@@ -73,7 +73,9 @@ class News:
         failed: StoreUnavailable | None = None
         for writer in self._writers.values():
             try:
-                writer.flush()
+                # A journal without a record would make engines believe in one more writer.
+                if writer.pending:
+                    writer.flush()
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:

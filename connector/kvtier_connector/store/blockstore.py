@@ -96,8 +96,7 @@ StoreOutcome = Stored | Present | StoreFault
 
 _RETRIES = 2
 """One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
-
-_REFUSALS = {Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
+_REFUSALS = {None: None, Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
 _STORE_FAULTS = {
     errno.ENOSPC: StoreFault.NO_SPACE,
     errno.EDQUOT: StoreFault.NO_SPACE,
@@ -206,7 +205,6 @@ class BlockStore:
         data = payload.cast("B")
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
-        block_bytes = HEADER_BYTES + data.nbytes
         with self._writers.alone(key):
             found = self._find(key, data.nbytes)
             if found.is_whole:
@@ -214,8 +212,8 @@ class BlockStore:
             encryption_key = None if self.keyring is None else self.keyring.active()
             if self.keyring is not None and encryption_key is None:
                 return StoreFault.NO_KEY
-            if (refusal := self._usage.reserve(block_bytes, key.tenant)) is not None:
-                return _REFUSALS[refusal]
+            if (refusal := self.reserve(key, data.nbytes)) is not None:
+                return refusal
             is_written = False
             try:
                 header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), lineage)
@@ -228,21 +226,18 @@ class BlockStore:
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
-                if is_written:
-                    self._usage.commit(block_bytes, key.tenant, replaced=found.size)
-                else:
-                    self._usage.cancel(block_bytes, key.tenant)
-        return Stored(block_bytes)
+                self.end_reserved(key, data.nbytes, is_written=is_written, replaced=found.size)
+        return Stored(HEADER_BYTES + data.nbytes)
 
     def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
+        """Answer as `look_up` does, but False where the volume gives no answer."""
+        return self.look_up(key, payload_bytes) is True
+
+    def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Say whether the volume has a file for the block, of the right size if the payload's length is given.
 
         One system call, and the bytes are not verified: `get` may still answer otherwise.
         """
-        return self.look_up(key, payload_bytes) is True
-
-    def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
-        """Answer as `contains` does, but `Fault.IO` where the volume gives no answer."""
         try:
             size = self._fs.stat(self._path(key)).st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -295,6 +290,17 @@ class BlockStore:
                     visit(entry)
             self._usage.end_scan()
         return self._usage.total()
+
+    def reserve(self, key: BlockKey, payload_bytes: int) -> StoreFault | None:
+        """Hold room for a block, or say why there is none; the room must be ended with `end_reserved`."""
+        return _REFUSALS[self._usage.reserve(HEADER_BYTES + payload_bytes, key.tenant)]
+
+    def end_reserved(self, key: BlockKey, payload_bytes: int, *, is_written: bool, replaced: int = 0) -> None:
+        """Count the block that was written, less what it replaced, or give its room back."""
+        if is_written:
+            self._usage.commit(HEADER_BYTES + payload_bytes, key.tenant, replaced=replaced)
+        else:
+            self._usage.cancel(HEADER_BYTES + payload_bytes, key.tenant)
 
     def tenant_bytes(self, tenant: str) -> int:
         """Return the bytes of one tenant, as `usage_bytes` does for all."""

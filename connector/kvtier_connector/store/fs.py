@@ -172,6 +172,9 @@ class DirectIo:
         return bool(self._answer)
 
     def _ask(self) -> bool | None:
+        if _is_in_memory(self._fs, self._root):
+            # It takes the flag and has nothing to bypass, while small pieces stay in the processor's cache.
+            return False
         path = partial_path(f"{self._root}/direct-io", new_token())
         page = new_page()
         fd = -1
@@ -185,6 +188,18 @@ class DirectIo:
             return False
         finally:
             abandon(self._fs, fd, path)
+
+
+def _is_in_memory(fs: FileSystem, path: str) -> bool:
+    try:
+        device = fs.stat(path).st_dev
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - once
+            # number, parent, device, root, mount point, options, more of them, "-", type, source, options
+            numbers = f"{os.major(device)}:{os.minor(device)}"
+            lines = [line for line in mounts if line.split()[2] == numbers]
+    except (OSError, IndexError):
+        return False
+    return any(line.partition(" - ")[2].split(" ", 1)[0] in {"tmpfs", "ramfs"} for line in lines)
 
 
 def abandon(fs: FileSystem, fd: int, path: str) -> None:

@@ -100,6 +100,11 @@ class Keyring:
         """Encrypt with this key from now on; the empty name is no key."""
         self._active = name
 
+    @property
+    def active_name(self) -> str:
+        """The name that `activate` was told last."""
+        return self._active
+
     def active(self) -> Key | None:
         """Return the key that encrypts, None if there is none to use; `problem` says why."""
         return self.find(self._active) if self._active and HAS_AES else None

@@ -110,7 +110,7 @@ class SharedStore:
         """Do as `BlockStore.get` does, and remember the answer."""
         started = self._now()
         outcome = self.blocks.get(key, into)
-        self._remember(key, outcome, started)
+        self.record_get(key, outcome, seconds=self._now() - started)
         return outcome
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
@@ -118,11 +118,11 @@ class SharedStore:
         started = self._now()
         outcome = self.blocks.stream(key, buffer, take)
         if outcome is not None:
-            self._remember(key, outcome, started)
+            self.record_get(key, outcome, seconds=self._now() - started)
         return outcome
 
-    def _remember(self, key: BlockKey, outcome: Outcome, started: float) -> None:
-        seconds = self._now() - started
+    def record_get(self, key: BlockKey, outcome: Outcome, *, seconds: float) -> None:
+        """Remember the answer to a `get` or `stream` of another process's `BlockStore` on the same root."""
         if isinstance(outcome, Hit):
             self._index.add(key)
             self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
@@ -152,18 +152,44 @@ class SharedStore:
         started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.put(key, payload, lineage, is_scratch=is_scratch)
-        seconds = self._now() - started
+        self._record_put(key, payload.nbytes, outcome, seconds=self._now() - started, lineage=lineage)
+        return outcome
+
+    def begin_put(self, key: BlockKey, payload_bytes: int) -> StoreOutcome | None:
+        """Say how a `put` ends that needs no system call, or None: hold room, for another process to carry it out.
+
+        None obliges to call `end_put` or `cancel_put`. Only memory is touched.
+        """
+        is_known = self._index.state(key) is Presence.PRESENT
+        outcome = Present() if is_known else self.blocks.reserve(key, payload_bytes)
+        if outcome is not None:
+            self._record_put(key, payload_bytes, outcome, seconds=0.0)
+        return outcome
+
+    def end_put(
+        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
+    ) -> None:
+        """Remember the answer to a `put` of another process's `BlockStore`, which has no limit of its own."""
+        self.blocks.end_reserved(key, payload_bytes, is_written=isinstance(outcome, Stored))
+        self._record_put(key, payload_bytes, outcome, seconds=seconds, lineage=lineage)
+
+    def cancel_put(self, key: BlockKey, payload_bytes: int) -> None:
+        """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
+        self.blocks.end_reserved(key, payload_bytes, is_written=False)
+
+    def _record_put(
+        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
+    ) -> None:
         if isinstance(outcome, Stored):
             self._index.add(key)
             self._index.renew_block(key)
-            self._journal.append(Op.STORED, key, payload.nbytes, lineage)
+            self._journal.append(Op.STORED, key, payload_bytes, lineage)
             self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
         elif isinstance(outcome, Present):
             self._index.add(key)
             self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
         else:
             self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)
-        return outcome
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
         """Remove a block and tell the other processes; say whether it was there.

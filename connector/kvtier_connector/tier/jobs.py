@@ -76,6 +76,11 @@ class Job:
         self._elapsed_seconds = 0.0
         self._cause = ""
 
+    def start(self) -> None:
+        """Note that the transfer begins, where nobody asks `is_open` of its first block."""
+        with self._lock:
+            self._start_clock()
+
     def is_open(self, index: int) -> bool:
         """Say whether the block is still wanted."""
         with self._lock:
@@ -177,9 +182,9 @@ class Job:
         return self._unsettled == 0
 
 
-def abandon_late(jobs: Iterable[Job], cause: str) -> None:
-    """Give up on what is left of the jobs whose deadline has passed."""
+def abandon_late(jobs: Iterable[Job], cause: str, abandon: Callable[[Job, str], int]) -> None:
+    """Give up on what is left of the jobs whose deadline has passed, with what gives up on one."""
     now = time.monotonic()
     for job in jobs:
         if job.deadline <= now:
-            job.abandon(cause)
+            abandon(job, cause)

@@ -10,7 +10,6 @@ What happens to a block is an outcome and is counted; whatever goes wrong, the e
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import time
 from collections.abc import Iterable
@@ -49,10 +48,11 @@ from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job, abandon_late
 from kvtier_connector.tier.lookups import Lookups, Verdict
-from kvtier_connector.tier.offers import Offers, admit
+from kvtier_connector.tier.offers import Offers, admit, is_new
 from kvtier_connector.tier.settings import read_config
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
+from kvtier_connector.tier.transports import make_transport
 from kvtier_connector.tier.volume import Volume
 from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
 
@@ -151,7 +151,8 @@ class SharedVolumeTier(SecondaryTierManager):
             staging_bytes=self._slots.row_bytes,
         )
         self._breaker = Breaker()
-        self._transfers = Transfers(self._slots, self._volume.store, self._breaker)
+        transfers = Transfers(self._slots, self._volume.store, self._breaker)
+        self._transport = make_transport(config, primary_kv_view, transfers, self._pool, self.fs)
         self._queued_store_blocks = 0
         self._lookups = Lookups(self._volume.store.state, self._contains, self._pool, deadline_seconds=probe_seconds)
         self._pool.start()
@@ -204,9 +205,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if self._is_loading_stuck:
             job.abandon(metrics.STUCK)
             return
-        self._pool.submit(
-            Lane.LOAD, [functools.partial(self._transfers.load, job, index) for index in range(len(job.blocks))]
-        )
+        self._transport.load(job)
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -214,21 +213,22 @@ class SharedVolumeTier(SecondaryTierManager):
         cause = self._why_not_storing(job_metadata.req_context)
         self._queued_store_blocks += len(job.blocks)
         ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
-        self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
+        self._gate.end_compute(job.request, ends, measures=is_new(job, self._offers, self._volume.store.state))
         wanted = admit(job, self._offers, self._volume.store.state)
         if cause is not None:
             job.abandon(cause)
             return
-        self._pool.submit(Lane.STORE, [functools.partial(self._transfers.save, job, index) for index in wanted])
+        self._transport.save(job, wanted)
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         # vLLM calls this once in each step, before any lookup of the step.
         self._lookups.collect()
-        self._is_loading_stuck = self._pool.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
-        self._is_storing_stuck = self._pool.is_stuck(Lane.STORE)
+        self._transport.collect()
+        self._is_loading_stuck = self._transport.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
+        self._is_storing_stuck = self._transport.is_stuck(Lane.STORE)
         self._why_not_loading = self._find_why_not_loading()
-        abandon_late(self._jobs.values(), metrics.DEADLINE)
+        abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
         jobs, self._finished = self._finished, []
@@ -268,15 +268,15 @@ class SharedVolumeTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait for every job, for as long as its deadline at most; then no thread touches the primary tier."""
         while len(self._finished) < len(self._jobs):
-            earliest = min(job.deadline for job in self._jobs.values())
-            timeout = max(COPY_POLL_SECONDS, earliest - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                self._finished.append(self._completed.get(timeout=timeout))
-            abandon_late(self._jobs.values(), metrics.DEADLINE)
+                self._finished.append(self._completed.get(timeout=COPY_POLL_SECONDS))
+            self._transport.collect()
+            abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        gauges.observe(self._stats, self._volume, self._pool, self._breaker)
+        stuck = self._pool.count_stuck() + self._transport.count_stuck()
+        gauges.observe(self._stats, self._volume, self._breaker, stuck=stuck)
         gauges.observe_gate(self._stats, self._gate)
         gauges.observe_jobs(
             self._stats, self._jobs.values(), block_bytes=self._slots.row_bytes, job_seconds=self._deadline_seconds
@@ -291,11 +291,12 @@ class SharedVolumeTier(SecondaryTierManager):
         if self._is_closed:
             return
         self._is_closed = True
-        while sum(job.abandon(metrics.SHUTDOWN) for job in self._jobs.values()):
+        while sum(self._transport.abandon(job, metrics.SHUTDOWN) for job in self._jobs.values()):
             time.sleep(COPY_POLL_SECONDS)
         self._volume.close(CLOSE_WAIT_SECONDS)
-        if not self._pool.close(CLOSE_WAIT_SECONDS):
-            logger.warning("%d I/O threads still wait for the volume and are left behind", self._pool.count_stuck())
+        are_closed = (self._pool.close(CLOSE_WAIT_SECONDS), self._transport.close(CLOSE_WAIT_SECONDS))
+        if not all(are_closed):
+            logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
         self._slots.release()
 
     def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:

@@ -64,7 +64,9 @@ KEY_MISSING = Metric(
     is_gauge=True,
 )
 STUCK_THREADS = Metric(
-    "vllm:kvtier_disk_stuck_threads", "Threads that the volume holds up for longer than their deadline.", is_gauge=True
+    "vllm:kvtier_disk_stuck_threads",
+    "Threads and processes that the volume holds up for longer than their deadline.",
+    is_gauge=True,
 )
 USED_BYTES = Metric(
     "vllm:kvtier_disk_used_bytes",
@@ -112,7 +114,8 @@ COMPUTE_PACE = Metric(
 )
 BREAK_EVEN_TOKENS = Metric(
     "vllm:kvtier_disk_break_even_tokens",
-    "Tokens of the shortest hit that is loaded and not computed again; 0 if every one is loaded, -1 if none is.",
+    "Tokens from which on hits are loaded and not computed again; 0 if all are loaded, -1 if none is of a length that "
+    "was measured.",
     is_gauge=True,
 )
 

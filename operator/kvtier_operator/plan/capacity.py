@@ -38,6 +38,7 @@ class Capacity:
     disk_tokens: int | None = None
     device_kv_bytes: int | None = None
     device_kv_tokens: int | None = None
+    device_formula: str | None = None
     notes: tuple[str, ...] = ()
     """Sentences for a person: what is unknown and which field tells it, and sizes that make no sense together."""
 
@@ -55,7 +56,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
     if isinstance(kv, KvUnknown):
         return Capacity(disk_bytes=disk, notes=(f"KV bytes per token are unknown: {kv.why}", *_chunk_notes(spec, kv)))
     tokens = chunks.tokens_of(decisions.chunking, kv)
-    device = _device_kv(spec, decisions, snapshot)
+    device, device_formula = _device_kv(spec, decisions, snapshot)
     found = Capacity(
         kv_bytes_per_token=kv.token_bytes,
         kv_formula=formula(kv),
@@ -67,6 +68,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
         disk_tokens=None if disk is None else _held(disk, kv, tokens, on_disk=True),
         device_kv_bytes=device,
         device_kv_tokens=None if device is None else device // (kv.token_bytes * kv.device_copies),
+        device_formula=device_formula,
     )
     return _with_notes(found, kv, decisions.chunking)
 
@@ -92,17 +94,22 @@ def _disk_bytes(spec: TierSpec, snapshot: Snapshot | None) -> int | None:
     return None if snapshot is None or snapshot.claim is None else snapshot.claim.requested_bytes
 
 
-def _device_kv(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> int | None:
+def _device_kv(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> tuple[int, str] | tuple[None, None]:
     """Estimate the KV cache on the devices of one engine: what weights and working memory leave of them."""
     if spec.engine.accelerator.resource == NO_ACCELERATOR:
-        return None
+        return None, None
     memory = nodes.device_memory(spec, None if snapshot is None else snapshot.nodes)
     if memory is None or decisions.weight_bytes is None:
-        return None
+        return None, None
     found = flags.parse(spec.engine.args)
     devices = spec.engine.tensor_parallel * flags.count(found, "pipeline-parallel-size")
     share = _share(flags.last(found, "gpu-memory-utilization"))
-    return max(0, int(devices * (memory * share - WORKING_BYTES)) - decisions.weight_bytes)
+    left = max(0, int(devices * (memory * share - WORKING_BYTES)) - decisions.weight_bytes)
+    said = (
+        f"{devices} x ({quantity.show_bytes(memory)} x {share:g} - {quantity.show_bytes(WORKING_BYTES)}) - "
+        f"{quantity.show_bytes(decisions.weight_bytes)} of weights"
+    )
+    return left, said
 
 
 def _share(text: str | None) -> float:

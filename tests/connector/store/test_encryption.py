@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import struct
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_contract import BLOCK_BYTES, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
+from store_faults import CrashError, CrashingFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import inspect
@@ -22,6 +25,7 @@ from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_he
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.keyring import Keyring, parse_key
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
+from kvtier_connector.store.leftovers import remove_stale_partials
 from kvtier_connector.store.sealing import encrypt
 
 DATA = Path(__file__).parents[1] / "data"
@@ -289,6 +293,27 @@ def test_the_first_page_is_the_same_but_for_nonce_tag_and_checksum() -> None:
     one, other = (encrypt(header, payload(1, 4096), pages(size=4096), found) for _ in range(2))
     assert (one[:152], one[184:256], one[268:4092]) == (other[:152], other[184:256], other[268:4092])
     assert one[256:268] != other[256:268]
+
+
+def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_path: Path, keys_dir: Path) -> None:
+    outcomes = set()
+    for step in itertools.count():
+        root = tmp_path / str(step) / "d1gest"
+        claim(root, {}, "d1gest")
+        fs = CrashingFs(step, torn_bytes=10_000)
+        store = BlockStore(root, fs=fs, keys_dir=str(keys_dir))
+        assert store.keyring is not None
+        store.keyring.activate("k1")
+        with contextlib.suppress(CrashError):
+            store.put(key(1), payload(1))
+        outcome, content = stream(make(root, keys_dir), key(1))
+        outcomes.add(outcome)
+        assert outcome == Miss() or content == bytes(payload(1))
+        remove_stale_partials(root, 0)
+        assert inspect(root, partial_age_seconds=0, keyring=Keyring(str(keys_dir))).problems == ()
+        if not fs.has_crashed:
+            break
+    assert outcomes == {Miss(), Hit(BLOCK_BYTES)}
 
 
 class TestContractWithEncryption(BlockStoreContract):

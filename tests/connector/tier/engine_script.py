@@ -28,7 +28,13 @@ def main() -> None:
     parser.add_argument("--tier", type=json.loads, required=True, help="one entry of secondary_tiers")
     parser.add_argument("--spec-module", default="kvtier_connector.tier.spec")
     parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
-    parser.add_argument("asks", nargs="+", help="labels; 'reset' before one empties the GPU's cache")
+    parser.add_argument("--salt", default="", help="cache salt of the prompts")
+    parser.add_argument("--key", type=Path, help="file of the key that 'rekey' replaces")
+    parser.add_argument(
+        "asks",
+        nargs="+",
+        help="labels; 'reset' before one empties the GPU's cache, 'forget' the CPU tier too, 'rekey' replaces the key",
+    )
     options = parser.parse_args()
 
     llm = LLM(
@@ -58,7 +64,7 @@ def main() -> None:
     def ask(prompt: list[int]) -> dict[str, Any]:
         started = time.perf_counter()
         (output,) = llm.generate(
-            {"prompt_token_ids": prompt},
+            {"prompt_token_ids": prompt, **({"cache_salt": options.salt} if options.salt else {})},
             SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )
@@ -72,8 +78,10 @@ def main() -> None:
     ask(WARM_UP)
     answers = {}
     for label in options.asks:
-        if label == "reset":
-            assert llm.reset_prefix_cache()
+        if label in {"reset", "forget"}:
+            assert llm.reset_prefix_cache(reset_connector=label == "forget")
+        elif label == "rekey":
+            replace_key(options.key)
         else:
             answers[label] = ask(PROMPT)
     deadline = time.monotonic() + 60
@@ -82,13 +90,27 @@ def main() -> None:
         if time.monotonic() > deadline:
             sys.exit(f"the volume has fewer than {options.blocks} blocks after a minute")
         time.sleep(0.05)
-    metrics = {
-        metric.name: metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
-    }
-    sys.stdout.write("ANSWERS " + json.dumps({**answers, "metrics": metrics}) + "\n")
+    sys.stdout.write("ANSWERS " + json.dumps({**answers, "metrics": read_metrics(llm)}) + "\n")
     sys.stdout.flush()
+
+
+def replace_key(path: Path) -> None:
+    """Put another key in its place, as a changed Secret does, and wait until the engine has seen it."""
+    path.write_bytes(bytes(32))
+    # A mounted file is swapped: the directory changes, and is looked at every five seconds.
+    path.with_name("another").write_bytes(bytes(32))
+    time.sleep(6)
+
+
+def read_metrics(llm: LLM) -> dict[str, float]:
+    """Return the tier's metrics, those with a cause also by ``<name>:<cause>``."""
+    metrics: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):
+            metrics[metric.name] = metrics.get(metric.name, 0) + metric.value
+            if "cause" in metric.labels:
+                metrics[f"{metric.name}:{metric.labels['cause']}"] = metric.value
+    return metrics
 
 
 if __name__ == "__main__":

@@ -268,6 +268,7 @@ class Rigs:
                 "identity": {"model_name": "org/model"},
                 "max_bytes": 0,
                 "io_threads": IO_THREADS,
+                "io_processes": 0,
                 "load_deadline_seconds": 20.0,
                 **changes,
             }

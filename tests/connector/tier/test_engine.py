@@ -6,6 +6,7 @@ Timings are printed, never asserted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 
 from kvtier_connector import contract
+from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
+from kvtier_operator.plan import chunks
+from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 
 DIGEST = "00ff00ff00ff00ff"
 CONNECTOR = Path(contract.__file__).parents[1]
@@ -26,7 +30,9 @@ BLOCKS = 15
 CACHED_TOKENS = BLOCKS * 128
 
 
-def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
+def run_engine(
+    directory: Path, *asks: str, blocks: int = 0, options: tuple[str, ...] = (), **settings: Any
+) -> dict[str, Any]:
     config = directory / contract.CONFIG_FILE
     config.write_text(
         contract.encode(
@@ -36,6 +42,7 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
                 digest=DIGEST,
                 identity={"model_name": "small-llama"},
                 max_bytes=1 << 30,
+                **settings,
             )
         )
     )
@@ -52,6 +59,7 @@ def run_engine(directory: Path, *asks: str, blocks: int = 0) -> dict[str, Any]:
             f"--model={directory / 'model'}",
             f"--tier={json.dumps(tier)}",
             f"--blocks={blocks}",
+            *options,
             *asks,
         ],
         env={
@@ -84,11 +92,53 @@ def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_pa
     check_the_same_answers(tmp_path)
 
 
+def check_the_sizes_that_the_operator_expects(directory: Path, files: list[Path]) -> None:
+    kv = make_kv(json.loads((directory / "model" / "config.json").read_text()), Layout())
+    assert isinstance(kv, KvCache)
+    expected = chunks.bytes_of(128, kv)
+    identity = json.loads((directory / "volume" / DIGEST / "tier.json").read_text())["identity"]
+    assert identity["engine.bytes_per_chunk"] == expected
+    assert {file.stat().st_size for file in files} == {expected + chunks.HEADER_BYTES}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_is_a_recompute(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "k1").write_bytes(bytes(range(32)))
+    live = tmp_path / contract.LIVE_FILE
+    live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
+    settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
+    options = ("--salt=pepper", f"--key={keys / 'k1'}")
+    first = run_engine(tmp_path, "cold", blocks=BLOCKS, options=options, **settings)
+    tenant = hashlib.sha256(b"pepper").hexdigest()[:16]
+    blocks = sorted((tmp_path / "volume" / DIGEST / "tenants" / tenant).rglob("*.kvb"))
+    headers = [decode_header(path.read_bytes()) for path in blocks]
+    second = run_engine(tmp_path, "disk", "forget", "rekey", "wrong", options=options, **settings)
+
+    assert len(blocks) == BLOCKS
+    assert list((tmp_path / "volume").rglob("blocks/**/*.kvb")) == list((tmp_path / "volume").rglob("tenants/**/*.kvb"))
+    assert {isinstance(header, Header) and header.seal.key_id for header in headers} == {"k1"}
+    assert [header.lineage.position for header in headers if isinstance(header, Header)].count(0) == 1
+    identity = json.loads((tmp_path / "volume" / DIGEST / "tier.json").read_text())["identity"]
+    assert identity["engine.dtype"] == "bfloat16"
+    assert identity["engine.hash_algorithm"].startswith("sha256")
+    assert identity["engine.rope"]["rope_parameters"]
+    assert second["disk"]["cached_tokens"] == CACHED_TOKENS
+    assert second["wrong"]["cached_tokens"] == 0
+    assert first["cold"]["tokens"] == second["disk"]["tokens"] == second["wrong"]["tokens"]
+    assert second["metrics"]["vllm:kvtier_disk_misses:key_wrong"] >= 1
+    assert not list((tmp_path / "volume").rglob("quarantine"))
+
+
 def check_the_same_answers(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     first = run_engine(tmp_path, "cold", "reset", "cpu", blocks=BLOCKS)
     second = run_engine(tmp_path, "disk")
     files = sorted((tmp_path / "volume").rglob("*.kvb"))
+    check_the_sizes_that_the_operator_expects(tmp_path, files)
     for file in files:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 0xFF

@@ -72,9 +72,13 @@ def test_the_parameter_means_nothing_where_tenants_are_off(rigs: Rigs) -> None:
     assert directories(rigs.root) == {"": 2}
 
 
-def test_stores_above_a_quota_are_refused_and_other_tenants_go_on(rigs: Rigs) -> None:
+@pytest.mark.parametrize("processes", [0, 2], ids=["threads", "movers"])
+def test_stores_above_a_quota_are_refused_and_other_tenants_go_on(rigs: Rigs, processes: int) -> None:
     rig = rigs.make(
-        tenant_from="Parameter", tenant_quotas={"acme": 2 * BLOCK_BYTES}, default_quota_bytes=3 * BLOCK_BYTES
+        io_processes=processes,
+        tenant_from="Parameter",
+        tenant_quotas={"acme": 2 * BLOCK_BYTES},
+        default_quota_bytes=3 * BLOCK_BYTES,
     )
     with_tenant(rig, "acme").offload(keys(5), "one")
     with_tenant(rig, "other").offload(keys(5, first=10), "two")

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each test a crew of movers over a CPU tier of its own, and ends it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from crews import Crews
+
+
+@pytest.fixture
+def crews(tmp_path: Path) -> Iterator[Crews]:
+    made = Crews(tmp_path)
+    yield made
+    made.close()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""System calls that go wrong inside a mover's process; files beside the volume say when."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier_connector.movers.process import MoverSettings
+from kvtier_connector.store.fs import FileSystem
+
+GATE = "gate"
+"""Calls wait while this file is there."""
+WAITING = "waiting"
+"""Written when a call waits."""
+
+
+class GatedFs(FileSystem):
+    """Reads of a payload wait while the gate is there, as on a dead network mount."""
+
+    def __init__(self) -> None:
+        self._settings = MoverSettings.decode(sys.argv[1])
+        self._beside = Path(self._settings.root).parent
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.wait()
+        return super().preadv(fd, buffers, offset)
+
+    def wait(self) -> None:
+        if (self._beside / GATE).exists():
+            (self._beside / WAITING).touch()
+        while (self._beside / GATE).exists():
+            threading.Event().wait(0.005)
+
+
+class HoldingFs(GatedFs):
+    """Reads wait with the mover's lock held, as if a copy took that long."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fcntl.lockf(self._settings.board, fcntl.LOCK_EX, 1, self._settings.mover)
+        self.wait()
+        fcntl.lockf(self._settings.board, fcntl.LOCK_UN, 1, self._settings.mover)
+        return FileSystem.preadv(self, fd, buffers, offset)
+
+
+class DyingFs(GatedFs):
+    """The process is killed in the middle of a read while the gate is there, and takes it away."""
+
+    def wait(self) -> None:
+        try:
+            (self._beside / GATE).unlink()
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AlwaysDyingFs(FileSystem):
+    """Every read kills the process."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0

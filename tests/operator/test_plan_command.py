@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvtier plan``, as a person reads it: the pages of plans/, and what an edit costs.
+
+A folder of plans/ is a case, planned for the nodes of plans/nodes.yaml. ``pytest --update-golden`` rewrites
+expected.txt; the diff of that file is what a reviewer judges.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiers import NOON, tier
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator.__main__ import main
+from kvtier_operator.cluster import connect
+from kvtier_operator.names import TierName
+from kvtier_operator.reconcile import reconcile
+
+ROOT = Path(__file__).parents[2]
+PLANS = Path(__file__).parent / "plans"
+NODES = PLANS / "nodes.yaml"
+CASES = sorted(folder.name for folder in PLANS.iterdir() if folder.is_dir())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_reads_as_it_was_reviewed(
+    case: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(PLANS / case / "tier.yaml"), "--nodes", str(NODES)])
+    text, expected = capsys.readouterr().out, PLANS / case / "expected.txt"
+    if request.config.getoption("--update-golden"):
+        expected.write_text(text)
+    assert text == expected.read_text()
+    assert status == (1 if case == "too-large" else 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_line_of_a_plan_is_wider_than_a_screen(case: str) -> None:
+    assert all(len(line) <= 132 for line in (PLANS / case / "expected.txt").read_text().splitlines())
+
+
+def test_the_example_in_the_documentation_is_what_is_printed(request: pytest.FixtureRequest) -> None:
+    printed = (PLANS / "llama-8b-share" / "expected.txt").read_text().splitlines()
+    example = "\n".join(f"    {line}".rstrip() for line in printed)
+    page = ROOT / "docs" / "sizing.md"
+    before, marker, rest = page.read_text().partition("compared by a test -->\n")
+    _, end, after = rest.partition("\n\nRead it from the top.")
+    wanted = before + marker + example + end + after
+    if request.config.getoption("--update-golden"):
+        page.write_text(wanted)
+    assert page.read_text() == wanted
+
+
+def write(path: Path, *bodies: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump_all(bodies))
+    return str(path)
+
+
+def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write(tmp_path / "tier.yaml", tier()), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["tier"], found["sizing"]["cpuTokens"], found["sizing"]["memoryBytes"]) == (
+        "serving/llama",
+        524288,
+        81 << 30,
+    )
+    assert "nodes" not in found
+
+
+def test_a_config_beside_it_tells_what_the_name_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}))
+    file = write(tmp_path / "tier.yaml", tier(model={"name": "/models/mine"}))
+    assert main(["plan", file, "--config", str(config)]) == 0
+    assert "4 layers x 2 x 64 x 4 KV heads x 2 B" in capsys.readouterr().out
+
+
+def test_several_tiers_make_several_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = tier()
+    second["metadata"]["name"] = "other"
+    listed = {"apiVersion": "v1", "kind": "List", "items": [tier(), second]}
+    assert main(["plan", write(tmp_path / "tiers.yaml", listed)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("serving/llama: ")
+    assert "\n\nserving/other: " in text
+
+
+def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    file = write(tmp_path / "tier.yaml", tier())
+    text = tmp_path / "text.json"
+    text.write_text("{")
+    numbers = tmp_path / "numbers.json"
+    numbers.write_text("[1]")
+    share = write(tmp_path / "share.yaml", tier(cpu={"size": None, "fraction": "60%"}))
+    return {
+        "no JSON": ([file, "--config", str(text)], "text.json: is not JSON: "),
+        "no config": ([file, "--config", str(numbers)], "is not a model's config.json: that is one JSON object"),
+        "no nodes": ([file, "--nodes", file], "holds no nodes: kubectl get nodes,pods -A -o yaml prints"),
+        "two files": ([file, file], "takes one FILE; to compare two, add --diff"),
+        "three files": (["--diff", file, file, file], "takes OLD and NEW, or one FILE"),
+        "a share of nothing": ([share], "spec.cpu.fraction: is a share of nodes that nobody has shown"),
+    }
+
+
+@pytest.mark.parametrize(
+    "mistake", ["no JSON", "no config", "no nodes", "two files", "three files", "a share of nothing"]
+)
+def test_what_cannot_be_planned_is_said_in_words(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, message = bad(tmp_path)[mistake]
+    assert main(["plan", *args]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tier(disk={"budget": {"maxBytes": "1Ti"}})
+    old["status"] = {"generation": {"current": "x"}, "tiers": [{"name": "disk", "usedBytes": 5 << 40}]}
+    new = tier(model={"revision": "abc"}, replicas=3)
+    assert main(["plan", "--diff", write(tmp_path / "old.yaml", old), write(tmp_path / "new.yaml", new)]) == 0
+    text = capsys.readouterr().out
+    assert "spec.model.revision        main    abc    empty cache, restart\n" in text
+    assert "spec.replicas              2       3      no restart\n" in text
+    assert "(5 TiB on the volume) cannot be read" in " ".join(text.split())
+    assert "replaces 2 engine pods, one after another: spec.model.revision" in text
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({}, "serving/llama: nothing changes"),
+        ({"replicas": 5}, "only adds 3 engine pods"),
+        ({"replicas": 1}, "only removes 1 engine pod"),
+        ({"paused": True}, "restarts no engine"),
+    ],
+)
+def test_an_edit_that_costs_nothing_says_so(
+    edit: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / "old.yaml", tier()), write(tmp_path / "new.yaml", tier(**edit))]
+    assert main(["plan", "--diff", *files]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_tiers_that_come_and_go_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tier()
+    other["metadata"]["name"] = "other"
+    assert main(["plan", "--diff", write(tmp_path / "a", tier()), write(tmp_path / "b", other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"tier": "serving/llama", "only": "before"},
+        {"tier": "serving/other", "only": "after"},
+    ]
+
+
+def test_a_file_is_compared_with_what_stands_in_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = tier()
+    body["metadata"]["namespace"] = "default"
+    edited = tier(cpu={"size": "32Gi"})
+    edited["metadata"]["namespace"] = "default"
+    with ApiServerThread() as api:
+        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
+        api.create(yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text()))
+        api.create(body)
+        reconcile(connect(), TierName(namespace="default", name="llama"), connector_image="c:1", clock=lambda: NOON)
+        assert main(["plan", "--diff", write(tmp_path / "new.yaml", edited)]) == 0
+        text = capsys.readouterr().out
+    assert "spec.cpu.size" in text
+    assert "keeps the cache: generation " in text
+    assert "replaces 2 engine pods, one after another: spec.cpu.size changed" in text
+
+
+@pytest.mark.parametrize("command", [["render"], ["plan"], ["plan", "--json"]])
+def test_the_same_bytes_whatever_the_hash_seed_of_python(command: list[str]) -> None:
+    def output(seed: str) -> bytes:
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        full = str(ROOT / "crds" / "samples" / "full.yaml")
+        return subprocess.run(
+            [sys.executable, "-m", "kvtier_operator", *command, full], env=env, capture_output=True, check=True
+        ).stdout
+
+    assert output("1") == output("2")
