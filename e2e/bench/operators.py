@@ -39,6 +39,7 @@ from kvtier_localcluster.apiserver import ApiError
 
 FAULTS = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))
 RATE = 0.05
+LABEL_TIER = "kvtier.dev/tier"
 CHILDREN = (
     ("configmaps", "connector"),
     ("serviceaccounts", "engine"),
@@ -199,13 +200,14 @@ def wrong(cluster: BenchCluster, wanted: dict[str, int]) -> list[str]:
     """Return what is not as the specs ask for: tiers that are not final, children missing, left over or different."""
     found = [f"{body['metadata']['name']} is not final" for body in cluster.tiers() if not is_final(body)]
     for plural, suffix in CHILDREN:
-        names = {each["metadata"]["name"] for each in cluster.api.list(plural, NAMESPACE)} - {"kubernetes"}
+        standing = {each["metadata"]["name"]: each for each in cluster.api.list(plural, NAMESPACE)}
         ours = {f"{name}-{suffix}" for name in wanted}
-        found += [f"{plural} {name} is missing" for name in sorted(ours - names)]
-        found += [f"{plural} {name} is left over" for name in sorted(names - ours) if name.startswith("t")]
+        found += [f"{plural} {name} is missing" for name in sorted(ours - standing.keys())]
+        owners = {name: (each["metadata"].get("labels") or {}).get(LABEL_TIER) for name, each in standing.items()}
+        found += [f"{plural} {name} is left over" for name, owner in owners.items() if owner and owner not in wanted]
     for each in cluster.api.list("deployments.apps", NAMESPACE):
-        name = each["metadata"]["name"].removesuffix("-engine")
-        if name in wanted and each["spec"]["replicas"] != wanted[name]:
+        name, is_engine, _ = each["metadata"]["name"].rpartition("-engine")
+        if is_engine and name in wanted and each["spec"]["replicas"] != wanted[name]:
             found.append(f"{name} has {each['spec']['replicas']} replicas instead of {wanted[name]}")
     return found
 
