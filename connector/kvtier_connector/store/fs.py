@@ -177,7 +177,7 @@ class DirectIo:
         fd = -1
         try:
             fd = self._fs.open(path, CREATE_FLAGS | O_DIRECT)
-            if _is_in_memory(self._fs.fstat(fd).st_dev):
+            if is_in_memory(self._fs.fstat(fd).st_dev):
                 # It takes the flag and has nothing to bypass, while small pieces stay in the processor's cache.
                 return False
             return self._fs.pwritev(fd, [page], 0) == ALIGNMENT
@@ -190,7 +190,8 @@ class DirectIo:
             abandon(self._fs, fd, path)
 
 
-def _is_in_memory(device: int) -> bool:
+def is_in_memory(device: int) -> bool:
+    """Say whether the files of a device, by its number, lie in memory; False where the system does not tell."""
     numbers = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - once
