@@ -18,6 +18,12 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "SizingFits": "Nodes have room for the memory and devices of every engine.",
     "EnginesReady": "As many engines as asked for serve, all of them with the current spec.",
     "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
+    "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
+    "janitor has counted.",
+    "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
+    "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
+    "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
+    "depend on it.",
     "Paused": "`spec.paused` is true and the operator changes nothing.",
     "Reconciling": "The operator or the cluster is still working towards the spec (kstatus).",
     "Stalled": "Nothing more will happen until a person acts (kstatus).",

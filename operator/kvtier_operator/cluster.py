@@ -40,6 +40,9 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("v1", "ServiceAccount"): "serviceaccounts",
     ("apps/v1", "Deployment"): "deployments",
     ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
+    (names.COORDINATION, names.LEASE_KIND): "leases",
+    (names.RBAC, "Role"): "roles",
+    (names.RBAC, "RoleBinding"): "rolebindings",
     (names.API_VERSION, names.KIND): names.PLURAL,
 }
 

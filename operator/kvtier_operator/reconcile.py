@@ -21,6 +21,12 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.plan.janitor import JANITOR_IMAGE
+from kvtier_operator.probes import Probes
+from kvtier_operator.proof.asking import make_ask
+from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.snapshot import Live, Nodes, Snapshot
 from kvtier_operator.spec import TierSpec, parse
 from kvtier_operator.spec.annotations import read_annotations
@@ -50,8 +56,11 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     tier: TierName,
     *,
     connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
     clock: Clock,
     inventory: Inventory | None = None,
+    probes: Probes[TierName] | None = None,
+    proofs: Proofs | None = None,
     attempt: int = 1,
 ) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
@@ -61,7 +70,10 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         tier: which one.
         connector_image: image that brings the connector into the engine pods.
         clock: for the times in the status.
+        janitor_image: image of the janitor, where the tier names none.
         inventory: the nodes; None where the operator may not read them.
+        probes: what pods say about themselves; None asks no pod.
+        proofs: who asks the engines; None asks nobody.
         attempt: 1, and one more for each failure in a row before this pass.
 
     Returns:
@@ -73,8 +85,13 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         return Outcome(exists=True, failure=error)
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
+        if proofs is not None:
+            proofs.forget(tier)
         return Outcome(exists=False)
-    act = _act(cluster, body, connector_image, inventory, clock)
+    sources = _Sources(
+        connector_image=connector_image, janitor_image=janitor_image, inventory=inventory, probes=probes, clock=clock
+    )
+    act = _act(cluster, body, sources)
     outcome = Outcome(
         exists=True,
         written=act.written,
@@ -85,7 +102,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     if act.failure is not None and not is_worth_telling:
         return outcome
     try:
-        _report(cluster, body, act.view, clock)
+        _report(cluster, body, _asked(act.view, body, proofs), clock)
     except ClusterError as error:
         return replace(outcome, failure=act.failure or error)
     return outcome
@@ -98,7 +115,22 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inventory | None, clock: Clock) -> _Act:
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    """What decisions of a pass are made from, besides the cluster."""
+
+    connector_image: str
+    janitor_image: str
+    inventory: Inventory | None
+    probes: Probes[TierName] | None
+    clock: Clock
+
+    def look(self, cluster: Cluster, tier: TierRef, spec: TierSpec) -> Snapshot:
+        """Read everything but the nodes."""
+        return gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=self.clock(), probes=self.probes)
+
+
+def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
@@ -110,12 +142,18 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inve
         spec = spec.model_copy(update={"paused": True})
     view = replace(view, spec=spec)
     try:
-        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
+        snapshot = sources.look(cluster, tier, spec)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
-    snapshot = replace(snapshot, nodes=_look(inventory, spec, snapshot))
+    snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
     view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
-    plan = make_plan(spec, snapshot, connector_image=connector_image, restart=asked.restart)
+    plan = make_plan(
+        spec,
+        snapshot,
+        connector_image=sources.connector_image,
+        janitor_image=sources.janitor_image,
+        restart=asked.restart,
+    )
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
     view = replace(view, current=plan.generation)
@@ -125,11 +163,23 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inve
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            told = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
-            view = replace(view, snapshot=replace(told, nodes=snapshot.nodes))
+            view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _asked(view: status.View, body: Manifest, proofs: Proofs | None) -> status.View:
+    """Add what is known from asking the engines; a tier that is held up before them is not asked."""
+    if proofs is None or view.spec is None or view.snapshot is None or view.current is None or view.refusal is not None:
+        return view
+    found = decide(view.spec, view.tier, view.snapshot)
+    chunking = Chunking() if isinstance(found, Refusal) else found.chunking
+    chunk = Chunk(tokens=chunking.tokens, blocks=chunking.blocks or 1)
+    ask = make_ask(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
+    known = ((body.get("status") or {}).get("proof") or {}).get("rollout")
+    tier = TierName(namespace=view.tier.namespace, name=view.tier.name)
+    return replace(view, ask=ask, findings=proofs.look(tier, ask, proven_rollout=known))
 
 
 def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
@@ -166,6 +216,8 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
         for manifest in rendered:
             key = names.key_of(manifest)
             live = snapshot.live.get(key)
+            if live is not None and key.kind == names.LEASE_KIND:
+                continue  # its holder renews it all the time, and there is nothing of ours in it
             try:
                 applied = cluster.apply(manifest, over=None if live is None else live.uid)
             except (ClusterForbidden, ClusterRejected) as error:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import TIER_FILE, BlockKey
-from kvtier_connector.store.progress import Progress
+from kvtier_connector.store.progress import Progress, counted, existing_directory, readable_size
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import begin_reading
 from kvtier_connector.store.verify import PIECE_BYTES
@@ -36,6 +36,23 @@ _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
     LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
     LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
+}
+_MOVED = "a reader moves it away, and the block is computed again"
+EXPLAINED = {
+    Fault.EMPTY: f"it has no bytes, as after a power failure; {_MOVED}",
+    Fault.TRUNCATED: f"it ends too early; {_MOVED}",
+    Fault.MAGIC: f"it does not begin as a block does; {_MOVED}",
+    Fault.VERSION: "a later release wrote it; readers of that one serve it",
+    Fault.HEADER: f"its header is damaged; {_MOVED}",
+    Fault.KEY: f"it holds another block than its name says; {_MOVED}",
+    Fault.LENGTH: "it is longer than its header says; readers compute the block again",
+    Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
+    Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; a later release may serve it",
+    Fault.KEY_MISSING: "it is encrypted with a key that is not here",
+    Fault.KEY_WRONG: "it is encrypted with another key than the one of this name here",
+    Fault.CLEAR: "it is not encrypted, and readers believe encrypted blocks only",
+    Fault.TAG: f"its bytes are not those that were encrypted; {_MOVED}",
+    Fault.IO: "the system could not read it; look at the volume",
 }
 _MOST_THREADS = 16
 
@@ -99,7 +116,7 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
             if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
                 unverified += 1
             elif fault is not None:
-                problems.append(Problem(entry.path, fault.value, f"a reader would answer {fault.name}"))
+                problems.append(Problem(entry.path, fault.value, EXPLAINED[fault]))
     except ConnectorError as error:
         problems.append(Problem("", "unreadable", str(error)))
     return Report(blocks, size, tuple(sorted(problems)), unverified)
@@ -199,7 +216,9 @@ def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:
     except ConnectorError as error:
         return [Problem(TIER_FILE, "identity", str(error))]
     if document is None:
-        return [Problem(TIER_FILE, "identity", f"{root} has no {TIER_FILE}: is it the root of a tier?")]
+        return [
+            Problem(TIER_FILE, "identity", f"there is none in {root}, nor below: give a directory that holds a tier")
+        ]
     if document.get("format") != FORMAT_VERSION or not isinstance(document.get("digest"), str):
         return [
             Problem(TIER_FILE, "identity", f"format {document.get('format')!r} is not {FORMAT_VERSION}, or no digest")
@@ -227,11 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier_connector.store.check",
+        prog="kvtier check" if sys.argv[0] == "kvtier check" else "python -m kvtier_connector.store.check",
         description=(__doc__ or "").split(":")[0],
         epilog="exit code: 0 all is well, 1 there are problems, 2 the command line is wrong",
     )
-    parser.add_argument("directory", type=Path, help="a generation (the directory of tier.json), or any above")
+    parser.add_argument(
+        "directory", type=existing_directory, help="a generation (the directory of tier.json), or any above"
+    )
     parser.add_argument(
         "--keys-dir",
         type=Path,
@@ -276,6 +297,7 @@ def _as_json(report: Report) -> str:
         "blocks": report.blocks,
         "bytes": report.bytes,
         "unverified": report.unverified,
+        "problems_by_kind": Counter(problem.kind for problem in report.problems),
         "problems": problems,
     }
     return json.dumps(document, indent=2) + "\n"
@@ -285,7 +307,12 @@ def _as_text(report: Report) -> str:
     lines = [f"{problem.path or '.'}: {problem.kind}: {problem.message}" for problem in report.problems]
     if report.unverified:
         lines.append(f"{report.unverified} blocks are encrypted with a key that was not given, see --keys-dir")
-    lines.append(f"{report.blocks} blocks, {report.bytes} bytes, {len(report.problems)} problems")
+    kinds = Counter(problem.kind for problem in report.problems)
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    lines.append(
+        f"{counted(report.blocks, 'block')}, {readable_size(report.bytes)}, {counted(len(report.problems), 'problem')}"
+        + (f": {summary}" if summary else "")
+    )
     return "\n".join(lines) + "\n"
 
 

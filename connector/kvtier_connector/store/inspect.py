@@ -20,11 +20,14 @@ from kvtier_connector.store import identity
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import list_journals
+from kvtier_connector.store.progress import counted, existing_directory, readable_size
 from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan_parallel
 
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
 """Upper bounds in seconds, with the names that people see."""
 OLDER = "older"
+MOST_TENANTS = 20
+"""The largest, for people; JSON has all."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class Generation:
     problem: str = ""
     """Why not all of it could be looked at."""
     blocks: Heap = field(default_factory=Heap)
+    tenants: dict[str, Heap] = field(default_factory=dict)
+    """The blocks of each tenant; common ones are in none."""
     ages: dict[str, Heap] = field(default_factory=lambda: {name: Heap() for name in [*dict(AGES), OLDER]})
     """The blocks, by the time since they were written."""
     oldest_seconds: float | None = None
@@ -83,6 +88,8 @@ def look_at(directory: Path, root: Path, *, fs: FileSystem = LOCAL, now_ns: int,
 def _add_block(generation: Generation, entry: BlockEntry, now_ns: int) -> None:
     age = (now_ns - entry.mtime_ns) / 1e9
     generation.blocks.add(entry.size)
+    if entry.key.tenant:
+        generation.tenants.setdefault(entry.key.tenant, Heap()).add(entry.size)
     generation.ages[next((name for name, bound in AGES if age <= bound), OLDER)].add(entry.size)
     generation.oldest_seconds = age if generation.oldest_seconds is None else max(generation.oldest_seconds, age)
     generation.newest_seconds = age if generation.newest_seconds is None else min(generation.newest_seconds, age)
@@ -105,18 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"volume": {"bytes": total, "free": free}, "generations": [asdict(each) for each in generations]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        sys.stdout.write(f"volume: {_size(total)}, {_size(free)} free; {len(generations)} generations\n")
+        blocks = Heap(sum(each.blocks.files for each in generations), sum(each.blocks.bytes for each in generations))
+        sys.stdout.write(
+            f"volume: {readable_size(total)}, {readable_size(free)} free\n"
+            f"blocks: {_heap(blocks)} in {counted(len(generations), 'generation')}\n"
+        )
         sys.stdout.writelines(_as_text(each) for each in generations)
     return 1 if any(each.problem for each in generations) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier_connector.store.inspect",
+        prog="kvtier inspect" if sys.argv[0] == "kvtier inspect" else "python -m kvtier_connector.store.inspect",
         description=(__doc__ or "").split(":")[0],
         epilog="exit code: 0 all was looked at, 1 not all could be, 2 the command line is wrong",
     )
-    parser.add_argument("directory", type=Path, help="a generation (the directory of tier.json), or any above")
+    parser.add_argument(
+        "directory", type=existing_directory, help="a generation (the directory of tier.json), or any above"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=4, metavar="N", help="directories read at once (default: 4)")
     return parser
@@ -135,21 +148,17 @@ def _as_text(generation: Generation) -> str:
             for name, heap in generation.ages.items()
             if heap.files
         ]
+    if generation.tenants:
+        lines.append(f"  {'tenants':11} {len(generation.tenants)}")
+        largest = sorted(generation.tenants.items(), key=lambda item: (-item[1].bytes, item[0]))[:MOST_TENANTS]
+        lines += [f"    {name:32} {_heap(heap)}" for name, heap in largest]
     lines += [f"  {name:11} {_heap(heap)}" for name, heap in generation.leftovers.items() if heap.files]
     lines.append(f"  {'journals':11} {_heap(generation.journals)}")
     return "\n".join(lines) + "\n"
 
 
 def _heap(heap: Heap) -> str:
-    return f"{heap.files}, {_size(heap.bytes)}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004 - the step between these units
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{counted(heap.files, 'file')}, {readable_size(heap.bytes)}"
 
 
 def _age(seconds: float) -> str:

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a person how far a command is: one line that is written over, a few times a second."""
+"""What the commands of the store show a person: sizes to read, and one line that says how far they are."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 _SECONDS = 0.2
 
 
+def readable_size(count: float) -> str:
+    """Return a number of bytes with a unit that leaves few digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:  # noqa: PLR2004 - the step between these units
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def existing_directory(text: str) -> Path:
+    """Read the name of a directory; argparse turns the error into a message."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory")
+    return path
+
+
 class Progress:
-    """Counts files and bytes. Owned by one thread."""
+    """Counts files and bytes, and writes them over and over on one line, a few times a second. Owned by one thread."""
 
     def __init__(self, stream: TextIO | None, *, now: Callable[[], float]) -> None:
         """Store the settings; without a stream nothing is shown."""

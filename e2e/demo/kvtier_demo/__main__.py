@@ -28,6 +28,7 @@ TIER = "demo"
 LABELS = f"kvtier.dev/tier={TIER}"
 _READY_SECONDS = 420.0
 _GONE_SECONDS = 90.0
+_PROVEN_SECONDS = 240.0  # one canary prompt, and two more should the first not be stored in time
 _RESTARTS = 2
 _KILLED = 137
 _EXPLAINING_LINES = 60  # vLLM's last words point to a cause some tracebacks above
@@ -69,6 +70,7 @@ def demonstrate(stack: Stack, progress: Progress) -> int:
     place_model(stack.data / "model" / "tiny", stack.claim_directory("models"))
     progress.say(kube.apply(ROOT / "e2e/demo/tier.yaml"))
     progress.wait("KVCacheTier demo to be Ready", lambda: is_ready(stack, progress), seconds=_READY_SECONDS)
+    progress.wait("the operator's canary prompt", lambda: is_proven(stack, progress), seconds=_PROVEN_SECONDS)
     print(kube.show("kvt,deploy,pods,pvc"), flush=True)
 
     tier: dict[str, Any] = kube.get(API, "KVCacheTier", TIER) or {}
@@ -122,6 +124,17 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
     progress.state("KVCacheTier demo", f"Ready={ready['status']} {ready['reason']}: {ready['message']}")
     is_current = ready.get("observedGeneration") == tier["metadata"]["generation"]
     return bool(ready["status"] == "True" and is_current)
+
+
+def is_proven(stack: Stack, progress: Progress) -> bool:
+    """Tell what the operator has found out by asking the engines, and whether it has found them sharing."""
+    stack.check()
+    tier = stack.kube.get(API, "KVCacheTier", TIER) or {}
+    conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
+    shared = conditions.get("SharedCacheVerified", {"status": "Unknown", "reason": "", "message": ""})
+    told = f"SharedCacheVerified={shared['status']} {shared['reason']}: {shared['message']}"
+    progress.state("KVCacheTier demo, proven", told)
+    return bool(shared["status"] == "True")
 
 
 def _refuse_crash_loop(pod: dict[str, Any]) -> None:

@@ -15,10 +15,12 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason, terms
-from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
+from kvtier_operator.status import disk, proofs
+from kvtier_operator.status.checks import SUMMARY
+from kvtier_operator.status.problems import Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
 
-__all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
+__all__ = ["SUMMARY", "Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
 
 _NORMAL: Final = frozenset(
     reason.value
@@ -60,14 +62,21 @@ _REFUSED: Final = {
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
+    proven = proofs.judge(view, previous)
+    # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
+    judged = [
+        *(problem for _, problem, _, _ in found),
+        *(each.problem for each in proven if each.kind == proofs.SHARED),
+    ]
     blocker = _blocker(view)
-    first = blocker or next((problem for _, problem, _, _ in found if problem is not None and _counts(problem)), None)
+    first = blocker or next((problem for problem in judged if problem is not None and _counts(problem)), None)
     is_paused = view.spec is not None and view.spec.paused
     stalled = _stalled(view, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
     conditions = [
         _condition("Ready", problem=first, ok=Reason.READY, text="all engines serve and share the volume"),
         *(_condition(kind, problem=problem, ok=ok, text=text) for kind, problem, ok, text in found),
+        *(_condition(each.kind, problem=each.problem, ok=Reason.READY, text="") for each in proven),
         _flag("Paused", Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc) if is_paused else None, Reason.ACTIVE),
         _flag(
             "Reconciling",
@@ -77,7 +86,8 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         _flag("Stalled", stalled, Reason.NOT_STALLED),
     ]
     engines = None if view.snapshot is None else view.snapshot.engines
-    kept = {field: previous[field] for field in ("sizing", "generation") if field in previous}
+    # What is not known in this pass was true in an earlier one.
+    kept = {field: previous[field] for field in _KEPT if field in previous}
     return {
         **kept,
         "observedGeneration": view.generation,
@@ -85,13 +95,43 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
         "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
+        **_proof(view, previous),
         **(
             {}
             if view.sizing is None
             else {"sizing": terms.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
         ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
+        **_usage(view, previous),
     }
+
+
+_KEPT: Final = ("sizing", "generation", "generations", "tiers")
+
+
+def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the volume holds, or held when somebody last counted."""
+    look = _look(view)
+    if look is None or view.current is None:
+        return {}
+    found = disk.generations(look, current=view.current.digest)
+    tiers = disk.tiers(look)
+    if found is not None:
+        return {"tiers": tiers, "generations": found}
+    known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)
+    return {"tiers": [tiers[0], known or tiers[1]] if look.spec.janitor.enabled else tiers}
+
+
+def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    rollout = proofs.rollout(view, previous)
+    known = (previous.get("proof") or {}).get("breakEvenTokens")
+    found = view.findings.break_even_tokens if view.findings is not None else None
+    tokens = known if found is None else found
+    document = {
+        **({} if rollout is None else {"rollout": rollout}),
+        **({} if tokens is None else {"breakEvenTokens": tokens}),
+    }
+    return {"proof": document} if document else {}
 
 
 def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,10 +163,16 @@ def transitions(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
     return told
 
 
-def _first(view: View, checks: Sequence[Check]) -> Problem | None:
+def _look(view: View) -> Look | None:
     if view.spec is None or view.snapshot is None or view.sizing is None:
+        return None
+    return Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing)
+
+
+def _first(view: View, checks: Sequence[Check]) -> Problem | None:
+    look = _look(view)
+    if look is None:
         return Problem(reason=Reason.NOT_CHECKED, message="not checked: see Ready", is_known=False)
-    look = Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing)
     for check in checks:
         problem = check(look)
         if problem is not None:
@@ -162,7 +208,12 @@ def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> P
         return blocker if is_hopeless else None
     if blocker is not None:
         return None if blocker.reason in _ENDS_BY_ITSELF else blocker
-    return first if first is not None and first.reason in {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST} else None
+    return first if first is not None and first.reason in _NEEDS_A_PERSON else None
+
+
+_NEEDS_A_PERSON: Final = frozenset(
+    {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST, Reason.CANARY_MISSED, Reason.CANARY_NOT_STORED}
+)
 
 
 _ENDS_BY_ITSELF: Final = frozenset({Reason.CLAIM_MISSING, Reason.OBJECT_NOT_OURS})

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from store_faults import FailingFs
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store import check as check_command
 from kvtier_connector.store import inspect as inspect_command
+from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.check import inspect, inspect_all
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.identity import claim
@@ -93,7 +95,7 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
 def test_the_check_command_shows_its_progress_if_asked(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command.main([str(volume), "--progress", "--threads", "2"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == f"6 blocks, {6 * BLOCK_BYTES} bytes, 0 problems\n"
+    assert captured.out == "6 blocks, 408.0 KiB, 0 problems\n"
     assert "6 blocks, 0.00 GB" in captured.err
     assert check_command.main([str(volume), "--json"]) == 0
     captured = capsys.readouterr()
@@ -155,20 +157,43 @@ def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixt
     root = volume / "ns.qwen/ccc"
     assert inspect_command.main([str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("free; 1 generations")
-    assert "  blocks      1, 68.0 KiB" in lines
-    assert "    up to 1 h   1, 68.0 KiB" in lines
-    assert "  journals    1, 256 B" in lines
+    assert lines[0].endswith("free")
+    assert lines[1] == "blocks: 1 file, 68.0 KiB in 1 generation"
+    assert "  blocks      1 file, 68.0 KiB" in lines
+    assert "    up to 1 h   1 file, 68.0 KiB" in lines
+    assert "  journals    1 file, 256 B" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (volume / "ns.qwen/ccc/tier.json").write_text("{")
     assert inspect_command.main([str(volume)]) == 1
     assert "not JSON" in capsys.readouterr().out
-    assert inspect_command.main([str(volume / "nothing")]) == 1
-    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [check_command.main, inspect_command.main])
+def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
+    command: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command([str(tmp_path / "nothing")])
+    assert caught.value.code == 2
+    assert "nothing is no directory" in capsys.readouterr().err
 
 
 def test_inspect_looks_at_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_command.main([str(tmp_path)]) == 0
     assert "0 generations" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = BlockStore(tmp_path)
+    claim(tmp_path, {}, "d1gest")
+    for number, tenant in enumerate(["acme", "acme", "other", ""]):
+        store.put(key(number)._replace(tenant=tenant), payload(number))
+    assert inspect_command.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("  tenants     2")
+    assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2,"], ["other", "1,"]]
+    assert inspect_command.main([str(tmp_path), "--json"]) == 0
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

@@ -18,7 +18,7 @@ from store_faults import FailingFs, WatchedFs
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store import check as check_module
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.check import Problem, check, inspect
+from kvtier_connector.store.check import EXPLAINED, Problem, check, inspect
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path, partial_path
@@ -229,10 +229,14 @@ def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_every_fault_is_explained() -> None:
+    assert set(EXPLAINED) == set(Fault)
+
+
 def test_the_command_succeeds_on_a_sound_root(root: Path) -> None:
     completed = run_check(str(root))
     assert (completed.returncode, completed.stderr) == (0, "")
-    assert completed.stdout == f"3 blocks, {3 * BLOCK_BYTES} bytes, 0 problems\n"
+    assert completed.stdout == "3 blocks, 204.0 KiB, 0 problems\n"
 
 
 def test_the_command_lists_problems_and_fails(root: Path) -> None:
@@ -240,8 +244,8 @@ def test_the_command_lists_problems_and_fails(root: Path) -> None:
     completed = run_check(str(root))
     assert completed.returncode == 1
     assert completed.stdout.splitlines() == [
-        f"{block_path(key(0))}: truncated: a reader would answer TRUNCATED",
-        f"3 blocks, {2 * BLOCK_BYTES + 7} bytes, 1 problems",
+        f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
+        "3 blocks, 136.0 KiB, 1 problem: 1 truncated",
     ]
 
 

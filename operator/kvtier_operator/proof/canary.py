@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prove that two replicas share their cache: what one computed, the other loads from the volume.
+
+The prompt is made of random tokens, so nobody has asked it before, and it says nothing about anybody. Whatever the
+second replica has cached of it can only have come from the volume. Where engines do not tell how much of an answer was
+cached (vLLM's --enable-prompt-tokens-details), their counters tell, if nobody else was served meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier_operator.proof.engine import Engine, EngineError, Served
+from kvtier_operator.proof.exposition import Reading
+from kvtier_operator.proof.findings import Canary, CanaryOutcome
+
+CHUNKS: Final = 4
+FEWEST_TOKENS: Final = 256
+MOST_TOKENS: Final = 8192
+"""What a canary may cost: a fraction of a second of one engine."""
+
+_LOWEST_TOKEN, _HIGHEST_TOKEN = 10, 250
+"""Every tokenizer has these; the first few are often special."""
+
+STORE_SECONDS: Final = 30.0
+"""How long a store may take; it waits for those before it."""
+NEWS_SECONDS: Final = 3.0
+"""After how long another engine knows what was stored, three times over."""
+COUNT_SECONDS: Final = 5.0
+"""How long an engine's counters may lag behind its answer."""
+POLL_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One engine and the name of its pod."""
+
+    name: str
+    engine: Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one block file holds."""
+
+    tokens: int | None = None
+    """None where it is a number of the engine's own blocks."""
+    blocks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """How time passes; tests let it pass at once."""
+
+    now: Callable[[], float]
+    pause: Callable[[float], bool]
+    """Wait so many seconds; True if there is no point in going on."""
+
+
+def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: Waiting) -> Canary:
+    """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
+
+    Args:
+        first: asked first; stores the prompt.
+        second: asked then.
+        chunk: what one block file holds.
+        offers: how many times a block must be offered before it is stored.
+        waiting: how time passes.
+    """
+    try:
+        prompt, model = _prompt(first.engine, chunk)
+        return _run(first, second, model=model, prompt=prompt, offers=offers, waiting=waiting)
+    except _NotAnsweredError as error:
+        return Canary(
+            outcome=CanaryOutcome.UNANSWERED, first=first.name, second=second.name, problem=f"pod {error.pod} {error}"
+        )
+    except EngineError as error:
+        return Canary(
+            outcome=CanaryOutcome.UNANSWERED, first=first.name, second=second.name, problem=f"pod {first.name} {error}"
+        )
+
+
+class _NotAnsweredError(EngineError):
+    def __init__(self, pod: str, error: EngineError) -> None:
+        super().__init__(str(error))
+        self.pod = pod
+
+
+def _prompt(engine: Engine, chunk: Chunk) -> tuple[list[int], Served]:
+    served, reading = engine.model(), engine.metrics()
+    wanted = max(FEWEST_TOKENS, CHUNKS * (chunk.tokens or reading.block_tokens * chunk.blocks))
+    length = min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8)
+    chooser = random.SystemRandom()
+    return [chooser.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(max(1, length))], served
+
+
+def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
+    first: Replica, second: Replica, *, model: Served, prompt: list[int], offers: int, waiting: Waiting
+) -> Canary:
+    before = first.engine.metrics()
+    for _ in range(offers):
+        first.engine.complete(model.name, prompt)
+
+    def told(outcome: CanaryOutcome, cached: float = 0) -> Canary:
+        return Canary(
+            outcome=outcome,
+            first=first.name,
+            second=second.name,
+            prompt_tokens=len(prompt),
+            cached_tokens=round(cached),
+        )
+
+    has_stored = _wait_for_store(first.engine, before, waiting)
+    waiting.pause(NEWS_SECONDS)
+    try:
+        begin = second.engine.metrics()
+        cached = second.engine.complete(model.name, prompt)
+        if cached:
+            return told(CanaryOutcome.LOADED, cached)
+        end = _wait_for_count(second.engine, begin, waiting)
+    except EngineError as error:
+        raise _NotAnsweredError(second.name, error) from error
+    found = end.verdicts - begin.verdicts
+    is_alone = (
+        end.finished_requests - begin.finished_requests == 1
+        and not begin.unfinished_requests
+        and not end.unfinished_requests
+    )
+    if cached is None and not is_alone:
+        return told(CanaryOutcome.BUSY)
+    if cached is None and end.disk_tokens > begin.disk_tokens:
+        return told(CanaryOutcome.LOADED, end.disk_tokens - begin.disk_tokens)
+    if found > 0:
+        return told(CanaryOutcome.FOUND if is_alone else CanaryOutcome.BUSY)
+    return told(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
+
+
+def _wait_for_store(engine: Engine, before: Reading, waiting: Waiting) -> bool:
+    """Wait until the engine has written something and nothing is left to write, and tell whether it has."""
+    deadline = waiting.now() + STORE_SECONDS
+    while True:
+        now = engine.metrics()
+        has_written = now.written_blocks > before.written_blocks
+        if has_written and not now.queued_jobs:
+            return True
+        if waiting.now() >= deadline or waiting.pause(POLL_SECONDS):
+            return has_written
+
+
+def _wait_for_count(engine: Engine, before: Reading, waiting: Waiting) -> Reading:
+    """Wait until the engine has counted the answer that it gave."""
+    deadline = waiting.now() + COUNT_SECONDS
+    while True:
+        now = engine.metrics()
+        has_counted = now.finished_requests > before.finished_requests and not now.unfinished_requests
+        if has_counted or waiting.now() >= deadline or waiting.pause(POLL_SECONDS):
+            return now

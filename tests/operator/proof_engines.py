@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that behave as a canary sees them: they store, find, count and fail, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtier_operator.proof.engine import EngineError, Served
+from kvtier_operator.proof.exposition import Reading
+
+
+@dataclass
+class SharedVolume:
+    """What engines have stored, prompt by prompt."""
+
+    prompts: set[tuple[int, ...]] = field(default_factory=set)
+
+
+@dataclass
+class ScriptedEngine:
+    """One engine; its switches say what goes wrong."""
+
+    volume: SharedVolume
+    stores: bool = True
+    tells_cached: bool = True
+    computes_hits: bool = False
+    other_requests: int = 0
+    """Finished beside each of ours."""
+    failure: str = ""
+    counted: Reading = field(default_factory=lambda: Reading(block_tokens=16, has_tier=True))
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+
+    def model(self) -> Served:
+        self._fail()
+        return Served(name="tiny", most_tokens=4096)
+
+    def complete(self, model: str, tokens: Sequence[int]) -> int | None:
+        self._fail()
+        assert model == "tiny"
+        prompt = tuple(tokens)
+        self.asked.append(prompt)
+        is_hit = prompt in self.volume.prompts
+        cached = len(prompt) // 16 * 16 if is_hit and not self.computes_hits else 0
+        self.counted = replace(
+            self.counted,
+            finished_requests=self.counted.finished_requests + 1 + self.other_requests,
+            disk_tokens=self.counted.disk_tokens + cached,
+            verdicts=self.counted.verdicts + is_hit,
+            written_blocks=self.counted.written_blocks + (1 if self.stores else 0),
+        )
+        if self.stores:
+            self.volume.prompts.add(prompt)
+        return cached if self.tells_cached else None
+
+    def metrics(self) -> Reading:
+        self._fail()
+        return self.counted
+
+    def _fail(self) -> None:
+        if self.failure:
+            raise EngineError(self.failure)
+
+
+class Clock:
+    """Time that passes only when somebody waits."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def pause(self, seconds: float) -> bool:
+        self.seconds += seconds
+        return False

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A canary proves that a cache is shared, and never by somebody else's requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+from proof_engines import Clock, ScriptedEngine, SharedVolume
+
+from kvtier_operator import names
+from kvtier_operator.proof import canary
+from kvtier_operator.proof.canary import Chunk, Replica, Waiting
+from kvtier_operator.proof.engine import EngineError, HttpEngine
+from kvtier_operator.proof.findings import Canary, CanaryOutcome
+
+
+def send(first: ScriptedEngine, second: ScriptedEngine, *, offers: int = 1, chunk: Chunk | None = None) -> Canary:
+    clock = Clock()
+    waiting = Waiting(now=clock.now, pause=clock.pause)
+    replicas = (Replica(name="a", engine=first), Replica(name="b", engine=second))
+    return canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting)
+
+
+def pair(**second: Any) -> tuple[ScriptedEngine, ScriptedEngine]:
+    volume = SharedVolume()
+    return ScriptedEngine(volume), ScriptedEngine(volume, **second)
+
+
+def test_what_the_first_replica_stored_and_the_second_one_loads_is_proof() -> None:
+    found = send(*pair())
+    assert found.outcome is CanaryOutcome.LOADED
+    assert (found.first, found.second, found.cached_tokens) == ("a", "b", 256)
+
+
+def test_counters_prove_it_where_the_answer_does_not_tell() -> None:
+    found = send(*pair(tells_cached=False))
+    assert (found.outcome, found.cached_tokens) == (CanaryOutcome.LOADED, 256)
+
+
+def test_replicas_that_share_no_volume_are_found_out() -> None:
+    found = send(ScriptedEngine(SharedVolume()), ScriptedEngine(SharedVolume()))
+    assert found.outcome is CanaryOutcome.MISSED
+
+
+def test_a_replica_that_stores_nothing_is_found_out() -> None:
+    first, second = pair()
+    first.stores = False
+    assert send(first, second).outcome is CanaryOutcome.NOT_STORED
+
+
+def test_a_hit_that_was_computed_because_that_is_quicker_is_still_a_hit() -> None:
+    assert send(*pair(computes_hits=True)).outcome is CanaryOutcome.FOUND
+
+
+def test_counters_prove_nothing_while_others_are_served() -> None:
+    assert send(*pair(tells_cached=False, other_requests=3)).outcome is CanaryOutcome.BUSY
+    assert send(*pair(computes_hits=True, other_requests=3)).outcome is CanaryOutcome.BUSY
+
+
+def test_an_answer_that_tells_proves_it_while_others_are_served() -> None:
+    assert send(*pair(other_requests=3)).outcome is CanaryOutcome.LOADED
+
+
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(failing: str) -> None:
+    first, second = pair()
+    (first if failing == "a" else second).failure = "answers /v1/models with 401"
+    found = send(first, second)
+    assert found.outcome is CanaryOutcome.UNANSWERED
+    assert found.problem == f"pod {failing} answers /v1/models with 401"
+
+
+def test_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
+    volume = SharedVolume()
+    first, second = ScriptedEngine(volume), ScriptedEngine(volume)
+    for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
+        send(first, second, chunk=chunk)
+    assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]
+    assert len({prompt[:16] for prompt in first.asked}) == 4
+
+
+def test_a_block_that_is_stored_at_its_second_offer_is_offered_twice() -> None:
+    first, second = pair()
+    send(first, second, offers=2)
+    assert (len(first.asked), len(second.asked)) == (2, 1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An engine as far as HTTP goes."""
+
+    answers: ClassVar[dict[str, tuple[int, bytes]]] = {}
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        status, body = self.answers.get(self.path, (404, b""))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Handler, "answers", {})
+    monkeypatch.setattr(Handler, "bodies", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield "127.0.0.1"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_an_engine_is_asked_as_its_api_wants_it(address: str) -> None:
+    engine = HttpEngine(address)
+    usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}
+    Handler.answers.update(
+        {
+            "/v1/models": (200, b'{"data": [{"id": "tiny", "max_model_len": 4096}]}'),
+            "/v1/completions": (200, json.dumps(usage).encode()),
+            "/metrics": (200, b'vllm:request_success_total{finished_reason="stop"} 3.0\n'),
+        }
+    )
+    assert (engine.model().name, engine.model().most_tokens) == ("tiny", 4096)
+    assert engine.complete("tiny", [11, 12]) == 48
+    assert engine.metrics().finished_requests == 3
+    assert Handler.bodies == [{"model": "tiny", "prompt": [11, 12], "max_tokens": 1, "temperature": 0}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [((401, b"{}"), "with 401"), ((200, b"nonsense"), "something else than JSON"), ((200, b"[]"), "lists no model")],
+)
+def test_an_answer_that_makes_no_sense_is_an_error_in_words(address: str, answer: Any, words: str) -> None:
+    Handler.answers["/v1/models"] = answer
+    with pytest.raises(EngineError, match=words):
+        HttpEngine(address).model()
+
+
+def test_an_engine_that_is_not_there_is_an_error_without_its_address() -> None:
+    with pytest.raises(EngineError) as caught:
+        HttpEngine("127.0.0.1").metrics()
+    assert str(caught.value) == "does not answer /metrics (ConnectionRefusedError)"

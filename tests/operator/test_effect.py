@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether loading pays is judged from what engines count and measure, and from nothing where they do not."""
+
+from __future__ import annotations
+
+from kvtier_operator.proof import effect, exposition
+from kvtier_operator.proof.effect import Sample
+from kvtier_operator.proof.exposition import Reading
+from kvtier_operator.proof.findings import EffectOutcome
+
+METRICS = """\
+# HELP vllm:prompt_tokens_cached_by_source_total Prefix-cache hit tokens
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="disk"} 512.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="device"} 99.0
+vllm:prompt_tokens_cached_by_source_total{engine="1",model_name="m",source="disk"} 8.0
+vllm:cache_config_info{block_size="16",cache_dtype="auto"} 1.0
+vllm:kvtier_disk_written_blocks_total{engine="0",model_name="a \\"quoted\\" name"} 7.0
+vllm:kvtier_disk_present_blocks_total{engine="0"} 2.0
+vllm:kvtier_disk_verdicts_total{engine="0",verdict="load"} 5.0
+vllm:kvtier_disk_verdicts_total{engine="0",verdict="compute"} 3.0
+vllm:kvtier_disk_load_tokens_per_second{engine="0"} 4000.0
+vllm:kvtier_disk_compute_tokens_per_second{engine="0"} 1e3
+vllm:kvtier_disk_break_even_tokens{engine="0"} 300.0
+vllm:kvtier_disk_active{engine="0"} 1.0
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 2.0
+vllm:request_success_total{engine="0",finished_reason="stop"} 4.0
+vllm:request_success_total{engine="0",finished_reason="length"} 6.0
+vllm:kvtier_disk_queued_jobs{engine="0"} nonsense
+vllm:unreadable{
+"""
+
+
+def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
+    assert exposition.read(METRICS) == Reading(
+        disk_tokens=520,
+        written_blocks=9,
+        verdicts=8,
+        computed_hits=3,
+        finished_requests=10,
+        unfinished_requests=3,
+        load_rate=4000,
+        compute_rate=1000,
+        break_even_tokens=300,
+        block_tokens=16,
+        has_tier=True,
+    )
+    assert exposition.read("") == Reading()
+
+
+def samples(*readings: Reading, step: float = 600.0) -> tuple[Sample, ...]:
+    return tuple(Sample(at=number * step, readings={"a": reading}) for number, reading in enumerate(readings))
+
+
+FAST = {"load_rate": 40_000.0, "compute_rate": 10_000.0}
+SLOW = {"load_rate": 1_000.0, "compute_rate": 10_000.0}
+
+
+def test_loading_pays_where_it_is_quicker() -> None:
+    found = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=50_000, **FAST)))
+    assert found is not None
+    assert (found.outcome, found.loaded_tokens, found.power) == (EffectOutcome.PAYS, 50_000, 2)
+
+
+def test_loading_loses_where_computing_is_quicker_even_if_engines_then_load_nothing() -> None:
+    found = effect.judge(samples(Reading(**SLOW), Reading(computed_hits=40, **SLOW)))
+    assert found is not None
+    assert found.outcome is EffectOutcome.LOSES
+
+
+def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
+    idle = Reading(disk_tokens=7, **FAST)
+    assert effect.judge(samples(idle, idle)) is None
+    found = effect.judge(samples(*[idle] * 7))
+    assert found is not None
+    assert found.outcome is EffectOutcome.NO_HITS
+
+
+def test_hits_without_rates_are_not_judged() -> None:
+    found = effect.judge(samples(Reading(), Reading(disk_tokens=50_000)))
+    assert found is not None
+    assert found.outcome is EffectOutcome.NOT_MEASURED
+
+
+def test_a_restarted_engine_counts_from_nothing() -> None:
+    found = effect.judge(
+        samples(
+            Reading(disk_tokens=90_000, **FAST), Reading(disk_tokens=2_000, **FAST), Reading(disk_tokens=3_000, **FAST)
+        )
+    )
+    assert found is not None
+    assert found.loaded_tokens == 3_000
+
+
+def test_only_the_last_hour_counts() -> None:
+    kept: tuple[Sample, ...] = ()
+    for number in range(20):
+        kept = effect.keep(kept, Sample(at=number * 600.0, readings={}))
+    assert len(kept) == 7
+    assert kept[-1].at - kept[0].at == 3600
+
+
+def test_numbers_that_move_a_little_are_no_news() -> None:
+    first = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=50_000, **FAST)))
+    second = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=61_000, load_rate=43_000, compute_rate=9_500)))
+    assert first is not None
+    assert second is not None
+    assert first.verdict == second.verdict
+
+
+def test_the_break_even_is_a_power_of_two_of_the_slowest_engine() -> None:
+    def of(*tokens: float | None) -> int | None:
+        return effect.break_even({str(i): Reading(break_even_tokens=each) for i, each in enumerate(tokens)})
+
+    assert (of(300.0, 20.0), of(0.0), of(512.0), of(-1.0, 5.0), of(None)) == (512, 0, 512, -1, None)

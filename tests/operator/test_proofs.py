@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proofs of a tier: asked in the background, told once, kept over a restart of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from live import until
+from proof_engines import Clock, ScriptedEngine, SharedVolume
+from test_status import HEALTHY, LATER, NOON, READY_POD, VIEW
+from tiers import tier
+
+from kvtier_operator import spec, status
+from kvtier_operator.names import TierName
+from kvtier_operator.proof.asking import Ask, NoCanary, Target, make_ask
+from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
+from kvtier_operator.proof.monitor import Proofs
+
+TIER = TierName(namespace="serving", name="llama")
+TARGETS = (Target(pod="a", address="10.0.0.1"), Target(pod="b", address="10.0.0.2"))
+ASK = Ask(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, offers=1, chunk=Chunk())
+
+
+class Bench:
+    """Proofs over two scripted engines, in a time of its own."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        volume = SharedVolume()
+        self.engines = {target.address: ScriptedEngine(volume) for target in TARGETS}
+        self.woken: list[TierName] = []
+        self.proofs = Proofs(
+            self.woken.append,
+            connect=self.engines.__getitem__,
+            now=self.clock.now,
+            pause=self.clock.pause,
+            settle_seconds=0,
+        )
+
+    def look(self, ask: Ask = ASK, proven: str | None = None) -> Findings:
+        return self.proofs.look(TIER, ask, proven_rollout=proven)
+
+    def canary(self, ask: Ask = ASK) -> Canary:
+        return until(lambda: self.look(ask).canary)
+
+    def asked(self) -> int:
+        return sum(len(engine.asked) for engine in self.engines.values())
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    made.proofs.start()
+    try:
+        yield made
+    finally:
+        assert made.proofs.close(timeout=20)
+
+
+def test_a_rollout_is_proven_once_and_wakes_its_tier_once() -> None:
+    with bench() as made:
+        assert made.look().canary is None
+        assert made.canary().outcome is CanaryOutcome.LOADED
+        asked = made.asked()
+        for _ in range(50):
+            made.look()
+        assert made.asked() == asked == 2
+        assert made.woken == [TIER]
+
+
+def test_the_next_rollout_is_proven_anew() -> None:
+    with bench() as made:
+        made.canary()
+        after = replace(ASK, rollout="r2")
+        assert made.look(after).canary is None
+        assert made.canary(after).outcome is CanaryOutcome.LOADED
+        assert made.asked() == 4
+
+
+def test_what_a_status_speaks_of_already_is_not_proven_at_once_again() -> None:
+    with bench() as made:
+        made.look(proven="r1")
+        until(lambda: made.engines["10.0.0.1"].counted)
+        assert made.asked() == 0
+
+
+@pytest.mark.parametrize("refusal", list(NoCanary))
+def test_a_refusal_sends_nothing(refusal: NoCanary) -> None:
+    with bench() as made:
+        made.look(replace(ASK, refusal=refusal))
+        made.look(replace(ASK, refusal=refusal))
+    assert made.asked() == 0
+
+
+def test_engines_that_do_not_answer_are_told_once() -> None:
+    with bench() as made:
+        for engine in made.engines.values():
+            engine.failure = "answers /v1/models with 401"
+        assert made.canary().outcome is CanaryOutcome.UNANSWERED
+        assert made.woken == [TIER]
+
+
+def test_a_tier_that_is_gone_is_forgotten() -> None:
+    with bench() as made:
+        made.canary()
+        made.proofs.forget(TIER)
+        assert made.look(replace(ASK, targets=())).canary is None
+
+
+def snapshot(*addresses: str, **changes: Any) -> Any:
+    pods = tuple(
+        replace(READY_POD, name=f"p{number}", address=address, template_hash="h")
+        for number, address in enumerate(addresses)
+    )
+    return replace(HEALTHY, pods=pods, **changes)
+
+
+@pytest.mark.parametrize(
+    ("body", "pods", "refusal"),
+    [
+        ({}, ("1.1.1.1", "1.1.1.2"), None),
+        ({"proof": {"canary": {"enabled": False}}}, ("1.1.1.1", "1.1.1.2"), NoCanary.OFF),
+        ({"disk": {"mode": "ReadOnly"}}, ("1.1.1.1", "1.1.1.2"), NoCanary.NOT_WRITTEN),
+        ({"replicas": 1}, ("1.1.1.1",), NoCanary.SINGLE_REPLICA),
+        ({"replicas": 0}, (), NoCanary.NO_ENGINES),
+        ({}, ("1.1.1.1",), NoCanary.ROLLING),
+    ],
+)
+def test_a_canary_is_sent_only_where_it_can_prove_something(
+    body: Mapping[str, Any], pods: tuple[str, ...], refusal: NoCanary | None
+) -> None:
+    ask = make_ask(spec.parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
+    assert ask.refusal is refusal
+    assert len(ask.targets) == len(pods)
+
+
+def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> None:
+    def rollout(*addresses: str, generation: str = "g", template: str = "h") -> str:
+        found = snapshot(*addresses)
+        pods = tuple(replace(pod, template_hash=template) for pod in found.pods)
+        return make_ask(spec.parse(tier()), replace(found, pods=pods), generation=generation, chunk=Chunk()).rollout
+
+    two = rollout("1.1.1.1", "1.1.1.2")
+    assert two == rollout("1.1.1.1", "1.1.1.2", "1.1.1.3")
+    assert len({two, rollout("1.1.1.1", generation="x"), rollout("1.1.1.1", template="y")}) == 3
+
+
+LOADED = Canary(outcome=CanaryOutcome.LOADED, first="a", second="b", prompt_tokens=257, cached_tokens=256)
+FAILING: list[tuple[CanaryOutcome, str, str]] = [
+    (CanaryOutcome.FOUND, "True", "CanaryFound"),
+    (CanaryOutcome.LOADED, "True", "CanaryLoaded"),
+    (CanaryOutcome.MISSED, "False", "CanaryMissed"),
+    (CanaryOutcome.NOT_STORED, "False", "CanaryNotStored"),
+    (CanaryOutcome.BUSY, "Unknown", "CanaryBusy"),
+    (CanaryOutcome.UNANSWERED, "Unknown", "CanaryUnanswered"),
+]
+
+
+def report(previous: Mapping[str, Any] | None = None, *, ask: Ask | None = ASK, **found: Any) -> dict[str, Any]:
+    findings = None if ask is None else Findings(**found)
+    return status.report(replace(VIEW, ask=ask, findings=findings), previous or {}, now=NOON)
+
+
+def condition(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return next(each for each in found["conditions"] if each["type"] == kind)
+
+
+@pytest.mark.parametrize(("outcome", "verdict", "reason"), FAILING)
+def test_the_canary_is_told_and_only_a_disproof_takes_ready_away(
+    outcome: CanaryOutcome, verdict: str, reason: str
+) -> None:
+    found = report(canary=replace(LOADED, outcome=outcome, problem="pod a answers 401"))
+    told = condition(found, "SharedCacheVerified")
+    assert (told["status"], told["reason"]) == (verdict, reason)
+    assert told["message"]
+    assert condition(found, "Ready")["status"] == ("False" if verdict == "False" else "True")
+    assert condition(found, "Stalled")["status"] == ("True" if verdict == "False" else "False")
+    assert condition(found, "Reconciling")["status"] == "False"
+
+
+@pytest.mark.parametrize("refusal", sorted(set(NoCanary) - {NoCanary.ROLLING}, key=lambda each: each.name))
+def test_what_cannot_be_proven_is_unknown_and_says_why(refusal: NoCanary) -> None:
+    told = condition(report(ask=replace(ASK, refusal=refusal), canary=None), "SharedCacheVerified")
+    assert told["status"] == "Unknown"
+    assert told["message"]
+
+
+def test_an_operator_that_has_just_started_keeps_what_was_proven_and_writes_nothing() -> None:
+    before = report(canary=LOADED, break_even_tokens=512)
+    assert before["proof"] == {"rollout": "r1", "breakEvenTokens": 512}
+    after = status.report(replace(VIEW, ask=ASK, findings=Findings()), before, now=LATER)
+    assert status.changes(before, after) == {}
+
+
+def test_a_proof_is_not_passed_on_to_the_next_rollout() -> None:
+    before = report(canary=LOADED)
+    after = report(before, ask=replace(ASK, rollout="r2"))
+    assert condition(after, "SharedCacheVerified")["reason"] == "CanaryPending"
+    assert "proof" not in after
+
+
+def test_a_tier_that_cannot_be_looked_at_keeps_what_it_told() -> None:
+    before = report(canary=LOADED, effect=Effect(outcome=EffectOutcome.PAYS))
+    after = report(before, ask=None)
+    for kind in ("SharedCacheVerified", "DiskEffective"):
+        assert condition(after, kind) == condition(before, kind)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "reason"),
+    [
+        (EffectOutcome.PAYS, "True", "LoadingPays"),
+        (EffectOutcome.LOSES, "False", "LoadingLoses"),
+        (EffectOutcome.NO_HITS, "Unknown", "NoDiskHits"),
+        (EffectOutcome.NOT_MEASURED, "Unknown", "NotMeasured"),
+    ],
+)
+def test_the_effect_is_advice_and_never_takes_ready_away(outcome: EffectOutcome, verdict: str, reason: str) -> None:
+    effect = Effect(outcome=outcome, loaded_tokens=51_234, load_rate=41_000, compute_rate=9_600)
+    found = report(canary=LOADED, effect=effect)
+    told = condition(found, "DiskEffective")
+    assert (told["status"], told["reason"]) == (verdict, reason)
+    assert condition(found, "Ready")["status"] == "True"
+    if verdict != "Unknown":
+        assert "about 40,000 tokens a second come from the volume and 10,000 are computed" in told["message"]
