@@ -5,10 +5,10 @@ DATA ?= .kvtier
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench test-gpu lock clean
+.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv (packages are cached outside the checkout)
 	@PYTHON="$(PYTHON)" .ci/venv.sh
@@ -40,12 +40,14 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
+	.venv/bin/python .ci/janitor_lock.py --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
+	.venv/bin/python .ci/janitor_lock.py --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
 	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
@@ -58,6 +60,14 @@ e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluste
 
 bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
 	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
+
+bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
+	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"
+
+bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten minutes, and with TRACE=FILE against exact LRU
+	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_million.py --out "$(DATA)/bench/janitor-million.json"
+	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_stress.py --out "$(DATA)/bench/janitor-stress.json"
+	$(if $(TRACE),PYTHONPATH=. .venv/bin/python e2e/bench/janitor_replay.py "$(TRACE)" --out "$(DATA)/bench/janitor-replay.json")
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s

@@ -43,7 +43,8 @@ def main() -> None:
         venv.create(scratch, with_pip=True)
         python = Path(scratch) / "bin" / "python"
         pip = [str(python), "-m", "pip", "install", "--quiet"]
-        wanted = [*pip, ENGINE, "setuptools>=77,<81"]
+        # six: vLLM asks for it from Python 3.12 on only, and one lock serves all versions.
+        wanted = [*pip, ENGINE, "setuptools>=77,<81", "six"]
         if subprocess.run(wanted, check=False).returncode:  # torch's CPU build is not on PyPI
             subprocess.run([*wanted, "--extra-index-url", TORCH_INDEX], check=True)
         engine = _frozen(python)

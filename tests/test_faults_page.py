@@ -39,3 +39,10 @@ def test_every_cause_that_the_page_names_is_one_the_connector_counts() -> None:
     causes = set(re.findall(r'cause="(\w+)"', PAGE))
     assert len(causes) > 8
     assert [cause for cause in causes if f'"{cause}"' not in sources] == []
+
+
+def test_every_condition_that_the_page_names_is_reported() -> None:
+    reported = (ROOT / "crds/API.md").read_text()
+    named = set(re.findall(r"condition `(\w+)`", PAGE))
+    assert named
+    assert [name for name in named if f"| `{name}` |" not in reported] == []

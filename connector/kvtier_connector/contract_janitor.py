@@ -72,7 +72,7 @@ class JanitorConfig:
     """A journal not written to for so long has no writer any more."""
     generation_idle_seconds: float = 3600.0
     """A generation in whose journals somebody wrote within this time is in use, and is not removed."""
-    sweep_seconds: float = 10.0
+    sweep_seconds: float = 5.0
     """How often journals are read and the budget is compared."""
     verify_seconds: float = 3 * 86_400.0
     """Every directory of blocks is listed once in this time, which finds what no journal told of."""

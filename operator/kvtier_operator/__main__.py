@@ -95,7 +95,13 @@ def _render(settings: Settings, options: argparse.Namespace) -> int:
     for body in offline.read_tiers(options.file):
         tier = names.tier_ref(body)
         snapshot = plan_command.make_snapshot(tier, found)
-        plan = make_unchecked_plan(parse(body), tier, connector_image=settings.connector_image, snapshot=snapshot)
+        plan = make_unchecked_plan(
+            parse(body),
+            tier,
+            connector_image=settings.connector_image,
+            janitor_image=settings.janitor_image,
+            snapshot=snapshot,
+        )
         rendered += manifests.render(plan)
     sys.stdout.write(to_yaml(rendered))
     return 0

@@ -21,7 +21,8 @@ from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.plan import Refusal, decide, diff, sizing_of
 from kvtier_operator.snapshot import Engines, Snapshot
 from kvtier_operator.spec import TierSpec, parse
-from kvtier_operator.status.checks import Look, a_node_is_large_enough
+from kvtier_operator.status.checks import a_node_is_large_enough
+from kvtier_operator.status.problems import Look
 
 LONGEST_WARNING: Final = 800
 """Characters; the API server cuts all of them down to 256 each where they are more than 4096 together."""
@@ -145,13 +146,16 @@ class Admission:
         """Warn of what the edit discards and restarts."""
         if write.old is None or write.old_spec is None:
             return
-        effect = explain_edit(
-            write.old_spec,
-            write.spec,
-            write.tier,
-            connector_image=self._connector_image,
-            warm_bytes=diff.warm_bytes(write.old.get("status") or {}),
-        )
+        try:
+            effect = explain_edit(
+                write.old_spec,
+                write.spec,
+                write.tier,
+                connector_image=self._connector_image,
+                warm_bytes=diff.warm_bytes(write.old.get("status") or {}),
+            )
+        except SpecInvalid:
+            return  # it cannot be carried out at all, which is told where it fits nothing
         yield from diff.warnings(effect)
 
     def _claim(self, write: _Write) -> Manifest | None:

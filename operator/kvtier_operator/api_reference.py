@@ -20,6 +20,9 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
     "StorageChecked": "The volume was tried before engines started on it: they may write, renames are atomic, there is "
     "room. `status.storage` shows how fast it is.",
+    "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
+    "janitor has counted.",
+    "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
     "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
     "depend on it.",

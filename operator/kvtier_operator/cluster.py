@@ -41,6 +41,9 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("apps/v1", "Deployment"): "deployments",
     ("batch/v1", "Job"): "jobs",
     ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
+    (names.COORDINATION, names.LEASE_KIND): "leases",
+    (names.RBAC, "Role"): "roles",
+    (names.RBAC, "RoleBinding"): "rolebindings",
     (names.API_VERSION, names.KIND): names.PLURAL,
 }
 

@@ -147,6 +147,7 @@ def _columns() -> list[Schema]:
         {"name": "Replicas", "type": "integer", "jsonPath": ".spec.replicas"},
         {"name": "Engines", "type": "integer", "jsonPath": ".status.readyReplicas", "description": "Ready engines."},
         {"name": "CPU-Tier", "type": "string", "jsonPath": ".spec.cpu.size"},
+        {"name": "Disk", "type": "string", "jsonPath": '.status.tiers[?(@.name=="disk")].used'},
         {"name": "Reason", "type": "string", "jsonPath": condition("reason")},
         {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
         {"name": "Generation", "type": "string", "jsonPath": ".status.generation.current", "priority": 1},

@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from kvtier_connector.contract_janitor import JANITOR_PORT
+from kvtier_connector.contract_usage import USAGE_PATH, Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.cluster import Cluster
-from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.snapshot import Claim, Container, Engines, Live, Pod, Snapshot
+from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+from kvtier_operator.probes import Address, Probes
+from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Live, Pod, Snapshot
+from kvtier_operator.usage import EngineReport, read_metrics, read_usage
+
+_NO_ADDRESS: Final = frozenset({"", "None"})
+"""Cluster IP of a Service that has none yet, or none at all."""
 
 MOUNT_PATIENCE: Final = timedelta(seconds=30)
 """A pod whose volumes are not mounted for this long after it was made is asked about."""
@@ -18,14 +26,22 @@ MOUNT_PATIENCE: Final = timedelta(seconds=30)
 _MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 
 
-def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None, now: datetime) -> Snapshot:
-    """Return what the cluster holds for a tier now.
+def gather(
+    cluster: Cluster,
+    tier: TierRef,
+    *,
+    existing_claim: str | None,
+    now: datetime,
+    probes: Probes[TierName] | None = None,
+) -> Snapshot:
+    """Return what the cluster holds for a tier now, and what its pods said when they were last asked.
 
     Args:
         cluster: what is read.
         tier: which tier.
         existing_claim: name of the user's own claim, if the tier uses one.
         now: tells which pods wait for their volumes for long.
+        probes: what pods say about themselves; None asks no pod.
 
     Raises:
         ClusterError: something could not be read; a partial view would be mistaken for the truth.
@@ -54,14 +70,23 @@ def gather(cluster: Cluster, tier: TierRef, *, existing_claim: str | None, now: 
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
         claim = cluster.get(claim_key, tier.namespace)
-    deployment = next((found for key, found in ours.items() if key.kind == "Deployment"), None)
-    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=names.selector_text(tier))
+    deployment = ours.get(names.engine_key(tier))
+    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}")
+    pods.sort(key=lambda found: str(found["metadata"]["name"]))
     return Snapshot(
         tier=tier,
         claim=None if claim is None else _claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
         pods=tuple(
-            sorted((_pod(found, _mount_problem(cluster, found, now)) for found in pods), key=lambda pod: pod.name)
+            _heard(_pod(found, _mount_problem(cluster, found, now)), tier, probes)
+            for found in pods
+            if _is_of(found, names.COMPONENT_ENGINE)
+        ),
+        janitor=_janitor(
+            [found for found in pods if _is_of(found, names.COMPONENT_JANITOR)],
+            ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier))),
+            tier,
+            probes,
         ),
         live={key: _live(found) for key, found in ours.items()},
         foreign=frozenset(foreign),
@@ -115,6 +140,40 @@ def _engines(found: Manifest) -> Engines:
         problem=failure.get("message", "") if failure.get("status") == "True" else "",
         rendered=(found["metadata"].get("annotations") or {}).get(names.ANNOTATION_RENDERED, ""),
     )
+
+
+def _is_of(pod: Manifest, component: str) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get(names.LABEL_COMPONENT) == component)
+
+
+def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
+    """Return an engine pod with what it says: one that does not serve is not asked."""
+    if probes is None or not pod.address or not pod.is_ready or pod.is_terminating:
+        return pod
+    address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
+    answer = probes.look(address, owner=_owner(tier), meaning=read_metrics)
+    report = None if answer is None else answer.value
+    return replace(pod, report=report if isinstance(report, EngineReport) else None)
+
+
+def _janitor(
+    pods: Iterable[Manifest], service: Manifest | None, tier: TierRef, probes: Probes[TierName] | None
+) -> Janitor:
+    found = Janitor(pods=tuple(_pod(each) for each in pods))
+    host = "" if service is None else service.get("spec", {}).get("clusterIP", "")
+    if probes is None or host in _NO_ADDRESS:
+        return found
+    address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
+    answer = probes.look(address, owner=_owner(tier), meaning=read_usage)
+    if answer is None:
+        return found
+    usage = answer.value if isinstance(answer.value, Usage) else None
+    return replace(found, usage=usage, silence=answer.problem)
+
+
+def _owner(tier: TierRef) -> TierName:
+    return TierName(namespace=tier.namespace, name=tier.name)
 
 
 def _pod(found: Manifest, mount_problem: str = "") -> Pod:

@@ -27,6 +27,7 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
+from kvtier_operator.probes import Probes
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
@@ -53,6 +54,8 @@ _WATCHED: Final = (
     ("", "v1", "services"),
     ("apps", "v1", "deployments"),
     ("policy", "v1", "poddisruptionbudgets"),
+    ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    ("rbac.authorization.k8s.io", "v1", "roles"),
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
 
@@ -67,6 +70,8 @@ _WATCHED_KINDS: Final = frozenset(
         "PersistentVolumeClaim",
         "Pod",
         "PodDisruptionBudget",
+        "Role",
+        "RoleBinding",
         "Service",
         "ServiceAccount",
     }
@@ -107,6 +112,7 @@ class Operator:
             resync_seconds=settings.resync_seconds,
             settle_seconds=settings.settle_seconds,
         )
+        self._probes: Probes[TierName] = Probes(self._queue.add, interval_seconds=settings.probe_seconds)
         self._proofs = Proofs(self._queue.add, settle_seconds=settings.canary_settle_seconds)
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
@@ -164,6 +170,7 @@ class Operator:
         loop.call_later(LOOP_SECONDS / 10, self._beat_again, loop)
 
     def _on_cleanup(self, **_: Any) -> None:
+        self._probes.close()
         if self._stop_flag is not None:
             # kopf waits for it on a thread, which a signal does not end.
             self._stop_flag.set()
@@ -229,10 +236,12 @@ class Operator:
             self._cluster,
             key,
             connector_image=self._settings.connector_image,
+            janitor_image=self._settings.janitor_image,
             clock=self._clock,
             inventory=self._inventory,
             proofs=self._proofs,
             attempt=attempt,
+            probes=self._probes,
         )
         self._claim_users.note(key, outcome.existing_claim)
         self._count(outcome, time.monotonic() - start)

@@ -37,16 +37,20 @@ ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 """On the resource, for people: ``true`` is the same as ``spec.paused``."""
 
 COMPONENT_ENGINE: Final = "engine"
+COMPONENT_JANITOR: Final = "janitor"
 COMPONENT_PREFLIGHT: Final = "preflight"
 COMPONENT_VOLUME: Final = "volume"
 
 ENGINE_CONTAINER: Final = "engine"
 PREFLIGHT_CONTAINER: Final = "preflight"
+JANITOR_CONTAINER: Final = "janitor"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
 
 VOLUME_MOUNT: Final = "/var/lib/kvtier"
 CONFIG_MOUNT: Final = "/etc/kvtier"
+KEYS_MOUNT: Final = "/etc/kvtier-keys"
+JANITOR_CONFIG_MOUNT: Final = "/etc/kvtier-janitor"
 CONNECTOR_MOUNT: Final = "/opt/kvtier"
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from
 SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: nobody else can write there
@@ -90,6 +94,9 @@ class ObjectKey:
         return f"{self.kind}/{self.name}"
 
 
+RBAC: Final = "rbac.authorization.k8s.io/v1"
+COORDINATION: Final = "coordination.k8s.io/v1"
+LEASE_KIND: Final = "Lease"
 MODEL_CACHE: Final = f"{SCRATCH_MOUNT}/hf"
 """Where engines keep what they download; a volume of the user's mounted there outlives the pod."""
 
@@ -117,6 +124,11 @@ def preflight(tier: TierRef) -> str:
     return f"{tier.name}-preflight"
 
 
+def janitor(tier: TierRef) -> str:
+    """Name of the janitor's Deployment, ConfigMap, Service, ServiceAccount, Role, RoleBinding and Lease."""
+    return f"{tier.name}-janitor"
+
+
 def claim(tier: TierRef) -> str:
     """Name of the claim the operator makes when the tier does not bring one."""
     return f"{tier.name}-blocks"
@@ -130,13 +142,30 @@ def children(tier: TierRef) -> tuple[ObjectKey, ...]:
         ObjectKey(api_version="v1", kind="ServiceAccount", name=engine(tier)),
         ObjectKey(api_version="v1", kind="Service", name=engine(tier)),
         ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=engine(tier)),
-        ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier)),
+        engine_key(tier),
+        ObjectKey(api_version="v1", kind="ConfigMap", name=janitor(tier)),
+        ObjectKey(api_version=COORDINATION, kind=LEASE_KIND, name=janitor(tier)),
+        ObjectKey(api_version="v1", kind="ServiceAccount", name=janitor(tier)),
+        ObjectKey(api_version=RBAC, kind="Role", name=janitor(tier)),
+        ObjectKey(api_version=RBAC, kind="RoleBinding", name=janitor(tier)),
+        ObjectKey(api_version="v1", kind="Service", name=janitor(tier)),
+        janitor_key(tier),
     )
 
 
-def selector(tier: TierRef) -> dict[str, str]:
-    """Labels that find the engine pods of the tier; never a user's label, because selectors cannot change."""
-    return {LABEL_TIER: tier.name, LABEL_COMPONENT: COMPONENT_ENGINE}
+def engine_key(tier: TierRef) -> ObjectKey:
+    """Return the Deployment of the engines."""
+    return ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier))
+
+
+def janitor_key(tier: TierRef) -> ObjectKey:
+    """Return the Deployment of the janitor."""
+    return ObjectKey(api_version="apps/v1", kind="Deployment", name=janitor(tier))
+
+
+def selector(tier: TierRef, component: str = COMPONENT_ENGINE) -> dict[str, str]:
+    """Labels that find the pods of one component; never a user's label, because selectors cannot change."""
+    return {LABEL_TIER: tier.name, LABEL_COMPONENT: component}
 
 
 def selector_text(tier: TierRef) -> str:

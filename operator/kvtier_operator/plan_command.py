@@ -21,7 +21,8 @@ from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.settings import Settings
 from kvtier_operator.snapshot import Engines, Nodes, Snapshot
 from kvtier_operator.spec import TierSpec, parse
-from kvtier_operator.status.checks import Look, a_node_is_large_enough
+from kvtier_operator.status.checks import a_node_is_large_enough
+from kvtier_operator.status.problems import Look
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,9 @@ from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.plan.janitor import JANITOR_IMAGE
 from kvtier_operator.plan.preflight import State
+from kvtier_operator.probes import Probes
 from kvtier_operator.proof.asking import make_ask
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
@@ -60,8 +62,10 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     tier: TierName,
     *,
     connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
     clock: Clock,
     inventory: Inventory | None = None,
+    probes: Probes[TierName] | None = None,
     proofs: Proofs | None = None,
     attempt: int = 1,
 ) -> Outcome:
@@ -72,7 +76,9 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         tier: which one.
         connector_image: image that brings the connector into the engine pods.
         clock: for the times in the status.
+        janitor_image: image of the janitor, where the tier names none.
         inventory: the nodes; None where the operator may not read them.
+        probes: what pods say about themselves; None asks no pod.
         proofs: who asks the engines; None asks nobody.
         attempt: 1, and one more for each failure in a row before this pass.
 
@@ -88,7 +94,10 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         if proofs is not None:
             proofs.forget(tier)
         return Outcome(exists=False)
-    act = _act(cluster, body, connector_image, inventory, clock)
+    sources = _Sources(
+        connector_image=connector_image, janitor_image=janitor_image, inventory=inventory, probes=probes, clock=clock
+    )
+    act = _act(cluster, body, sources)
     outcome = Outcome(
         exists=True,
         written=act.written,
@@ -113,7 +122,22 @@ class _Act:
     failure: ClusterError | None = None
 
 
-def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inventory | None, clock: Clock) -> _Act:
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    """What decisions of a pass are made from, besides the cluster."""
+
+    connector_image: str
+    janitor_image: str
+    inventory: Inventory | None
+    probes: Probes[TierName] | None
+    clock: Clock
+
+    def look(self, cluster: Cluster, tier: TierRef, spec: TierSpec) -> Snapshot:
+        """Read everything but the nodes."""
+        return gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=self.clock(), probes=self.probes)
+
+
+def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
@@ -125,12 +149,18 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inve
         spec = spec.model_copy(update={"paused": True})
     view = replace(view, spec=spec)
     try:
-        snapshot = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
+        snapshot = sources.look(cluster, tier, spec)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
-    snapshot = replace(snapshot, nodes=_look(inventory, spec, snapshot))
+    snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
     view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
-    plan = make_plan(spec, snapshot, connector_image=connector_image, restart=asked.restart)
+    plan = make_plan(
+        spec,
+        snapshot,
+        connector_image=sources.connector_image,
+        janitor_image=sources.janitor_image,
+        restart=asked.restart,
+    )
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
     view = replace(view, current=plan.generation)
@@ -145,8 +175,7 @@ def _act(cluster: Cluster, body: Manifest, connector_image: str, inventory: Inve
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            told = gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=clock())
-            view = replace(view, snapshot=replace(told, nodes=snapshot.nodes))
+            view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
@@ -213,6 +242,8 @@ def _write(
             live = snapshot.live.get(key)
             if live is None and key.kind == "Deployment" and key.name == names.engine(plan.tier) and not starts_engines:
                 continue
+            if live is not None and key.kind == names.LEASE_KIND:
+                continue  # its holder renews it all the time, and there is nothing of ours in it
             try:
                 applied = cluster.apply(manifest, over=None if live is None else live.uid)
             except (ClusterForbidden, ClusterRejected) as error:

@@ -18,12 +18,16 @@ class Settings:
     """Namespaces that are served, separated by commas; none means all of them."""
     connector_image: str = f"ghcr.io/kvtier/connector:{__version__}"
     """Image whose init container brings the connector into engine pods."""
+    janitor_image: str = f"ghcr.io/kvtier/janitor:{__version__}"
+    """Image of the janitors, where a tier names none."""
     workers: int = 4
     """Tiers that are looked at in the same moment."""
     resync_seconds: float = 600.0
     """After how long a tier is looked at again though nothing was heard of it."""
     settle_seconds: float = 0.2
     """How long a tier waits after an event, so that a burst of events makes one pass."""
+    probe_seconds: float = 15.0
+    """How often a pod is asked at most what it has to report."""
     liveness_endpoint: str = ""
     """``http://ADDRESS:PORT`` that answers the kubelet at ``/healthz`` and ``/readyz``; empty serves none."""
     leader_elect: bool = False
@@ -58,9 +62,11 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         namespaces=tuple(filter(None, (part.strip() for part in environ.get("KVTIER_NAMESPACES", "").split(",")))),
         connector_image=environ.get("KVTIER_CONNECTOR_IMAGE") or defaults.connector_image,
+        janitor_image=environ.get("KVTIER_JANITOR_IMAGE") or defaults.janitor_image,
         workers=int(_number(environ, "KVTIER_WORKERS", defaults.workers, least=1, most=64)),
         resync_seconds=_number(environ, "KVTIER_RESYNC_SECONDS", defaults.resync_seconds, least=1, most=86400),
         settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),
+        probe_seconds=_number(environ, "KVTIER_PROBE_SECONDS", defaults.probe_seconds, least=1, most=3600),
         liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
         leader_elect=_flag(environ, "KVTIER_LEADER_ELECT", default=defaults.leader_elect),
         lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier_connector.contract_usage import Usage as VolumeUsage
 from kvtier_operator.names import ObjectKey, TierRef
+from kvtier_operator.usage import EngineReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,19 @@ class Pod:
     """Whether no container of it has been started yet on its node."""
     mount_problem: str = ""
     """Why the kubelet cannot bring the volumes to the pod, in its own words."""
+    report: EngineReport | None = None
+    """What the engine in it says about its disk tier; None while it has not been heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Janitor:
+    """The janitor's pods, and what the active one reports."""
+
+    pods: tuple[Pod, ...] = ()
+    usage: VolumeUsage | None = None
+    """Its last report; None where there is none."""
+    silence: str = ""
+    """Why there is none, if it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +162,7 @@ class Snapshot:
     pods: tuple[Pod, ...]
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
+    janitor: Janitor = Janitor()
     nodes: Nodes | None = None
     """None where the operator may not read nodes."""
     foreign: frozenset[ObjectKey] = frozenset()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiers import tier
 
 from kvtier_operator import names
+from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.manifests.edits import explain_edit
 from kvtier_operator.plan import diff
 from kvtier_operator.spec import parse
@@ -66,6 +67,19 @@ def test_a_field_that_goes_is_told_as_absent() -> None:
     assert [(change.field, change.before, change.after) for change in found.changes] == [
         ("spec.disk.budget.maxBytes", "1Ti", None)
     ]
+
+
+def test_a_share_of_nodes_that_nobody_shows_is_compared_as_a_share() -> None:
+    half, same, more = ({"cpu": {"size": None, "fraction": share}, "replicas": 2} for share in ("50%", "50%", "60%"))
+    assert explain(half, {**same, "replicas": 3}).restarted_pods == 0
+    assert explain(half, more).restarted_pods == 2
+    assert explain({}, half).restarted_pods == 2
+    assert not explain({}, half).discards_cache
+
+
+def test_what_cannot_be_carried_out_is_not_explained() -> None:
+    with pytest.raises(SpecInvalid, match="blockTokens: 96 is no multiple of the 64 tokens"):
+        explain({}, {"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}})
 
 
 def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:

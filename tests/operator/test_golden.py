@@ -14,23 +14,23 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvtier_connector import contract, contract_janitor
 from kvtier_operator import names, spec
 from kvtier_operator.__main__ import to_yaml
 from kvtier_operator.manifests import render
 from kvtier_operator.plan import make_unchecked_plan
 
+OPERATOR = Path(__file__).parents[2] / "docs" / "operator.yaml"
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
+IMAGES = {"connector_image": "ghcr.io/kvtier/connector:golden", "janitor_image": "ghcr.io/kvtier/janitor:golden"}
 VERSIONS = ("1.29", "1.37")
 """The oldest Kubernetes that is supported, and the newest that is known."""
 
 
 def rendered(case: str) -> tuple[dict[str, Any], ...]:
     body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
-    plan = make_unchecked_plan(
-        spec.parse(body), names.tier_ref(body), connector_image="ghcr.io/kvtier/connector:golden"
-    )
-    return render(plan)
+    return render(make_unchecked_plan(spec.parse(body), names.tier_ref(body), **IMAGES))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,29 +55,69 @@ def test_kubernetes_knows_every_field_that_is_rendered(case: str, version: str) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_pod_satisfies_the_restricted_standard(case: str) -> None:
-    pod = deployment(case)["spec"]["template"]["spec"]
+@pytest.mark.parametrize("component", ["engine", "janitor"])
+def test_the_pods_satisfy_the_restricted_standard(case: str, component: str) -> None:
+    pod = deployment(case, component)["spec"]["template"]["spec"]
     context = pod["securityContext"]
     assert context["runAsNonRoot"] is True
     assert context["runAsUser"] > 0
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in (*pod["initContainers"], *pod["containers"]):
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_mount_has_its_volume_and_every_selector_its_pods(case: str) -> None:
-    found = deployment(case)["spec"]
+@pytest.mark.parametrize("component", ["engine", "janitor"])
+def test_every_mount_has_its_volume_and_every_selector_its_pods(case: str, component: str) -> None:
+    found = deployment(case, component)["spec"]
     pod, selector = found["template"]["spec"], found["selector"]["matchLabels"]
     volumes = {volume["name"] for volume in pod["volumes"]}
-    mounts = [mount for each in (*pod["initContainers"], *pod["containers"]) for mount in each["volumeMounts"]]
+    mounts = [mount for each in (*pod.get("initContainers", ()), *pod["containers"]) for mount in each["volumeMounts"]]
     assert {mount["name"] for mount in mounts} <= volumes
     assert selector.items() <= found["template"]["metadata"]["labels"].items()
-    service = next(each for each in rendered(case) if each["kind"] == "Service")
-    budget = next(each for each in rendered(case) if each["kind"] == "PodDisruptionBudget")
-    assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == selector
+    service = next(each for each in rendered(case) if each["kind"] == "Service" and is_of(each, component))
+    assert service["spec"]["selector"] == selector
+    if component == "engine":
+        budget = next(each for each in rendered(case) if each["kind"] == "PodDisruptionBudget")
+        assert budget["spec"]["selector"]["matchLabels"] == selector
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_janitor_is_the_same_user_as_the_engines_and_works_where_they_do(case: str) -> None:
+    engine, janitor = (deployment(case, name)["spec"]["template"]["spec"] for name in ("engine", "janitor"))
+    assert janitor["securityContext"] == engine["securityContext"]
+    config = next(each for each in rendered(case) if is_of(each, "janitor") and each["kind"] == "ConfigMap")
+    told = contract_janitor.decode(config["data"]["janitor.json"])
+    connector = next(each for each in rendered(case) if is_of(each, "engine") and each["kind"] == "ConfigMap")
+    served = contract.decode(connector["data"]["connector.json"])
+    assert served.root == f"{told.tier_dir}/{told.current}"
+    live = contract.decode_live(connector["data"]["live.json"])
+    assert (told.tier, told.max_bytes) == (served.tier, live.max_bytes)
+    for pod in (engine, janitor):
+        mount = next(each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "blocks")
+        assert mount["mountPath"] == "/var/lib/kvtier"
+        volume = next(each for each in pod["volumes"] if each["name"] == "blocks")
+        assert volume == next(each for each in engine["volumes"] if each["name"] == "blocks")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_janitor_may_touch_its_lease_and_nothing_else(case: str) -> None:
+    role = next(each for each in rendered(case) if each["kind"] == "Role")
+    binding = next(each for each in rendered(case) if each["kind"] == "RoleBinding")
+    pod = deployment(case, "janitor")["spec"]["template"]["spec"]
+    assert {resource for rule in role["rules"] for resource in rule["resources"]} == {"leases"}
+    assert {name for rule in role["rules"] for name in rule["resourceNames"]} == {
+        each["metadata"]["name"] for each in rendered(case) if each["kind"] == "Lease"
+    }
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
+    manifests = yaml.safe_load_all(OPERATOR.read_text())
+    operator = next(each for each in manifests if each["kind"] == "ClusterRole")
+    held = next(rule for rule in operator["rules"] if rule["resources"] == ["leases"])
+    # The API server lets nobody grant what they may not do themselves.
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} <= set(held["verbs"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,5 +143,9 @@ def test_nothing_is_shared_between_two_renderings(case: str) -> None:
     assert rendered(case) == second
 
 
-def deployment(case: str) -> dict[str, Any]:
-    return next(each for each in rendered(case) if each["kind"] == "Deployment")
+def deployment(case: str, component: str = "engine") -> dict[str, Any]:
+    return next(each for each in rendered(case) if each["kind"] == "Deployment" and is_of(each, component))
+
+
+def is_of(manifest: dict[str, Any], component: str) -> bool:
+    return bool(manifest["metadata"]["labels"][names.LABEL_COMPONENT] == component)

@@ -16,12 +16,20 @@ from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
 CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 POLICY = "/apis/policy/v1"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
 CHILDREN = (
     (CORE, "configmaps", "llama-connector"),
     (CORE, "serviceaccounts", "llama-engine"),
     (CORE, "services", "llama-engine"),
     (POLICY, "poddisruptionbudgets", "llama-engine"),
     (APPS, "deployments", "llama-engine"),
+    (CORE, "configmaps", "llama-janitor"),
+    (CORE, "serviceaccounts", "llama-janitor"),
+    ("/apis/coordination.k8s.io/v1", "leases", "llama-janitor"),
+    (RBAC, "roles", "llama-janitor"),
+    (RBAC, "rolebindings", "llama-janitor"),
+    (CORE, "services", "llama-janitor"),
+    (APPS, "deployments", "llama-janitor"),
 )
 CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
 
@@ -67,10 +75,10 @@ def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
         assert found["status"]["sizing"]["memoryBytes"] == 81 << 30
 
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}}, sub="/scale")
-        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 3)
+        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 3)
 
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"hash": {"seed": "7"}}})
-        until(lambda: kubectl.is_ready() and {seed(pod) for pod in kubectl.items(CORE, "pods")} == {"7"})
+        until(lambda: kubectl.is_ready() and {seed(pod) for pod in engines(kubectl)} == {"7"})
 
         kubectl.delete(TIERS, "kvcachetiers", "llama")
         until(all_gone(kubectl))
@@ -78,6 +86,11 @@ def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
     reasons = {event["reason"] for event in kubectl.items(CORE, "events")}
     assert "Ready" in reasons
     assert not [event for event in kubectl.items(CORE, "events") if event["type"] == "Warning"]
+
+
+def engines(kubectl: Client) -> list[dict[str, Any]]:
+    pods = kubectl.items(CORE, "pods")
+    return [pod for pod in pods if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "engine"]
 
 
 def seed(pod: dict[str, Any]) -> str:
@@ -138,7 +151,7 @@ def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(k
     kubectl.delete(CORE, "configmaps", "llama-connector")
     with running():
         until(lambda: kubectl.get(CORE, "configmaps", "llama-connector") is not None)
-        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 1)
+        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
 
 
 @pytest.mark.usefixtures("controllers")
@@ -209,7 +222,7 @@ def test_dropped_watches_and_expired_versions_are_outlived(api: ApiServerThread,
         api.compact()
         api.drop_watches()
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
-        until(lambda: kubectl.is_ready() and len(kubectl.items(CORE, "pods")) == 1)
+        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
 
 
 def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, kubectl: Client) -> None:

@@ -150,6 +150,13 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("replicas",): 7,
     ("paused",): True,
     ("disk", "mode"): "Bypass",
+    ("disk", "budget"): {"maxBytes": "1Ti", "ttl": "2h"},
+    ("generations",): {"keepPrevious": 3},
+    ("janitor",): {"enabled": False},
+    ("disk", "budget"): {"maxBytes": "1Ti", "ttl": "1h"},
+    ("disk", "encryption", "activeKey"): "another",
+    ("generations",): {"keepPrevious": 5},
+    ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
     ("engine", "rollout"): {"maxSurge": 3},
     ("volume", "claim"): {"size": "9Ti"},
@@ -163,7 +170,8 @@ def test_no_pod_is_made_from_a_field_that_is_said_to_roll_nothing(path: tuple[st
     for part in reversed(path):
         change = {part: change}
     texts = []
-    for body in (tier(), merge(tier(), {"spec": change})):
+    before = tier(disk={"encryption": {"secretName": "keys", "activeKey": "one"}})
+    for body in (before, merge(before, {"spec": change})):
         plan = make_unchecked_plan(spec.parse(body), names.tier_ref(body), connector_image=OLD)
         deployment = next(each for each in render(plan) if each["kind"] == "Deployment")
         texts.append((deployment["spec"]["template"], plan.config_text))

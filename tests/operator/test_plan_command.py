@@ -47,6 +47,18 @@ def test_no_line_of_a_plan_is_wider_than_a_screen(case: str) -> None:
     assert all(len(line) <= 132 for line in (PLANS / case / "expected.txt").read_text().splitlines())
 
 
+def test_the_example_in_the_documentation_is_what_is_printed(request: pytest.FixtureRequest) -> None:
+    printed = (PLANS / "llama-8b-share" / "expected.txt").read_text().splitlines()
+    example = "\n".join(f"    {line}".rstrip() for line in printed)
+    page = ROOT / "docs" / "sizing.md"
+    before, marker, rest = page.read_text().partition("compared by a test -->\n")
+    _, end, after = rest.partition("\n\nRead it from the top.")
+    wanted = before + marker + example + end + after
+    if request.config.getoption("--update-golden"):
+        page.write_text(wanted)
+    assert page.read_text() == wanted
+
+
 def write(path: Path, *bodies: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump_all(bodies))
     return str(path)

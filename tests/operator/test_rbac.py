@@ -29,6 +29,9 @@ POLICY = "/apis/policy/v1"
 SLOW = 60.0
 
 
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+
+
 def body(name: str = "llama", **spec: Any) -> dict[str, Any]:
     manifest = tier(**spec)
     manifest["metadata"] |= {"namespace": NAMESPACE, "name": name}
@@ -57,6 +60,15 @@ def is_repaired(kubectl: Client) -> None:
         kubectl.delete(group, plural, name)
         until(lambda where=(group, plural, name): kubectl.get(*where), seconds=SLOW)
     until(kubectl.is_ready, seconds=SLOW)
+
+
+def does_without_its_janitor_and_with_it_again(kubectl: Client) -> None:
+    for is_enabled in (False, True):
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"janitor": {"enabled": is_enabled}}})
+        until(
+            lambda wanted=is_enabled: (kubectl.get(RBAC, "roles", "llama-janitor") is not None) is wanted, seconds=SLOW
+        )
+        until(kubectl.is_ready, seconds=SLOW)
 
 
 def grows_its_claim(kubectl: Client) -> None:
@@ -90,6 +102,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     becomes_ready,
     scales_down_to_one_and_up,
     is_repaired,
+    does_without_its_janitor_and_with_it_again,
     grows_its_claim,
     goes,
     is_refused,
@@ -98,6 +111,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
 
 
 REPLAYED_ELSEWHERE = (
+    "update leases",  # by the janitors, whose roles may not say more than the operator's own does
     "list events",  # about a pod whose volumes are not mounted half a minute after it was made: test_status.py
 )
 

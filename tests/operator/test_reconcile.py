@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +12,10 @@ from tiers import (
     CLAIM,
     CONFIG,
     DEPLOYMENT,
+    JANITOR,
+    JANITOR_CONFIG,
+    JANITOR_SERVICE,
+    LEASE,
     NAMESPACE,
     NOON,
     SERVICE,
@@ -42,6 +45,13 @@ CHILDREN = {
     SERVICE,
     ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine"),
     ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine"),
+    JANITOR,
+    JANITOR_CONFIG,
+    JANITOR_SERVICE,
+    ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-janitor"),
+    LEASE,
+    ObjectKey(api_version=names.RBAC, kind="Role", name="llama-janitor"),
+    ObjectKey(api_version=names.RBAC, kind="RoleBinding", name="llama-janitor"),
 }
 
 
@@ -81,7 +91,7 @@ def test_a_second_pass_writes_nothing() -> None:
     version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
     outcome = run(cluster)
     assert outcome.written == ()
-    assert [verb for verb, _ in cluster.writes()] == ["apply"] * 6
+    assert [verb for verb, _ in cluster.writes()] == ["apply"] * (len(CHILDREN) - 1)
     assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
     assert len(cluster.posted) == 1
 
@@ -98,16 +108,6 @@ def test_a_tier_becomes_ready_when_its_engines_are() -> None:
     assert condition(cluster, "Ready")["status"] == "True"
     assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
     assert [event["reason"] for event in cluster.posted] == ["ClaimPending", "Ready"]
-
-
-def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
-    before = cluster.look(DEPLOYMENT)
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
-    assert run(cluster).written == (CONFIG,)
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"mode": "Bypass"}
-    assert cluster.look(DEPLOYMENT) == before
 
 
 def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:
@@ -141,7 +141,7 @@ def test_a_change_of_the_configuration_rolls_the_engines() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
     before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "1Ti"}}}})
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"admission": {"minReuse": 2}}}})
     assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
     assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
 
@@ -321,7 +321,7 @@ def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
     assert cluster.existing() == {TIER_KEY}
 
 
-@pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM}), ids=str)
+@pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM, LEASE}), ids=str)
 def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
     cluster = FakeCluster(tier())
     run(cluster)

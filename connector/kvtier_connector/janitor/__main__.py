@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         leader = make_leader(config)
         loop = Loop(config, leader=leader, config_file=options.config)
         pages = make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health)
-        server = Server(config.http_port, pages)
+        server = Server(options.host, config.http_port, pages)
     except (ConnectorError, OSError, ValueError) as error:
         print(f"kvtier janitor: {error}", file=sys.stderr)
         return 1
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help=f"the operator's document, {JANITOR_CONFIG_FILE}"
     )
+    parser.add_argument("--host", default="", metavar="ADDRESS", help="to serve on (default: every one)")
     return parser
 
 

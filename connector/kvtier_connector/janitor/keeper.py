@@ -6,7 +6,6 @@ A fault of the volume is a problem that is stated until it is over; whatever els
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable
@@ -19,25 +18,17 @@ from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
 from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
 from kvtier_connector.janitor.columns import make_blocks, used_by_tenant
 from kvtier_connector.janitor.eviction import Eviction
-from kvtier_connector.janitor.generations import (
-    Generation,
-    Standing,
-    condemn,
-    find_generations,
-    last_written_ns,
-    look_at,
-    rank,
-)
+from kvtier_connector.janitor.generations import Generation, find_generations
 from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
 from kvtier_connector.janitor.news import News
 from kvtier_connector.janitor.patrol import Patrol, remove_old_partials
 from kvtier_connector.janitor.pins import read_pins
 from kvtier_connector.janitor.policy import Choice, Limits, choose
 from kvtier_connector.janitor.problems import Problems
-from kvtier_connector.janitor.removal import GenerationRemoval
 from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
+from kvtier_connector.janitor.retirement import Retirement
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
-from kvtier_connector.janitor.tidy import sweep_journals, sweep_own_partials, sweep_quarantine, sweep_tenants
+from kvtier_connector.janitor.tidy import sweep_beside, sweep_journals, sweep_quarantine, sweep_tenants
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -60,7 +51,7 @@ class Keeper:
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
-        is_saving: bool = True,
+        is_lasting: bool = True,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -70,14 +61,14 @@ class Keeper:
             clock: Nanoseconds since 1970.
             now: Seconds that never go back.
             may_act: Asked before each batch of removals: whether this is still the active janitor of the tier.
-            is_saving: Whether the ledger is kept on the volume for the next process.
+            is_lasting: Whether it keeps ledger and brake on the volume; what runs once beside a janitor does not.
         """
         self.config = config
         self._fs = fs
         self._clock = clock
         self._now = now
         self._may_act = may_act
-        self._is_saving = is_saving
+        self._is_lasting = is_lasting
         self._dir = config.tier_dir
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self._ledger = Ledger()
@@ -85,14 +76,15 @@ class Keeper:
         self._patrol = Patrol(self._ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
         self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
         self._generations: list[Generation] = []
-        self._active: dict[str, int] = {}
+        self._retirement = Retirement(self._dir, fs=fs, clock=clock, own_writers=lambda: self._news.tokens)
         self._pins: dict[str, bytes] = {}
         self._quarantined: dict[str, Sum] = {}
         self._space = Space()
         self._is_hurried = False
+        self._has_heard_all = True
+        self._fruitless: tuple[object, ...] = ()
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
-        self._missing_bytes = 0
         self._next_look = self._next_tidy = 0.0
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
@@ -121,23 +113,28 @@ class Keeper:
         """Work for about a second; return after how many seconds there is something to do again."""
         ends = self._now() + STEP_SECONDS
 
+        def has_time() -> bool:
+            return self._now() < ends
+
         def may_go_on() -> bool:
-            return self._now() < ends and self._may_act()
+            return has_time() and self._may_act()
 
         is_time = self._is_hurried or self._now() >= self._next_look
         self._is_hurried = False
-        if is_time or self._eviction is not None:
-            self._listen()
         if is_time:
             self._look()
+        if is_time or self._eviction is not None:
+            self._listen(has_time)
         self._meet()
         with self._problems.trying("walk"):
-            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=may_go_on)
-        if is_time and self._eviction is None and self._may_act():
+            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
+        if is_time and self._eviction is None and self._has_heard_all and self._may_act():
             self._decide()
         self._evict(may_go_on)
         if is_time and self._may_act():
             self._brake_or_let_go()
+            with self._problems.trying("tell"):
+                self._news.flush()
             self._give_up_generations(may_go_on)
             self._tidy(may_go_on)
             self._save_if_due()
@@ -152,12 +149,6 @@ class Keeper:
         wake = min(self._next_look, self._patrol.next_at)
         return 0.0 if is_busy else max(0.0, min(wake - self._now(), self.config.sweep_seconds))
 
-    def walk_all(self) -> None:
-        """See every block now; for who does not wait for the next walk."""
-        self._patrol.restart()
-        while not self._patrol.is_counted and "walk" not in self._problems:
-            self.step()
-
     @property
     def is_idle(self) -> bool:
         """Whether everything is counted and nothing waits to be removed."""
@@ -166,6 +157,11 @@ class Keeper:
     def plan(self) -> Choice:
         """Return what the policy would remove now; nothing is removed."""
         return self._choose(self._limits())
+
+    def finish(self) -> None:
+        """Work until everything is counted and done, or the volume refuses to be walked."""
+        while (self.step() == 0 or not self.is_idle) and "walk" not in self._problems:
+            continue
 
     def close(self) -> None:
         """Save what is known; leave the brake to run out, or to the next janitor."""
@@ -183,9 +179,9 @@ class Keeper:
         with self._problems.trying("pins"):
             self._pins = read_pins(Path(self._dir), fs=self._fs)
 
-    def _listen(self) -> None:
+    def _listen(self, has_time: Callable[[], bool] = lambda: True) -> None:
         with self._problems.trying("journals"):
-            self._news.follow(self._digests())
+            self._has_heard_all = self._news.follow(self._digests(), has_time)
 
     def _meet(self) -> None:
         """Ask the volume about blocks that somebody used and nobody told of."""
@@ -202,15 +198,17 @@ class Keeper:
     def _decide(self) -> None:
         self._ledger.compact()
         limits = self._limits()
-        if not self._patrol.is_counted or not is_due(
-            limits, used=used_by_tenant(self._ledger), oldest_ns=self._oldest_ns()
-        ):
-            self._missing_bytes = 0 if self._patrol.is_counted else self._missing_bytes
-            self._state_missing()
+        used = used_by_tenant(self._ledger)
+        if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._oldest_ns()):
+            self._state_missing(0)
+            return
+        # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
+        situation = (self._ledger.changes, self.config, tuple(self._pins.values()), self._space.free_bytes)
+        if situation == self._fruitless:
             return
         choice = self._choose(limits)
-        self._missing_bytes = choice.missing_bytes
-        self._state_missing()
+        self._state_missing(choice.missing_bytes)
+        self._fruitless = () if choice.rows.size else situation
         if choice.rows.size:
             self._eviction_began = self._now()
             self._eviction = Eviction(
@@ -229,7 +227,7 @@ class Keeper:
             return
         with self._problems.trying("remove"):
             while not eviction.is_done and may_go_on():
-                eviction.step(self._is_told)
+                eviction.step(lambda digest: self._retirement.is_in_use(digest, self.config))
                 with self._problems.trying("tell"):
                     self._news.flush()
                 self._listen()
@@ -243,6 +241,8 @@ class Keeper:
             self._eviction = None
 
     def _brake_or_let_go(self) -> None:
+        if not self._is_lasting:
+            return
         used = self._ledger.total.bytes + self._other_bytes()
         reason = brake_reason(
             self.config,
@@ -259,35 +259,16 @@ class Keeper:
             logger.warning("%s: %s", self.config.tier, self._brake.reason or "engines may store again")
 
     def _give_up_generations(self, may_go_on: Callable[[], bool]) -> None:
-        others = [each for each in self._generations if each.digest != self.config.current]
-        if not others:
-            self._active.clear()
-            return
         with self._problems.trying("generations"):
-            for digest in condemn(
-                [self._standing(each) for each in others],
-                current=self.config.current,
-                keep_previous=self.config.keep_previous,
-                idle_ns=int(self.config.generation_idle_seconds * 1e9),
-                now_ns=self._clock(),
-            ):
-                self._give_up(digest, may_go_on)
-
-    def _give_up(self, digest: str, may_go_on: Callable[[], bool]) -> None:
-        found = look_at(self._fs, self._dir, digest)
-        if found is not None and found.strangers:
-            raise OSError(
-                errno.ENOTEMPTY, f"not removed, since it holds {', '.join(found.strangers)}: remove it", digest
-            )
-        if found is None or GenerationRemoval(self._fs, f"{self._dir}/{digest}").step(may_go_on):
-            self._ledger.drop_generation(self._ledger.generation(digest))
-            self._news.forget(digest)
-            self._generations = [each for each in self._generations if each.digest != digest]
-            self._quarantined.pop(digest, None)
-            self.tallies.removed_leftovers["generation"] += 1
-            logger.info("%s: removed generation %s", self.config.tier, digest)
-        else:
-            self._is_hurried = True
+            for digest, is_gone in self._retirement.step(self._generations, self.config, may_go_on):
+                if not is_gone:
+                    self._is_hurried = True
+                    continue
+                self._ledger.drop_generation(self._ledger.generation(digest))
+                self._news.forget(digest)
+                self._generations = [each for each in self._generations if each.digest != digest]
+                self._quarantined.pop(digest, None)
+                self.tallies.removed_leftovers["generation"] += 1
 
     def _tidy(self, may_go_on: Callable[[], bool]) -> None:
         config, now_ns = self.config, self._clock()
@@ -306,8 +287,9 @@ class Keeper:
         with self._problems.trying("tidy"):
             for digest in self._digests():
                 self._tidy_generation(digest, now_ns)
-            hour_ago_ns = now_ns - int(config.partial_age_seconds * 1e9)
-            self.tallies.removed_leftovers["partial"] += sweep_own_partials(self._fs, self._dir, before_ns=hour_ago_ns)
+            before_ns = now_ns - int(config.partial_age_seconds * 1e9)
+            beside = sweep_beside(self._fs, self._dir, generations=self._digests(), before_ns=before_ns)
+            self.tallies.removed_leftovers["partial"] += beside
 
     def _tidy_generation(self, digest: str, now_ns: int) -> None:
         root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
@@ -328,28 +310,18 @@ class Keeper:
                 self._save()
 
     def _save(self) -> None:
-        if not self._is_saving or not self._generations:
+        if not self._is_lasting or not self._generations:
             return
         with self._problems.trying("ledger"):
             snapshot = Snapshot(taken_ns=self._clock(), places=self._news.places(), walked_ns=self._patrol.walked_ns)
             save(self._ledger, snapshot, Path(self._dir), fs=self._fs)
             self._saved_changes = self._ledger.changes
 
-    def _standing(self, generation: Generation) -> Standing:
-        written_ns = last_written_ns(self._fs, f"{self._dir}/{generation.digest}", but=self._news.tokens)
-        active_ns = max(generation.created_ns, written_ns)
-        self._active[generation.digest] = active_ns
-        return Standing(generation.digest, active_ns)
-
-    def _is_told(self, digest: str) -> bool:
-        idle_ns = int(self.config.generation_idle_seconds * 1e9)
-        is_current = digest == self.config.current
-        return is_current or self._clock() - self._active.get(digest, 0) <= idle_ns
-
     def _choose(self, limits: Limits) -> Choice:
-        standings = (Standing(each.digest, self._active.get(each.digest, 0)) for each in self._generations)
-        order = rank(standings, self.config.current)
-        blocks, rows = make_blocks(self._ledger, order=order, pins=set(self._pins.values()))
+        order = self._retirement.order(self._generations, self.config)
+        blocks, rows = make_blocks(
+            self._ledger, order=order, pins=set(self._pins.values()), is_aging=limits.expire_before is not None
+        )
         choice = choose(blocks, limits)
         return replace(choice, rows=rows[choice.rows])
 
@@ -376,11 +348,9 @@ class Keeper:
     def _digests(self) -> list[str]:
         return [each.digest for each in self._generations]
 
-    def _state_missing(self) -> None:
-        message = (
-            f"{self._missing_bytes} bytes more than the limits allow are pinned: kvtier unpin, or raise the limits"
-        )
-        self._problems.state("pins held", message if self._missing_bytes else "")
+    def _state_missing(self, missing_bytes: int) -> None:
+        message = f"{missing_bytes} bytes above the limits are pinned: kvtier unpin, or raise the limits"
+        self._problems.state("pinned", message if missing_bytes else "")
 
     def _publish(self, is_time: bool) -> None:
         if not is_time and self._eviction is None and self.report is not None:

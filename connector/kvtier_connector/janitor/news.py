@@ -45,8 +45,8 @@ class News:
         """Names of the janitor's own journals."""
         return {writer.writer for writer in self._writers.values()}
 
-    def follow(self, digests: Iterable[str]) -> None:
-        """Learn what engines did in these generations.
+    def follow(self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True) -> bool:
+        """Learn what engines did in these generations; say whether that was all: the next call goes on from there.
 
         Raises:
             StoreUnavailable: at the end, if some journals could not be read; the others were.
@@ -59,10 +59,13 @@ class News:
                     for record in self._ledger.apply(generation, records):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
                             self.doubtful[digest, record.key] = record.time_ns
+                    if not has_time():
+                        return False
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:
             raise failed
+        return True
 
     def tell_gone(self, digest: str, key: BlockKey, payload_bytes: int) -> None:
         """Note that a block was removed; `flush` writes it."""
@@ -73,7 +76,9 @@ class News:
         failed: StoreUnavailable | None = None
         for writer in self._writers.values():
             try:
-                writer.flush()
+                # A journal without a record would make engines believe in one more writer.
+                if writer.pending:
+                    writer.flush()
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:

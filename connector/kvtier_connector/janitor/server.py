@@ -50,9 +50,9 @@ def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health
 class Server:
     """Serves until it is closed."""
 
-    def __init__(self, port: int, pages: Pages) -> None:
+    def __init__(self, host: str, port: int, pages: Pages) -> None:
         """Listen; raises OSError if the port is taken."""
-        self._server = ThreadingHTTPServer(("", port), _handler(pages))
+        self._server = ThreadingHTTPServer((host, port), _handler(pages))
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.janitor.ledger import Sum
-from kvtier_connector.janitor.removal import remove_empty_tree
+from kvtier_connector.janitor.removal import remove_directory, remove_empty_tree
 from kvtier_connector.janitor.snapshot import LEDGER_FILE
 from kvtier_connector.janitor.walk import find_tenants
 from kvtier_connector.store.fs import FileSystem
@@ -75,13 +76,24 @@ def sweep_tenants(fs: FileSystem, root: str, *, busy: set[str], now_ns: int) -> 
     return removed
 
 
-def sweep_own_partials(fs: FileSystem, tier_dir: str, *, before_ns: int) -> int:
-    """Remove what a janitor that died left beside the generations; return how many files."""
+def sweep_beside(fs: FileSystem, tier_dir: str, *, generations: Collection[str], before_ns: int) -> int:
+    """Remove what a janitor that died left beside the generations; return how many files and directories.
+
+    That is a ledger half-written, and the empty directory of a generation that was all but removed.
+    """
     removed = 0
     for entry in fs.scandir(tier_dir):
-        if entry.name.startswith(LEDGER_FILE) and is_partial(entry.name):
-            with contextlib.suppress(FileNotFoundError):
-                if fs.stat(f"{tier_dir}/{entry.name}").st_mtime_ns < before_ns:
-                    fs.unlink(f"{tier_dir}/{entry.name}")
-                    removed += 1
+        path = f"{tier_dir}/{entry.name}"
+        is_partial_ledger = entry.name.startswith(LEDGER_FILE) and is_partial(entry.name)
+        is_directory = entry.is_dir(follow_symlinks=False) and entry.name not in generations
+        if not is_partial_ledger and not is_directory:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if fs.stat(path).st_mtime_ns >= before_ns:
+                continue
+            if is_directory:
+                removed += remove_directory(fs, path)
+            else:
+                fs.unlink(path)
+                removed += 1
     return removed

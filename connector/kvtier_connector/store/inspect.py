@@ -26,6 +26,8 @@ from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan_parallel
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
 """Upper bounds in seconds, with the names that people see."""
 OLDER = "older"
+MOST_TENANTS = 20
+"""The largest, for people; JSON has all."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class Generation:
     problem: str = ""
     """Why not all of it could be looked at."""
     blocks: Heap = field(default_factory=Heap)
+    tenants: dict[str, Heap] = field(default_factory=dict)
+    """The blocks of each tenant; common ones are in none."""
     ages: dict[str, Heap] = field(default_factory=lambda: {name: Heap() for name in [*dict(AGES), OLDER]})
     """The blocks, by the time since they were written."""
     oldest_seconds: float | None = None
@@ -84,6 +88,8 @@ def look_at(directory: Path, root: Path, *, fs: FileSystem = LOCAL, now_ns: int,
 def _add_block(generation: Generation, entry: BlockEntry, now_ns: int) -> None:
     age = (now_ns - entry.mtime_ns) / 1e9
     generation.blocks.add(entry.size)
+    if entry.key.tenant:
+        generation.tenants.setdefault(entry.key.tenant, Heap()).add(entry.size)
     generation.ages[next((name for name, bound in AGES if age <= bound), OLDER)].add(entry.size)
     generation.oldest_seconds = age if generation.oldest_seconds is None else max(generation.oldest_seconds, age)
     generation.newest_seconds = age if generation.newest_seconds is None else min(generation.newest_seconds, age)
@@ -142,6 +148,10 @@ def _as_text(generation: Generation) -> str:
             for name, heap in generation.ages.items()
             if heap.files
         ]
+    if generation.tenants:
+        lines.append(f"  {'tenants':11} {len(generation.tenants)}")
+        largest = sorted(generation.tenants.items(), key=lambda item: (-item[1].bytes, item[0]))[:MOST_TENANTS]
+        lines += [f"    {name:32} {_heap(heap)}" for name, heap in largest]
     lines += [f"  {name:11} {_heap(heap)}" for name, heap in generation.leftovers.items() if heap.files]
     lines.append(f"  {'journals':11} {_heap(generation.journals)}")
     return "\n".join(lines) + "\n"

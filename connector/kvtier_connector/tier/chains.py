@@ -8,7 +8,7 @@ a worse choice of what to evict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from vllm.v1.kv_offload.base import (
@@ -23,6 +23,9 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier.tenants import find_tenant
+
+_LATE = 8
+"""Chunks at the end of a prompt that are asked about one by one."""
 
 
 class Chain:
@@ -53,22 +56,19 @@ class Chain:
         return Lineage(get_offload_block_hash(keys[position - 1]), position)
 
     def last_present(self, is_present: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
-        """Return, for each group, the last chunk of the longest prefix that is there; it asks about a few chunks only.
+        """Return, for each group, a late chunk that is there, of the prefix or of the end; it asks about a few only.
 
-        A prefix with holes may be answered for shorter than it is.
+        A prefix is there up to some chunk. Of a group with a sliding window only the end is there, so it is looked at
+        first. With other holes a chunk may be answered that is not the last.
         """
         self._read_on()
         found = []
         for keys in self._keys.values():
-            low, high = 0, len(keys)
-            while low < high:
-                middle = (low + high) // 2
-                if is_present(keys[middle]):
-                    low = middle + 1
-                else:
-                    high = middle
-            if low:
-                found.append(keys[low - 1])
+            last = next((key for key in keys[: -_LATE - 1 : -1] if is_present(key)), None)
+            if last is None and (count := _count_prefix(keys, is_present)):
+                last = keys[count - 1]
+            if last is not None:
+                found.append(last)
         return found
 
     def note_used(self, store: SharedStore, payload_bytes: int) -> None:
@@ -94,6 +94,18 @@ class Chain:
             if self._position(key, group) == len(keys):
                 keys.append(key)
         self._seen = len(self._ends)
+
+
+def _count_prefix(keys: Sequence[OffloadKey], is_present: Callable[[OffloadKey], bool]) -> int:
+    """Return how many are there from the first on, if behind one that is not there are none; by halving."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if is_present(keys[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class Chains:

@@ -81,6 +81,7 @@ class _Prefill:
     """A request whose prompt is being computed."""
 
     began: float
+    step: int
     start: int | None = None
     """Token from which on it is computed; known once the first block arrives."""
 
@@ -130,6 +131,7 @@ class Gate:
         self._counts: dict[str, _Count] = {}
         self._loads: dict[int, _Load] = {}
         self._queued_blocks = 0
+        self._step = 0
         self._prefills: dict[str, _Prefill] = {}
         self._last_chunks = 1
         self._blocks_per_chunk = 1.0
@@ -163,6 +165,7 @@ class Gate:
 
     def end_step(self, undecided: Collection[str]) -> None:
         """Decide the requests whose hit was counted to its end; those in `undecided` are counted anew."""
+        self._step += 1
         counts, self._counts = self._counts, {}
         for request, count in counts.items():
             if request not in undecided:
@@ -189,7 +192,7 @@ class Gate:
 
     def begin_compute(self, request: str) -> None:
         """Note that vLLM schedules the request for the first time in this step."""
-        self._prefills[request] = _Prefill(self._clock())
+        self._prefills[request] = _Prefill(self._clock(), self._step)
         if len(self._prefills) > MOST_PREFILLS:
             del self._prefills[next(iter(self._prefills))]
 
@@ -199,7 +202,8 @@ class Gate:
         ends = [end for end in end_tokens if end is not None]
         if prefill is None or not ends:
             return
-        if not measures:
+        if not measures or prefill.step == self._step:
+            # Nothing is computed before the step that schedules it ends: these were there.
             del self._prefills[request]
             return
         if prefill.start is None:
@@ -235,12 +239,14 @@ class Gate:
 
     @property
     def break_even_tokens(self) -> int:
-        """Tokens of the shortest hit that is loaded; 0 if every one is, -1 if none is."""
-        if all(self._is_losing):
+        """Tokens from which on hits are loaded; 0 if all are, -1 if none of a length that was measured is."""
+        if not any(self._is_losing):
+            return self._min_chunks * self._tokens_per_chunk
+        first_winning = SIZES - self._is_losing[::-1].index(True)
+        above = range(first_winning, SIZES)
+        if all(self._loading.measured_at(self._blocks(1 << size), reach=0) == -math.inf for size in above):
             return -1
-        size = self._is_losing.index(False)
-        shortest = max(0 if size == 0 else 1 << size, self._min_chunks)
-        return shortest * self._tokens_per_chunk
+        return max(1 << first_winning, self._min_chunks) * self._tokens_per_chunk
 
     def _decide(self, request: str, verdict: Verdict) -> None:
         self._decided[request] = _CHOICES[verdict]

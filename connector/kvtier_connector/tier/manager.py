@@ -48,7 +48,7 @@ from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job, abandon_late
 from kvtier_connector.tier.lookups import Lookups, Verdict
-from kvtier_connector.tier.offers import Offers, admit
+from kvtier_connector.tier.offers import Offers, admit, is_new
 from kvtier_connector.tier.settings import read_config
 from kvtier_connector.tier.slots import Slots
 from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
@@ -213,7 +213,7 @@ class SharedVolumeTier(SecondaryTierManager):
         cause = self._why_not_storing(job_metadata.req_context)
         self._queued_store_blocks += len(job.blocks)
         ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
-        self._gate.end_compute(job.request, ends, measures=not any(self._offers.is_known(b.key) for b in job.blocks))
+        self._gate.end_compute(job.request, ends, measures=is_new(job, self._offers, self._volume.store.state))
         wanted = admit(job, self._offers, self._volume.store.state)
         if cause is not None:
             job.abandon(cause)

@@ -114,7 +114,8 @@ COMPUTE_PACE = Metric(
 )
 BREAK_EVEN_TOKENS = Metric(
     "vllm:kvtier_disk_break_even_tokens",
-    "Tokens of the shortest hit that is loaded and not computed again; 0 if every one is loaded, -1 if none is.",
+    "Tokens from which on hits are loaded and not computed again; 0 if all are loaded, -1 if none is of a length that "
+    "was measured.",
     is_gauge=True,
 )
 

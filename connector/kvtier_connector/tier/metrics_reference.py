@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or checks METRICS.md, the tier's metrics: ``python -m kvtier_connector.tier.metrics_reference --write``."""
+"""Writes or checks METRICS.md, of tier and janitor: ``python -m kvtier_connector.tier.metrics_reference --write``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_connector.tier.metrics import METRICS, Metric
+from kvtier_connector.janitor.metrics import METRICS as JANITOR_METRICS
+from kvtier_connector.tier.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[2] / "METRICS.md"
 
@@ -21,10 +23,24 @@ vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engin
 |---|---|---|---|
 """
 
+_JANITOR = """
+# Metrics of the janitor
+
+The janitor's own `/metrics`, port 9400, serves them. All have the label `tier`: `<namespace>/<name>`.
+
+| Metric | Kind | Labels | Meaning |
+|---|---|---|---|
+"""
+
 
 def render() -> str:
     """Return the document."""
-    return _HEAD + "".join(map(_row, METRICS))
+    of_tier = "".join(_row(each.name, each.documentation, each.labels, is_gauge=each.is_gauge) for each in METRICS)
+    of_janitor = "".join(
+        _row(each.name, each.documentation, (each.label,) if each.label else (), is_gauge=each.is_gauge)
+        for each in JANITOR_METRICS
+    )
+    return _HEAD + of_tier + _JANITOR + of_janitor
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,10 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_fresh else 1
 
 
-def _row(metric: Metric) -> str:
-    name = metric.name if metric.is_gauge else f"{metric.name}_total"
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"| `{name}` | {'gauge' if metric.is_gauge else 'counter'} | {labels} | {metric.documentation} |\n"
+def _row(name: str, documentation: str, labels: Sequence[str], *, is_gauge: bool) -> str:
+    full_name = name if is_gauge else f"{name}_total"
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{full_name}` | {'gauge' if is_gauge else 'counter'} | {shown} | {documentation} |\n"
 
 
 if __name__ == "__main__":

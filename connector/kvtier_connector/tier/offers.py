@@ -68,3 +68,10 @@ def admit(job: Job, offers: Offers, state: Callable[[BlockKey], Presence]) -> li
         else:
             job.refuse(index, metrics.UNREUSED)
     return wanted
+
+
+def is_new(job: Job, offers: Offers, state: Callable[[BlockKey], Presence]) -> bool:
+    """Say whether the blocks of a store were computed just now, and not only offered again; call it before `admit`."""
+    return not offers.is_gated or not any(
+        offers.is_known(block.key) or state(block.name) is Presence.PRESENT for block in job.blocks
+    )

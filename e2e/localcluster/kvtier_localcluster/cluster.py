@@ -215,6 +215,7 @@ class LocalCluster:
                 session=self._session,
                 settings=self._settings.node,
                 allocatable=allocatable,
+                kubeconfig=self.kubeconfig,
             )
             self._agent = NodeAgent(services)
             await asyncio.to_thread(self._agent.announce)

@@ -10,6 +10,7 @@ from kvtier_operator.manifests.access import service_account
 from kvtier_operator.manifests.config import config
 from kvtier_operator.manifests.disruption import disruption_budget
 from kvtier_operator.manifests.engine import deployment
+from kvtier_operator.manifests.janitor import janitor
 from kvtier_operator.manifests.service import service
 from kvtier_operator.manifests.volume import claim
 from kvtier_operator.names import Manifest
@@ -26,4 +27,5 @@ def render(plan: TierPlan) -> tuple[Manifest, ...]:
         service(plan),
         disruption_budget(plan),
         deployment(plan),
+        *janitor(plan),
     )

@@ -7,15 +7,14 @@ import math
 from typing import Final
 
 from kvtier_operator import names, quantity
+from kvtier_operator.manifests import pods
 from kvtier_operator.manifests.config import kv_transfer_config
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.pin import make_pin
+from kvtier_operator.spec.disk import Encryption
 
 NO_ACCELERATOR: Final = "none"
-
-USER_ID: Final = 10001
-"""Any non-root number will do; the volume's files belong to the group of the same number."""
 
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
@@ -93,25 +92,11 @@ def _pod(plan: TierPlan) -> Manifest:
         # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
-        "securityContext": pod_security(plan),
+        "securityContext": pods.security_context(template),
         **{field: value for field, value in optional.items() if value},
         "initContainers": [_install_container(plan)],
         "containers": [_engine_container(plan)],
         "volumes": _volumes(plan),
-    }
-
-
-def pod_security(plan: TierPlan) -> Manifest:
-    """Return the security context of every pod that uses the volume."""
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": USER_ID,
-        "runAsGroup": USER_ID,
-        "fsGroup": USER_ID,
-        # Changing the owner of millions of block files at each start would take longer than the start.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-        **(plan.spec.engine.pod_template.security_context or {}),
     }
 
 
@@ -128,7 +113,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         },
         # The end of a crashed container's log is the only thing that says why, to a person and in the status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
@@ -138,7 +123,7 @@ def _install_container(plan: TierPlan) -> Manifest:
 
 
 def _engine_container(plan: TierPlan) -> Manifest:
-    engine = plan.spec.engine
+    engine, keys = plan.spec.engine, plan.spec.disk.encryption
     return {
         "name": names.ENGINE_CONTAINER,
         "image": engine.image,
@@ -158,13 +143,14 @@ def _engine_container(plan: TierPlan) -> Manifest:
         "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
         "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+            *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
             *engine.pod_template.volume_mounts,
         ],
     }
@@ -172,15 +158,6 @@ def _engine_container(plan: TierPlan) -> Manifest:
 
 def _health() -> Manifest:
     return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
-
-
-def hardened() -> Manifest:
-    """Return the security context of every container: what the restricted standard asks for."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-    }
 
 
 def _args(plan: TierPlan) -> list[str]:
@@ -250,5 +227,12 @@ def _volumes(plan: TierPlan) -> list[Manifest]:
         # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         {"name": "scratch", "emptyDir": {}},
+        *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
         *plan.spec.engine.pod_template.volumes,
     ]
+
+
+def _keys(encryption: Encryption) -> Manifest:
+    """Return the volume with the keys: readable for the pod's group, as its block files are, and for nobody else."""
+    secret = {"secretName": encryption.secret_name, "defaultMode": 0o440, "optional": False}
+    return {"name": "kvtier-keys", "secret": secret}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier_operator import names
-from kvtier_operator.manifests.engine import hardened, pod_security
+from kvtier_operator.manifests import pods
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
 
@@ -50,7 +50,7 @@ def preflight(plan: TierPlan, key: str) -> Manifest:
                     "serviceAccountName": names.engine(plan.tier),
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
-                    "securityContext": pod_security(plan),
+                    "securityContext": pods.security_context(template),
                     **{field: value for field, value in optional.items() if value},
                     "containers": [_container(plan)],
                     "volumes": [
@@ -73,7 +73,7 @@ def _container(plan: TierPlan) -> Manifest:
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
         "terminationMessagePath": RESULT_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},

@@ -19,6 +19,7 @@ from kvtier_operator.names import TierRef
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan import digest, flags, shares
 from kvtier_operator.plan.decisions import Decisions
+from kvtier_operator.plan.janitor import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.kv import KvUnknown
 from kvtier_operator.plan.pin import Pin
 from kvtier_operator.plan.pin import decode as decode_pin
@@ -68,6 +69,7 @@ class TierPlan:
     live_text: str
     """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
+    janitor: JanitorPlan | None
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
@@ -76,7 +78,9 @@ class TierPlan:
     """Whether the Deployment is to note what its pods were made from."""
 
 
-def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str, restart: str = "") -> TierPlan | Refusal:
+def make_plan(
+    spec: TierSpec, snapshot: Snapshot, *, connector_image: str, janitor_image: str = JANITOR_IMAGE, restart: str = ""
+) -> TierPlan | Refusal:
     """Decide everything the manifests need; refuse what Kubernetes would reject later (a shrinking claim)."""
     refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
     if refusal is not None:
@@ -84,13 +88,13 @@ def make_plan(spec: TierSpec, snapshot: Snapshot, *, connector_image: str, resta
     decisions = decide(spec, snapshot.tier, snapshot)
     if isinstance(decisions, Refusal):
         return decisions
-    plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image)
+    plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
     plan = replace(plan, restart=restart, is_recorded=True)
     pin = decode_pin(snapshot.engines.rendered)
-    return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin)
+    return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin, janitor_image)
 
 
-def _pinned(plan: TierPlan, pin: Pin) -> TierPlan:
+def _pinned(plan: TierPlan, pin: Pin, janitor_image: str) -> TierPlan:
     """Return the plan with what the engines that run were made from in the place of what would be made today."""
     try:
         document = json.loads(pin.config)
@@ -98,12 +102,23 @@ def _pinned(plan: TierPlan, pin: Pin) -> TierPlan:
     except (ValueError, TypeError, KeyError):
         return plan
     return replace(
-        plan, pin=pin, generation=generation, config_text=pin.config, config_digest=digest.digest_text(pin.config)
+        plan,
+        pin=pin,
+        generation=generation,
+        config_text=pin.config,
+        config_digest=digest.digest_text(pin.config),
+        # It must not take the generation that the engines use for an old one.
+        janitor=make_janitor(plan.spec, plan.tier, root=generation.root, image=janitor_image),
     )
 
 
 def make_unchecked_plan(
-    spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None = None
+    spec: TierSpec,
+    tier: TierRef,
+    *,
+    connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
+    snapshot: Snapshot | None = None,
 ) -> TierPlan:
     """Decide the same for a cluster that nobody has looked at: for rendering offline.
 
@@ -120,7 +135,7 @@ def make_unchecked_plan(
             )
         field, _, message = decisions.message.partition(": ")
         raise SpecInvalid(field, message)
-    return _plan(spec, tier, decisions, connector_image=connector_image)
+    return _plan(spec, tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
 
 
 def decide(spec: TierSpec, tier: TierRef, snapshot: Snapshot | None) -> Decisions | Refusal:
@@ -144,15 +159,20 @@ def decide(spec: TierSpec, tier: TierRef, snapshot: Snapshot | None) -> Decision
     )
 
 
-def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_image: str) -> TierPlan:
-    generation = make_generation(spec, tier, decisions)
+def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_image: str, janitor_image: str) -> TierPlan:
+    generation, encryption = make_generation(spec, tier, decisions), spec.disk.encryption
     config_text = contract.encode(
         contract.ConnectorConfig(
             tier=str(tier),
             root=generation.root,
             digest=generation.digest,
             identity=generation.identity,
-            max_bytes=spec.disk.budget.max_bytes or 0,
+            # Live: what stands here would restart every engine when it changes.
+            max_bytes=0,
+            keys_dir="" if encryption is None else names.KEYS_MOUNT,
+            tenant_from=spec.disk.tenants.source,
+            tenant_quotas=spec.disk.tenants.quota_bytes,
+            default_quota_bytes=spec.disk.tenants.default_bytes,
             cost_aware=spec.disk.admission.cost_aware,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
@@ -168,8 +188,13 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
-        live_text=contract.encode_live(spec.disk.mode),
+        live_text=contract.encode_live(
+            spec.disk.mode,
+            max_bytes=spec.disk.budget.max_bytes or 0,
+            active_key="" if encryption is None else encryption.active_key,
+        ),
         claim_name=spec.volume.existing_claim or names.claim(tier),
+        janitor=make_janitor(spec, tier, root=generation.root, image=janitor_image),
     )
 
 

@@ -26,7 +26,7 @@ LOAD_BYTES_PER_SECOND: Final = GIB // 2
 """How fast weights come from storage, at least."""
 
 
-SCRATCH_BYTES: Final = 8 * GIB
+SCRATCH_BYTES: Final = 2 * GIB
 """Compiled kernels, caches and logs on the node's disk."""
 
 

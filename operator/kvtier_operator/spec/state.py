@@ -53,7 +53,7 @@ class Sizing(ApiModel):
     """Bytes of the weights: of the table of known models, or else as many as `spec.engine.memory` holds."""
     ephemeral_bytes: Amount | None = None
     """Bytes of the node's disk that the engine container requests where `spec.engine.ephemeralStorage` does not say:
-    8 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
+    2 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
     startup_base_seconds: Amount | None = None
     """Seconds allowed for imports, compilation and warm-up."""
     startup_pin_seconds: Amount | None = None
@@ -122,6 +122,38 @@ class Storage(ApiModel):
     hit is."""
 
 
+class GenerationUsage(ApiModel):
+    """One generation on the volume."""
+
+    digest: Annotated[StrictStr, Field(max_length=64)]
+    """Digest of its identity, and the name of its directory."""
+    role: Literal["Current", "Previous"] | None = None
+    """`Current` is what engines use; `Previous` ones stay for a rollback, see `spec.generations`."""
+    used_bytes: Amount | None = None
+    """Bytes that its blocks take, to about a percent."""
+    blocks: Amount | None = None
+    """Blocks in it, to about a percent."""
+    created: AwareDatetime | None = None
+    """When the first engine of it started."""
+    last_used: AwareDatetime | None = None
+    """When a block of it was last stored or read, to the hour."""
+
+
+class TierUsage(ApiModel):
+    """What one tier can hold, and holds."""
+
+    name: Annotated[StrictStr, Field(max_length=16)]
+    """`cpu` is the host memory of one engine, `disk` the volume."""
+    capacity_bytes: Amount | None = None
+    """Bytes that it can hold: `spec.cpu.size`; `spec.disk.budget.maxBytes`, or else the size of the volume."""
+    used_bytes: Amount | None = None
+    """Bytes that blocks of all generations take, to about a percent, as the janitor counted them."""
+    blocks: Amount | None = None
+    """Blocks in it, to about a percent."""
+    used: Annotated[StrictStr, Field(max_length=16)] | None = None
+    """`usedBytes` as a share of `capacityBytes`, for people."""
+
+
 class Proof(ApiModel):
     """What asking the engines has shown, beside the conditions."""
 
@@ -152,3 +184,11 @@ class TierStatus(ApiModel):
     """What is known of the volume."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""
+    generations: Annotated[
+        tuple[Annotated[dict[str, object], Pasted(GenerationUsage)], ...], Field(max_length=64), Keyed("digest")
+    ] = ()
+    """The generations on the volume, the current one first, the others as they were last used."""
+    tiers: Annotated[
+        tuple[Annotated[dict[str, object], Pasted(TierUsage)], ...], Field(max_length=8), Keyed("name")
+    ] = ()
+    """What each tier can hold, and holds."""

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
-from kvtier_operator.spec.disk import Disk
+from kvtier_operator.spec.disk import Disk, Generations, Janitor
 from kvtier_operator.spec.engine import NO_ACCELERATOR, Engine
 from kvtier_operator.spec.pods import Anything
 from kvtier_operator.spec.proof import Proof
@@ -69,7 +69,8 @@ class Model(ApiModel):
     """Secret with the Hugging Face token for a gated model."""
     config: Anything | None = None
     """The fields of the model's config.json that say how large its KV is (layers, heads, head sizes, attention types),
-    or all of it, for a model that the operator does not know by its name. Only sizes follow from it."""
+    or all of it, for a model that the operator does not know by its name. Only sizes follow from it; where that of the
+    files on the volume changes, a new cache generation starts."""
 
 
 class Hash(ApiModel):
@@ -149,6 +150,10 @@ class TierSpec(ApiModel):
     """The volume that all replicas share."""
     disk: Disk = Disk()
     """The tier on the volume."""
+    generations: Generations = Generations()
+    """What becomes of the blocks of earlier specs."""
+    janitor: Janitor = Janitor()
+    """The process that keeps the volume inside its budget."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
     paused: StrictBool = False
@@ -196,5 +201,19 @@ class TierSpec(ApiModel):
                 or spec.disk.budget.max_bytes <= spec.volume.claim.size_bytes
             ),
             field=".disk.budget.maxBytes",
+        ),
+        Rule(
+            cel="!has(self.disk.budget.minBytes) || has(self.disk.budget.maxBytes) || !has(self.volume.claim) "
+            "|| !isQuantity(self.disk.budget.minBytes) || !isQuantity(self.volume.claim.size) || "
+            "quantity(self.disk.budget.minBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
+            message="is more than spec.volume.claim.size: no tier can keep more than the volume holds; lower "
+            "spec.disk.budget.minBytes or raise spec.volume.claim.size",
+            check=lambda spec: (
+                spec.disk.budget.min_bytes is None
+                or spec.disk.budget.max_bytes is not None
+                or spec.volume.claim is None
+                or spec.disk.budget.min_bytes <= spec.volume.claim.size_bytes
+            ),
+            field=".disk.budget.minBytes",
         ),
     )

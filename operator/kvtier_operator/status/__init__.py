@@ -15,11 +15,12 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason, terms
-from kvtier_operator.status import proofs, storage
-from kvtier_operator.status.checks import SUMMARY, Check, Look, Problem, View
+from kvtier_operator.status import disk, proofs, storage
+from kvtier_operator.status.checks import SUMMARY
+from kvtier_operator.status.problems import Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
 
-__all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
+__all__ = ["SUMMARY", "Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
 
 _NORMAL: Final = frozenset(
     reason.value
@@ -90,7 +91,8 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         _flag("Stalled", stalled, Reason.NOT_STALLED),
     ]
     engines = None if view.snapshot is None else view.snapshot.engines
-    kept = {field: previous[field] for field in ("sizing", "generation") if field in previous}
+    # What is not known in this pass was true in an earlier one.
+    kept = {field: previous[field] for field in _KEPT if field in previous}
     return {
         **kept,
         "observedGeneration": view.generation,
@@ -105,7 +107,24 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
             else {"sizing": terms.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
         ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
+        **_usage(view, previous),
     }
+
+
+_KEPT: Final = ("sizing", "generation", "generations", "tiers")
+
+
+def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the volume holds, or held when somebody last counted."""
+    look = _look(view)
+    if look is None or view.current is None:
+        return {}
+    found = disk.generations(look, current=view.current.digest)
+    tiers = disk.tiers(look)
+    if found is not None:
+        return {"tiers": tiers, "generations": found}
+    known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)
+    return {"tiers": [tiers[0], known or tiers[1]] if look.spec.janitor.enabled else tiers}
 
 
 def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,10 +164,16 @@ def transitions(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
     return told
 
 
-def _first(view: View, checks: Sequence[Check]) -> Problem | None:
+def _look(view: View) -> Look | None:
     if view.spec is None or view.snapshot is None or view.sizing is None:
+        return None
+    return Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing)
+
+
+def _first(view: View, checks: Sequence[Check]) -> Problem | None:
+    look = _look(view)
+    if look is None:
         return Problem(reason=Reason.NOT_CHECKED, message="not checked: see Ready", is_known=False)
-    look = Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing)
     for check in checks:
         problem = check(look)
         if problem is not None:

@@ -7,69 +7,15 @@ it tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from kvtier_operator import names, quantity
-from kvtier_operator.errors import OperatorError
-from kvtier_operator.plan import Generation, Refusal, nodes, shares
-from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.preflight import Preflight
+from kvtier_operator.plan import nodes, shares
 from kvtier_operator.plan.sizing import Sizing
-from kvtier_operator.proof.asking import Ask
-from kvtier_operator.proof.findings import Findings
 from kvtier_operator.snapshot import Container, Pod, Snapshot
-from kvtier_operator.spec import TierSpec
-from kvtier_operator.status import crashes
+from kvtier_operator.status import crashes, disk
+from kvtier_operator.status.problems import Check, Look, Problem, quoted
 from kvtier_operator.status.reasons import Reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Why a condition is not met. `is_known` false means that it cannot be told yet."""
-
-    reason: Reason
-    message: str
-    is_known: bool = True
-    is_met: bool = False
-    """The condition is met all the same, and this is worth saying about it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Everything that status is made from; fields are None where the reconcile did not get that far."""
-
-    generation: int
-    tier: names.TierRef
-    spec: TierSpec | None
-    snapshot: Snapshot | None
-    sizing: Sizing | None = None
-    capacity: Capacity | None = None
-    node_bytes: int | None = None
-    """What a node had left when a share of it was decided."""
-    current: Generation | None = None
-    invalid: OperatorError | None = None
-    refusal: Refusal | None = None
-    failure: OperatorError | None = None
-    ask: Ask | None = None
-    """What may be asked of the engines now; None where nobody asks."""
-    preflight: Preflight | None = None
-    """What trying the volume has shown."""
-    findings: Findings | None = None
-    """What asking them has shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """The part of a view that checks judge, where the reconcile got far enough to have it."""
-
-    spec: TierSpec
-    snapshot: Snapshot
-    sizing: Sizing
-
-
-Check = Callable[[Look], Problem | None]
 
 
 def claim_exists(look: Look) -> Problem | None:
@@ -119,7 +65,7 @@ def claim_has_its_size(look: Look) -> Problem | None:
     )
     return Problem(
         reason=Reason.CLAIM_EXPANDING,
-        message=f"the claim is bound; it grows from {has} to {wants}{_quoted(claim.resizing)}; {remedy}",
+        message=f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}",
         is_met=True,
     )
 
@@ -220,7 +166,7 @@ def images_are_pulled(look: Look) -> Problem | None:
             return Problem(
                 reason=Reason.IMAGE_PULL_FAILED,
                 message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
-                f"{_quoted(container.waiting_message)}): correct spec.engine.image, or give a pull secret in "
+                f"{quoted(container.waiting_message)}): correct spec.engine.image, or give a pull secret in "
                 "spec.engine.podTemplate.imagePullSecrets",
             )
     return None
@@ -233,7 +179,7 @@ def references_resolve(look: Look) -> Problem | None:
             return Problem(
                 reason=Reason.CONFIG_MISSING,
                 message=f"container {container.name} of pod {pod.name} cannot be created"
-                f"{_quoted(container.waiting_message)}: create the object it names, or correct "
+                f"{quoted(container.waiting_message)}: create the object it names, or correct "
                 "spec.model.tokenSecretRef or spec.engine.env",
             )
     return None
@@ -304,7 +250,7 @@ def engines_are_scheduled(look: Look) -> Problem | None:
         if pod.is_scheduled is False:
             return Problem(
                 reason=Reason.NOT_SCHEDULED,
-                message=f"no node takes pod {pod.name}{_quoted(pod.scheduling_message)}: change "
+                message=f"no node takes pod {pod.name}{quoted(pod.scheduling_message)}: change "
                 "spec.engine.podTemplate (nodeSelector, tolerations, affinity) or add a node",
             )
     return None
@@ -372,6 +318,8 @@ SUMMARY: Final[tuple[tuple[str, tuple[Check, ...], Reason, str], ...]] = (
     ("SizingFits", SIZING, Reason.FITS, "engines found nodes with room"),
     ("EnginesReady", ENGINES, Reason.ENGINES_READY, "all engines are ready"),
     ("HashSeedConsistent", SEEDS, Reason.SEEDS_AGREE, "all engines hash alike"),
+    ("DiskWithinBudget", disk.BUDGET, Reason.WITHIN_BUDGET, "the blocks take no more than they may"),
+    ("DiskHealthy", disk.HEALTH, Reason.HEALTHY, "engines and janitor work on the volume"),
 )
 """Conditions in the order in which Ready reports their problems."""
 
@@ -384,7 +332,3 @@ def _alive(snapshot: Snapshot) -> list[Pod]:
 def _unready_containers(snapshot: Snapshot) -> list[tuple[Pod, Container]]:
     """Return the containers of engine pods that do not serve: what a pod got over is no problem any more."""
     return [(pod, container) for pod in _alive(snapshot) if not pod.is_ready for container in pod.containers]
-
-
-def _quoted(message: str) -> str:
-    return f": {message}" if message else ""

@@ -128,7 +128,7 @@ _MOUNTS: Final = (
     _clue(
         r"(secret|configmap) .*not found",
         Reason.CONFIG_MISSING,
-        "create the object it names, or correct spec.engine.podTemplate.volumes",
+        "create the object it names, or correct spec.disk.encryption.secretName or spec.engine.podTemplate.volumes",
     ),
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from kvtier_operator.proof.asking import Ask, NoCanary
 from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome
-from kvtier_operator.status.checks import Problem, View
+from kvtier_operator.status.problems import Problem, View
 from kvtier_operator.status.reasons import Reason
 
 SHARED: Final = "SharedCacheVerified"

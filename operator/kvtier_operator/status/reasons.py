@@ -74,6 +74,21 @@ class Reason(enum.Enum):
     PREFLIGHT_RUNNING = "PreflightRunning", "The volume is being tried."
     PREFLIGHT_FAILED = "PreflightFailed", "The volume was tried and cannot be used."
     PREFLIGHT_OFF = "PreflightOff", "spec.proof.preflight is Never."
+    WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
+    HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
+    JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
+    JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
+    JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."
+    JANITOR_HINDERED = "JanitorHindered", "The janitor cannot read, remove or write what it must."
+    COUNTING = "Counting", "The janitor has not seen every file of the volume yet."
+    OVER_BUDGET = "OverBudget", "The blocks take more than spec.disk.budget.maxBytes."
+    BRAKED = "Braked", "The janitor asked the engines to stop storing, since eviction alone does not make room."
+    VOLUME_FULL = "VolumeFull", "Less of the volume is free than spec.disk.budget.minFree asks for."
+    STRANGER = (
+        "Stranger",
+        "An engine was refused by the directory of its generation, which belongs to another identity.",
+    )
+    KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
     CANARY_LOADED = "CanaryLoaded", "A replica loaded from the volume what another one had computed."
     CANARY_FOUND = "CanaryFound", "A replica found on the volume what another one had computed, and computed it anyway."
     CANARY_PENDING = "CanaryPending", "No canary prompt has been sent to these engines yet."

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.plan.preflight import State
-from kvtier_operator.status.checks import Problem, View
+from kvtier_operator.status.problems import Problem, View
 from kvtier_operator.status.reasons import Reason
 
 KIND: Final = "StorageChecked"

@@ -33,6 +33,7 @@ from kvtier_connector.store.breaker import Breaker, BreakerLimits
 from kvtier_connector.store.check import check
 
 DEADLINE_SECONDS = 0.5
+"""Where something hangs; elsewhere a busy machine must not look like a volume that does."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def engines(faulty_volume: FaultyVolume, tmp_path: Path) -> Iterator[Rigs]:
     made.close()
 
 
-def make(engines: Rigs, *, known: int = 0, deadline: float = DEADLINE_SECONDS) -> Rig:
+def make(engines: Rigs, *, known: int = 0, deadline: float = 20.0) -> Rig:
     rig = engines.make(load_deadline_seconds=deadline, refresh_seconds=0.1)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") >= known, "the volume is walked")
     return rig
@@ -110,7 +111,7 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_the_next_requests_do_not_wai
     engines: Rigs, faulty_volume: FaultyVolume
 ) -> None:
     engines.write(keys(8))
-    rig = make(engines, known=8)
+    rig = make(engines, known=8, deadline=DEADLINE_SECONDS)
     with faulty_volume.hanging("read"):
         assert rig.serve(keys(4), "late").hit_blocks == 0
         assert rig.metric("vllm:kvtier_disk_misses", "deadline") >= 1
@@ -123,7 +124,7 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_the_next_requests_do_not_wai
 def test_a_write_that_hangs_gives_its_memory_back_at_its_deadline(
     engines: Rigs, faulty_volume: FaultyVolume, call: str
 ) -> None:
-    rig = make(engines)
+    rig = make(engines, deadline=DEADLINE_SECONDS)
     with faulty_volume.hanging(call):
         rig.offload(keys(2), "late")
         assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") >= 1
@@ -168,7 +169,7 @@ def test_an_engine_ends_although_the_volume_hangs(
 ) -> None:
     monkeypatch.setattr("kvtier_connector.tier.manager.CLOSE_WAIT_SECONDS", 0.2)
     engines.write(keys(4))
-    rig = make(engines, known=4, deadline=20)
+    rig = make(engines, known=4)
     context = rig.request("r")
     with faulty_volume.hanging("read", "write", "open"):
         assert rig.find_prefix(keys(4), context) is None

@@ -203,14 +203,18 @@ def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
     quarantined = engine.root / "quarantine" / "x"
     journal = engine.root / "journal" / f"{'1' * 32}.00000000.kvj"
     quarantined.parent.mkdir()
-    for path in (old, young, quarantined, journal):
+    ledger, generation = rig.dir / f"janitor.ledger.{'2' * 32}.partial", rig.dir / "cc"
+    generation.mkdir()
+    for path in (old, young, quarantined, journal, ledger):
         path.write_bytes(b"123")
-        os.utime(path, ns=(rig.clock.ns, rig.clock.ns - (0 if path is young else int(30 * DAY * 1e9))))
+    for path in (old, quarantined, journal, ledger, generation):
+        os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(30 * DAY * 1e9)))
     keeper = rig.keeper()
     rig.sweep(keeper)
-    assert [path.exists() for path in (old, young, quarantined, journal)] == [False, True, False, False]
+    there = [path.exists() for path in (old, young, quarantined, journal, ledger, generation)]
+    assert there == [False, True, False, False, False, False]
     assert keeper.report is not None
-    assert keeper.report.removed_leftovers["partial"] == 1
+    assert keeper.report.removed_leftovers["partial"] == 3
 
 
 def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -372,3 +373,19 @@ def test_a_volume_that_fills_up_stops_stores_and_keeps_loads(tmp_path: Path) -> 
 
 def test_the_real_file_system_describes_the_volume(tmp_path: Path) -> None:
     assert LOCAL.statvfs(str(tmp_path)).f_blocks > 0
+
+
+@pytest.mark.parametrize("umask", ["000", "022", "077", "777"])
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: str) -> None:
+    script = (
+        "import os, pathlib, sys; os.umask(int(sys.argv[2], 8))\n"
+        "from kvtier_connector.store.blockstore import BlockStore\n"
+        "from kvtier_connector.store.layout import BlockKey\n"
+        "of = BlockKey(b'a hash of some length', 0, 'acme')\n"
+        "BlockStore(pathlib.Path(sys.argv[1]), direct=False).put(of, memoryview(b'payload'))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "root"), umask], check=True)
+    paths = list((tmp_path / "root").rglob("*"))
+    assert len(paths) == 6
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o2770 if path.is_dir() else 0o640), path

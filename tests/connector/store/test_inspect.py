@@ -18,6 +18,7 @@ from store_faults import FailingFs
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store import check as check_command
 from kvtier_connector.store import inspect as inspect_command
+from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.check import inspect, inspect_all
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.identity import claim
@@ -182,3 +183,17 @@ def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
 def test_inspect_looks_at_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_command.main([str(tmp_path)]) == 0
     assert "0 generations" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = BlockStore(tmp_path)
+    claim(tmp_path, {}, "d1gest")
+    for number, tenant in enumerate(["acme", "acme", "other", ""]):
+        store.put(key(number)._replace(tenant=tenant), payload(number))
+    assert inspect_command.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("  tenants     2")
+    assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2,"], ["other", "1,"]]
+    assert inspect_command.main([str(tmp_path), "--json"]) == 0
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

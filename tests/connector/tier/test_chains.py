@@ -76,7 +76,13 @@ def test_the_last_chunk_that_is_there_is_found_with_few_questions() -> None:
         return of in there
 
     assert chain.last_present(is_present) == [key(616)]
-    assert len(asked) <= 11
+    assert len(asked) <= 8 + 11
+
+
+def test_of_a_sliding_window_the_end_is_found_although_the_beginning_is_not_there() -> None:
+    _, chain = chain_of(*keys(1000))
+    assert chain.last_present(set(keys(3, first=995)).__contains__) == [key(997)]
+    assert chain.last_present(lambda _: False) == []
 
 
 def headers(root: Path) -> dict[bytes, Header]:

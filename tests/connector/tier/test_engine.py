@@ -19,6 +19,8 @@ import pytest
 from kvtier_connector import contract
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
+from kvtier_operator.plan import chunks
+from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 
 DIGEST = "00ff00ff00ff00ff"
 CONNECTOR = Path(contract.__file__).parents[1]
@@ -90,6 +92,15 @@ def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_pa
     check_the_same_answers(tmp_path)
 
 
+def check_the_sizes_that_the_operator_expects(directory: Path, files: list[Path]) -> None:
+    kv = make_kv(json.loads((directory / "model" / "config.json").read_text()), Layout())
+    assert isinstance(kv, KvCache)
+    expected = chunks.bytes_of(128, kv)
+    identity = json.loads((directory / "volume" / DIGEST / "tier.json").read_text())["identity"]
+    assert identity["engine.bytes_per_chunk"] == expected
+    assert {file.stat().st_size for file in files} == {expected + chunks.HEADER_BYTES}
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_is_a_recompute(tmp_path: Path) -> None:
@@ -127,6 +138,7 @@ def check_the_same_answers(tmp_path: Path) -> None:
     first = run_engine(tmp_path, "cold", "reset", "cpu", blocks=BLOCKS)
     second = run_engine(tmp_path, "disk")
     files = sorted((tmp_path / "volume").rglob("*.kvb"))
+    check_the_sizes_that_the_operator_expects(tmp_path, files)
     for file in files:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 0xFF

@@ -58,6 +58,7 @@ class Engine:
 
     def compute(self, request: str, chunks: int) -> None:
         self.gate.begin_compute(request)
+        self.gate.end_step(())
         self.clock.now += chunks * self.compute_seconds
         self.gate.end_compute(request, [(number + 1) * CHUNK_TOKENS for number in range(chunks)])
 
@@ -85,6 +86,7 @@ def test_a_hit_that_takes_longer_than_computing_is_computed() -> None:
     assert engine.serve("first", 16) is Choice.LOAD
     assert [engine.serve(f"r{number}", 16) for number in range(5)] == [Choice.SLOWER] * 5
     assert engine.verdicts == {Verdict.LOAD: 1, Verdict.COMPUTE: 5}
+    assert engine.gate.break_even_tokens == -1
     assert engine.gate.load_tokens_per_second == pytest.approx(CHUNK_TOKENS / 0.03)
     assert engine.gate.compute_tokens_per_second == pytest.approx(CHUNK_TOKENS / 0.01)
 
@@ -108,6 +110,11 @@ def test_the_length_decides_where_only_long_hits_pay() -> None:
     assert engine.choose("short", 2) is Choice.SLOWER
     assert engine.choose("long", 64) is Choice.LOAD
     assert 2 * CHUNK_TOKENS < engine.gate.break_even_tokens <= 64 * CHUNK_TOKENS
+
+    engine.load_seconds = 0.05
+    for _ in range(5):
+        engine.load(64)
+    assert engine.gate.break_even_tokens == -1
 
 
 def test_a_difference_within_the_hysteresis_changes_nothing() -> None:
@@ -215,11 +222,19 @@ def test_answers_are_not_taken_for_prompts() -> None:
 def test_a_prompt_computed_in_several_steps_is_timed_to_each_of_them() -> None:
     engine = Engine()
     engine.gate.begin_compute("r")
+    engine.gate.end_step(())
     for part in range(4):
         engine.clock.now += 1.0
         engine.gate.end_compute("r", [(part * 16 + number + 1) * CHUNK_TOKENS for number in range(16)])
     engine.load(64)
     assert engine.gate.compute_tokens_per_second == pytest.approx(64 * CHUNK_TOKENS / 4.0)
+
+
+def test_blocks_that_arrive_in_the_step_that_schedules_their_request_were_not_computed() -> None:
+    engine = Engine()
+    engine.gate.begin_compute("r")
+    engine.gate.end_compute("r", [CHUNK_TOKENS])
+    assert engine.gate.compute_tokens_per_second == 0
 
 
 def test_the_prompt_of_a_request_that_ended_or_was_preempted() -> None:
@@ -229,6 +244,7 @@ def test_the_prompt_of_a_request_that_ended_or_was_preempted() -> None:
     engine.gate.end_compute("preempted", [CHUNK_TOKENS])
     assert engine.gate.compute_tokens_per_second == 0
     engine.gate.begin_compute("ended")
+    engine.gate.end_step(())
     engine.gate.forget("ended")
     engine.clock.now += 1
     engine.gate.end_compute("ended", [CHUNK_TOKENS])

@@ -45,3 +45,18 @@ def test_only_what_is_offered_twice_is_written_and_what_is_there_is_not_written_
     assert rig.metric("vllm:kvtier_disk_present_blocks") == 3
     assert rig.metric("vllm:kvtier_disk_queued_store_bytes") == 0 * ROW_BYTES
     assert rigs.make().serve(keys(4)).hit_blocks == 4
+
+
+def test_what_was_read_from_the_volume_is_not_taken_for_computed(rigs: Rigs) -> None:
+    rigs.write(keys(4))
+    rig = rigs.make(min_reuse=2)
+    assert rig.serve(keys(4), "reader").hit_blocks == 4
+    for request, wanted in (("reader", keys(4)), ("writer", keys(4, first=10))):
+        assert rig.metric("vllm:kvtier_disk_compute_tokens_per_second") == 0
+        rig.end_step(new=[request])
+        rig.end_step()
+        context = rig.begin_offload(wanted, request)
+        rig.settle()
+        rig.finish(context)
+    assert rig.metric("vllm:kvtier_disk_compute_tokens_per_second") > 0
+    assert rig.metric("vllm:kvtier_disk_load_tokens_per_second") > 0

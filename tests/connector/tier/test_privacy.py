@@ -38,8 +38,17 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def encrypted(rigs: Rigs, cluster: Cluster) -> Rig:
-    return rigs.make(keys_dir=str(cluster.keys), live_file=str(cluster.live), refresh_seconds=0.05)
+@pytest.fixture(params=[0, 2], ids=["threads", "movers"])
+def processes(request: pytest.FixtureRequest) -> int:
+    """Who encrypts and decrypts."""
+    number: int = request.param
+    return number
+
+
+def encrypted(rigs: Rigs, cluster: Cluster, processes: int = 0) -> Rig:
+    return rigs.make(
+        keys_dir=str(cluster.keys), live_file=str(cluster.live), refresh_seconds=0.05, io_processes=processes
+    )
 
 
 def headers(root: Path) -> list[Header]:
@@ -47,39 +56,39 @@ def headers(root: Path) -> list[Header]:
     return [header for header in found if isinstance(header, Header)]
 
 
-def test_what_one_engine_encrypts_another_decrypts(rigs: Rigs, cluster: Cluster) -> None:
+def test_what_one_engine_encrypts_another_decrypts(rigs: Rigs, cluster: Cluster, processes: int) -> None:
     (cluster.keys / "k1").write_bytes(K1)
     cluster.say(active_key="k1")
-    encrypted(rigs, cluster).offload(keys(10))
+    encrypted(rigs, cluster, processes).offload(keys(10))
     assert {(header.encryption, header.seal.key_id) for header in headers(rigs.root)} == {
         (Encryption.AES_256_GCM, "k1")
     }
     content = b"".join(path.read_bytes() for path in rigs.root.rglob("*.kvb"))
     assert not any(payload(of)[:32] in content for of in keys(10))
-    assert encrypted(rigs, cluster).serve(keys(10)).hit_blocks == 10
+    assert encrypted(rigs, cluster, processes).serve(keys(10)).hit_blocks == 10
 
 
 @pytest.mark.parametrize(("content", "cause"), [(None, "key_missing"), (K2, "key_wrong")])
 def test_a_missing_or_wrong_key_is_computed_again_and_leaves_the_blocks(
-    rigs: Rigs, cluster: Cluster, content: bytes | None, cause: str
+    rigs: Rigs, cluster: Cluster, processes: int, content: bytes | None, cause: str
 ) -> None:
     (cluster.keys / "k1").write_bytes(K1)
     cluster.say(active_key="k1")
-    encrypted(rigs, cluster).offload(keys(4))
+    encrypted(rigs, cluster, processes).offload(keys(4))
     (cluster.keys / "k1").unlink()
     if content is not None:
         (cluster.keys / "k1").write_bytes(content)
-    reader = encrypted(rigs, cluster)
+    reader = encrypted(rigs, cluster, processes)
     assert reader.serve(keys(4)).hit_blocks == 0
     assert reader.metric("vllm:kvtier_disk_misses", cause) == 4
     assert len(headers(rigs.root)) == 4
     assert not (rigs.root / "quarantine").exists()
     (cluster.keys / "k1").write_bytes(K1)
-    assert encrypted(rigs, cluster).serve(keys(4)).hit_blocks == 4
+    assert encrypted(rigs, cluster, processes).serve(keys(4)).hit_blocks == 4
 
 
-def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluster: Cluster) -> None:
-    rig = encrypted(rigs, cluster)
+def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluster: Cluster, processes: int) -> None:
+    rig = encrypted(rigs, cluster, processes)
     rig.offload(keys(3))
     assert headers(rigs.root) == []
     assert rig.metric("vllm:kvtier_disk_shed_stores", "no_key") == 3
@@ -87,10 +96,10 @@ def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluste
     assert rig.metric("vllm:kvtier_disk_active") == 1
 
 
-def test_a_key_is_rotated_without_a_restart(rigs: Rigs, cluster: Cluster) -> None:
+def test_a_key_is_rotated_without_a_restart(rigs: Rigs, cluster: Cluster, processes: int) -> None:
     (cluster.keys / "k1").write_bytes(K1)
     cluster.say(active_key="k1")
-    rig = encrypted(rigs, cluster)
+    rig = encrypted(rigs, cluster, processes)
     rig.offload(keys(2), "first")
     (cluster.keys / "k2").write_bytes(K2)
     cluster.say(active_key="k2")
@@ -103,7 +112,7 @@ def test_a_key_is_rotated_without_a_restart(rigs: Rigs, cluster: Cluster) -> Non
 
     wait_until(is_rotated, "the engine writes with the new key")
     assert rig.metric("vllm:kvtier_disk_key_missing") == 0
-    assert encrypted(rigs, cluster).serve(keys(2)).hit_blocks == 2
+    assert encrypted(rigs, cluster, processes).serve(keys(2)).hit_blocks == 2
 
 
 def test_the_limit_follows_the_live_settings(rigs: Rigs, cluster: Cluster) -> None:

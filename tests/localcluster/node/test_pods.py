@@ -68,6 +68,12 @@ def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
     assert json.loads(bench.ask("env", "/argv")) == ["--color=red", "--unknown=$(NOBODY)"]
 
 
+def test_a_pod_that_asks_for_the_token_of_its_account_reaches_the_cluster(bench: Bench) -> None:
+    bench.pod("client", server(), automountServiceAccountToken=True)
+    until(lambda: bench.is_ready("client"))
+    assert bench.environment("client")["KUBECONFIG"] == str(bench.cluster.kubeconfig)
+
+
 def test_an_image_of_the_table_brings_its_environment_and_others_do_not(bench: Bench) -> None:
     bench.pod("ours", server(image="ghcr.io/kvtier/connector:1"))
     until(lambda: bench.is_ready("ours"))

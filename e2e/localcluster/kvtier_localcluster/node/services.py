@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 
@@ -60,6 +61,8 @@ class NodeServices:
     session: aiohttp.ClientSession
     settings: NodeSettings
     allocatable: Json
+    kubeconfig: Path
+    """What stands for the token of a service account."""
 
 
 @dataclass(frozen=True, kw_only=True)

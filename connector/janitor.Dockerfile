@@ -1,0 +1,13 @@
+# The image of the janitor: Python, the connector's store and janitor, and what requirements/janitor.lock names.
+# Build from the root of the repository:  docker build -f connector/janitor.Dockerfile -t ghcr.io/kvtier/janitor:0.1.0 .
+FROM python:3.12-slim
+COPY requirements/janitor.lock /tmp/janitor.lock
+# --no-deps: the lock is complete.
+RUN pip install --no-cache-dir --no-deps --requirement /tmp/janitor.lock && rm /tmp/janitor.lock
+COPY connector/kvtier_connector /opt/connector/kvtier_connector
+# Never imported here, and needs vLLM.
+RUN rm -r /opt/connector/kvtier_connector/tier
+ENV PYTHONPATH=/opt/connector PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+EXPOSE 9400
+ENTRYPOINT ["python3", "-m", "kvtier_connector.janitor"]

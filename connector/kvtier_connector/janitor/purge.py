@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and removes the blocks that a person wants gone: by age, generation, tenant or prefix, or all of them.
+
+Engines may be at work: what goes is a miss for them, and they are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_connector.errors import ConfigInvalid, StoreUnavailable
+from kvtier_connector.janitor.walk import meet
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.generations import find_generations
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.layout import TENANTS, BlockKey
+from kvtier_connector.store.records import Op
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
+
+_TENANT = re.compile(rf"{TENANTS}/([^/]+)/")
+_FLUSH_EVERY = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criteria:
+    """What is to go; what is None does not matter."""
+
+    older_than_seconds: float | None = None
+    """Since the file was written."""
+    generation: str | None = None
+    tenant: str | None = None
+    prefix: bytes | None = None
+    """Hash of a block: it goes, and with it all blocks that continue it."""
+
+
+@dataclass(slots=True)
+class Purged:
+    """What was found, or removed, in one generation."""
+
+    path: str
+    blocks: int = 0
+    bytes: int = 0
+    leftovers: int = 0
+    """Quarantined and partial files, which hold what a block holds."""
+    failed: int = 0
+    problem: str = ""
+
+
+def purge(  # noqa: PLR0913 - keywords
+    directory: Path,
+    criteria: Criteria,
+    *,
+    is_dry: bool,
+    fs: FileSystem = LOCAL,
+    threads: int = 8,
+    clock: Callable[[], int] = time.time_ns,
+) -> list[Purged]:
+    """Remove what the criteria choose at or below the directory; with `is_dry` only count it.
+
+    Raises:
+        StoreUnavailable: the directory cannot be walked.
+        ConfigInvalid: there is no generation of that name.
+    """
+    roots = [root for root in find_generations(directory, fs=fs) if criteria.generation in {None, root.name}]
+    if not roots:
+        name = "" if criteria.generation is None else f" {criteria.generation}"
+        raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
+    results = []
+    for root in roots:
+        purged = Purged(str(root.relative_to(directory)))
+        results.append(purged)
+        try:
+            _purge_one(root, criteria, purged, is_dry=is_dry, fs=fs, threads=threads, clock=clock)
+        except (StoreUnavailable, OSError) as error:
+            purged.problem = str(error)
+    return results
+
+
+def _purge_one(  # noqa: PLR0913 - keywords
+    root: Path,
+    criteria: Criteria,
+    purged: Purged,
+    *,
+    is_dry: bool,
+    fs: FileSystem,
+    threads: int,
+    clock: Callable[[], int],
+) -> None:
+    journal = JournalWriter(root, fs=fs, clock=clock)
+    chosen = _choose(root, criteria, fs=fs, threads=threads, now_ns=clock())
+    for entry in chosen:
+        if not is_dry:
+            try:
+                fs.unlink(f"{root}/{entry.path}")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                purged.failed, purged.problem = purged.failed + 1, str(error)
+                continue
+        if isinstance(entry, Leftover):
+            purged.leftovers += 1
+            continue
+        purged.blocks, purged.bytes = purged.blocks + 1, purged.bytes + entry.size
+        if not is_dry:
+            journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
+            if purged.blocks % _FLUSH_EVERY == 0:
+                _flush(journal)
+    _flush(journal)
+
+
+def _flush(journal: JournalWriter) -> None:
+    # News only: an engine that does not hear of it finds out by itself.
+    with contextlib.suppress(StoreUnavailable):
+        if journal.pending:
+            journal.flush()
+
+
+def _choose(
+    root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, now_ns: int
+) -> Iterator[BlockEntry | Leftover]:
+    members = None if criteria.prefix is None else _members(root, criteria, fs=fs, threads=threads)
+    for entry in scan_parallel(root, fs=fs, threads=threads):
+        if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
+            continue
+        if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
+            continue
+        if criteria.tenant is not None and _tenant(entry) != criteria.tenant:
+            continue
+        age_seconds = (now_ns - entry.mtime_ns) / 1e9
+        if criteria.older_than_seconds is not None and age_seconds <= criteria.older_than_seconds:
+            continue
+        yield entry
+
+
+def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int) -> set[BlockKey]:
+    """Return the keys of the blocks with the hash, and of all that continue them; opens every block of the tenant."""
+    keys = [
+        entry.key
+        for entry in scan_parallel(root, fs=fs, threads=threads)
+        if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
+    ]
+    parents: dict[BlockKey, BlockKey] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
+        for met in pool.map(lambda key: meet(fs, str(root), key), keys):
+            if met is not None and met.header is not None and met.header.lineage.parent:
+                parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
+    is_member: dict[BlockKey, bool] = {}
+    for key in keys:
+        path: list[BlockKey] = []
+        at: BlockKey | None = key
+        while at is not None and at not in is_member and at not in path[-1:]:
+            path.append(at)
+            is_member[at] = at.hash == criteria.prefix
+            at = None if is_member[at] else parents.get(at)
+        answer = is_member[path[-1]] if at is None else is_member[at]
+        for each in path:
+            is_member[each] = answer
+    return {key for key in keys if is_member[key]}
+
+
+def _tenant(entry: BlockEntry | Leftover) -> str:
+    if isinstance(entry, BlockEntry):
+        return entry.key.tenant
+    match = _TENANT.match(entry.path)
+    return "" if match is None else match[1]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and times as people type them: ``100Gi``, ``7d``. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Return bytes; argparse turns the error into a message."""
+    match = _AMOUNT.fullmatch(text)
+    if match is None or match[2] not in _SIZES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 100Gi")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+def parse_seconds(text: str) -> float:
+    """Return seconds; argparse turns the error into a message."""
+    match = _AMOUNT.fullmatch(text)
+    if match is None or match[2] not in _TIMES or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time of more than 0; write it as 7d, 12h, 30m or 90s")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def parse_share(text: str) -> float:
+    """Return a share of one; argparse turns the error into a message."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if match is None or not 0 < float(match[1]) <= 100:  # noqa: PLR2004 - percent
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; write it as 90%")
+    return float(match[1]) / 100
+
+
+def show_size(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:  # noqa: PLR2004 - the step between these units
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

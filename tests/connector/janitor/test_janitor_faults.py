@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A volume that refuses, and a janitor that dies: a problem is stated, nothing ends, and the volume stays sound."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+from store_faults import WatchedFs
+from tier_dir import BLOCK_BYTES, Rig, key
+
+from kvtier_connector.store.check import check
+from kvtier_connector.store.live import BrakeFile
+from kvtier_connector.store.mode import Mode
+
+LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.5}
+
+
+class Refusing(WatchedFs):
+    """Answers some calls with an error, until it is told otherwise."""
+
+    def __init__(self, number: int, *calls: str) -> None:
+        self.number, self.calls = number, calls
+
+    def before(self, call: str, path: str | None) -> None:
+        if call in self.calls:
+            raise OSError(self.number, os.strerror(self.number), path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize("calls", [("unlink",), ("scandir",), ("stat",), ("open",), ("statvfs",), ("pwritev",)])
+def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: int, calls: tuple[str, ...]) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    fs = Refusing(number, *calls)
+    keeper = rig.keeper(fs, **LIMITS)
+    for _ in range(3):
+        keeper.step()
+        rig.clock.move(10)
+    assert keeper.report is not None
+    assert any(os.strerror(number) in problem for problem in keeper.report.usage.problems)
+    fs.calls = ()
+    rig.clock.move(100)
+    usage = rig.sweep(keeper)
+    rig.clock.move(4000)
+    usage = rig.sweep(keeper)
+    assert usage.problems == ()
+    assert engine.there(range(10)) == list(range(5))
+    assert engine.check() == []
+
+
+class RefusesOne(WatchedFs):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def before(self, call: str, path: str | None) -> None:
+        if call == "unlink" and path is not None and self.name in path:
+            raise PermissionError(errno.EACCES, "no", path)
+
+
+def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(5))
+    engine.put_chain(*range(5, 10))
+    keeper = rig.keeper(RefusesOne(key(2).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.05)
+    for _ in range(4):
+        keeper.step()
+    assert {0, 1, 2} <= set(engine.there(range(10)))
+
+
+def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: Rig) -> None:
+    rig.engine().put(1)
+    first = rig.keeper()
+    rig.sweep(first)
+    fs = Refusing(errno.ENOSPC, "rename")
+    keeper = rig.keeper(fs)
+    rig.sweep(keeper)
+    rig.engine().put(2)
+    rig.clock.move(700)
+    keeper.step()
+    rig.clock.move(10)
+    keeper.step()
+    assert keeper.report is not None
+    assert keeper.report.usage.brake == "the volume has no room left"
+    assert BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns).refresh() is Mode.READ_ONLY
+
+
+class CrashError(BaseException):
+    """The process is dead; nothing may catch this."""
+
+
+class Dying(WatchedFs):
+    def __init__(self, step: int) -> None:
+        self.step, self.steps = step, 0
+
+    def before(self, call: str, path: str | None) -> None:
+        self.steps += 1
+        if self.steps > self.step:
+            raise CrashError
+
+
+def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes(rig: Rig) -> None:
+    engine, old = rig.engine(), rig.engine("bb")
+    engine.put_chain(*range(10))
+    old.put(1)
+    quarantined = engine.root / "quarantine" / "x"
+    quarantined.parent.mkdir()
+    quarantined.write_bytes(b"1")
+    for path in [quarantined, *old.root.glob("journal/*"), old.root / "tier.json"]:
+        os.utime(path, (0, 0))
+    before = rig.dir.with_name("before")
+    shutil.copytree(rig.dir, before)
+    step, has_died = 0, True
+    while has_died:
+        shutil.rmtree(rig.dir)
+        shutil.copytree(before, rig.dir, copy_function=shutil.copy2)
+        try:
+            keeper = rig.keeper(Dying(step), keep_previous=0, **LIMITS)
+            for _ in range(8):
+                keeper.step()
+                rig.clock.move(10)
+            keeper.close()
+            has_died = False
+        except CrashError:
+            step += 1
+        assert check(engine.root) == [] or quarantined.exists()
+        there = engine.there(range(10))
+        assert there == list(range(len(there)))
+        usage = rig.sweep(rig.keeper(keep_previous=0, **LIMITS))
+        there = engine.there(range(10))
+        assert there == list(range(len(there)))
+        assert 5 <= len(there) == usage.blocks <= 9
+        assert not old.root.exists() or not list(old.root.iterdir())
+        step += 4
+    assert step > 50

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process around the keeper: it follows settings and election, and a hanging volume does not hold it up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from store_faults import WatchedFs
+from tier_dir import BLOCK_BYTES, Rig
+
+from kvtier_connector.contract_janitor import encode
+from kvtier_connector.contract_usage import decode
+from kvtier_connector.janitor.election import Alone
+from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.janitor.metrics import METRICS, exposition
+from kvtier_connector.janitor.server import Server, make_pages
+
+DEADLINE_SECONDS = 60.0
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    ends = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < ends, f"waited in vain for {what}"
+        threading.Event().wait(0.02)
+
+
+class Elected(Alone):
+    """Leads when the test says so."""
+
+    def __init__(self) -> None:
+        self.leads = False
+
+    def is_leader(self) -> bool:
+        return self.leads
+
+
+@contextmanager
+def running(loop: Loop) -> Iterator[Loop]:
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        thread.join(DEADLINE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_other_settings_are_followed_while_it_runs(rig: Rig, tmp_path: Path) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    file = tmp_path / "janitor.json"
+    file.write_text(encode(rig.config))
+    with running(Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)) as loop:
+        wait_for(lambda: loop.report().usage.blocks == 10, "the count")
+        file.write_text(encode(replace(rig.config, max_bytes=4 * BLOCK_BYTES)))
+        wait_for(lambda: loop.report().usage.blocks == 3, "the eviction")
+
+
+def test_settings_that_cannot_be_used_are_stated_and_the_old_ones_stay(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "janitor.json"
+    file.write_text("{}")
+    with running(Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)) as loop:
+        wait_for(lambda: "settings" in loop.report().problems, "the problem")
+        file.write_text(encode(rig.config))
+        wait_for(lambda: "settings" not in loop.report().problems, "its end")
+
+
+def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "janitor.json"
+    file.write_text(encode(replace(rig.config, tier_dir="/elsewhere")))
+    loop = Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)
+    assert loop.run()
+
+
+def test_only_the_elected_one_acts(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    elected = Elected()
+    config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
+    with running(Loop(config, leader=elected, tick_seconds=0.05)) as loop:
+        assert not loop.report().usage.is_active
+        assert engine.there(range(10)) == list(range(10))
+        elected.leads = True
+        wait_for(lambda: len(engine.there(range(10))) == 3, "the eviction")
+        wait_for(lambda: loop.report().usage.is_active, "the report")
+        elected.leads = False
+        assert not loop.report().usage.is_active
+
+
+class Hanging(WatchedFs):
+    """Answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_let_go = threading.Event()
+
+    def before(self, call: str, path: str | None) -> None:
+        assert self.is_let_go.wait(DEADLINE_SECONDS)
+
+
+def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -> None:
+    rig.engine()
+    fs = Hanging()
+    loop = Loop(
+        rig.config,
+        leader=Alone(),
+        make_keeper=lambda config, may_act: Keeper(config, fs=fs, may_act=may_act),
+        hang_seconds=0.1,
+        tick_seconds=0.05,
+    )
+    with running(loop):
+        wait_for(lambda: "hang" in loop.report().problems, "the problem")
+        assert loop.health() == ""
+        fs.is_let_go.set()
+        wait_for(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
+
+
+def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
+    now = [0.0]
+    loop = Loop(rig.config, leader=Alone(), now=lambda: now[0])
+    assert loop.health() == ""
+    now[0] = 1000.0
+    assert "has not turned" in loop.health()
+
+
+def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) -> None:
+    rig.engine()
+    made: list[Keeper] = []
+
+    class Broken(Keeper):
+        def step(self) -> float:
+            if len(made) < 2:
+                raise ZeroDivisionError("a bug")
+            return super().step()
+
+    def make(config: object, may_act: Callable[[], bool]) -> Keeper:
+        made.append(Broken(replace(rig.config, sweep_seconds=0.05), may_act=may_act))
+        return made[-1]
+
+    config = replace(rig.config, sweep_seconds=0.05)
+    with running(Loop(config, leader=Alone(), make_keeper=make, tick_seconds=0.05)) as loop:
+        wait_for(lambda: loop.report().usage.is_counted, "the second one")
+        assert loop.health() == ""
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
+    rig.engine().put(1, 2, tenant="alice")
+    loop = Loop(rig.config, leader=Alone(), tick_seconds=0.05)
+    server = Server("127.0.0.1", 0, make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health))
+    server.start()
+    try:
+        with running(loop):
+            wait_for(lambda: loop.report().usage.is_counted, "the count")
+            assert get(server.port, "/healthz") == (200, "ok\n")
+            usage = decode(get(server.port, "/usage")[1])
+            assert (usage.blocks, usage.tenants[0].tenant) == (2, "alice")
+            families = {each.name for each in text_string_to_metric_families(get(server.port, "/metrics")[1])}
+            assert families == {metric.name for metric in METRICS}
+            assert get(server.port, "/other")[0] == 404
+    finally:
+        server.close()
+
+
+def test_what_it_says_is_what_the_operator_reads_and_more_for_people(rig: Rig) -> None:
+    rig.engine().put(*range(10))
+    config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
+    with running(Loop(config, leader=Alone(), tick_seconds=0.05)) as loop:
+        wait_for(lambda: decode(loop.usage()).evicted_blocks == 7, "the eviction")
+        more = json.loads(loop.usage())["janitor"]
+    assert (more["max_bytes"], more["evicted_blocks"]["budget"]) == (4 * BLOCK_BYTES, 7)
+    assert more["last_sweep"] > 0

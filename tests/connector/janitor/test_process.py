@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The janitor as the image runs it: with the packages of its lock and no others, until it is told to stop."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from urllib.request import urlopen
+
+from tier_dir import BLOCK_BYTES, Rig
+
+from kvtier_connector import command
+from kvtier_connector.contract_janitor import encode
+from kvtier_connector.contract_usage import decode
+
+ROOT = Path(__file__).resolve().parents[3]
+CONNECTOR = Path(command.__file__).parents[1]
+DEADLINE_SECONDS = 60.0
+
+ONLY = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED or name.startswith("kvtier_connector.tier"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+BLOCKED = {blocked!r}
+sys.meta_path.insert(0, Blocker())
+sys.path.insert(0, {connector!r})
+import kvtier_connector.janitor.commands, kvtier_connector.store.check, kvtier_connector.store.inspect
+from kvtier_connector.janitor import election
+from kvtier_connector.lease import LeaseSettings
+try:
+    election.lease_api(LeaseSettings(namespace="ns", name="x", identity="i"))
+except Exception as error:
+    assert type(error).__name__ == "LeaseUnavailable", error
+from kvtier_connector.janitor.__main__ import main
+sys.exit(main(["--config", {config!r}, "--host", "127.0.0.1"]))
+"""
+
+
+def others() -> set[str]:
+    """Return the top-level modules of all packages installed here that the lock does not name."""
+    locked = {line.partition("==")[0] for line in (ROOT / "requirements/janitor.lock").read_text().splitlines()}
+    normal = {name: re.sub(r"[-_.]+", "-", name).lower() for name in metadata.packages_distributions()}
+    blocked = set()
+    for module, owners in metadata.packages_distributions().items():
+        names = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
+        if not names & {*locked, "kvtier"} and normal[module] != "kvtier-connector":
+            blocked.add(module)
+    return blocked
+
+
+def wait_for(is_so: Callable[[], bool], log: Path) -> None:
+    ends = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < ends, log.read_text()
+        threading.Event().wait(0.05)
+
+
+def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: Rig, tmp_path: Path) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    config_file, log = tmp_path / "janitor.json", tmp_path / "log"
+    config_file.write_text(encode(rig.config))
+    blocked = others()
+    assert {"vllm", "torch", "kopf"} <= blocked
+    assert not {"numpy", "kubernetes"} & blocked
+    script = ONLY.format(blocked=blocked, connector=str(CONNECTOR), config=str(config_file))
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=sink, stderr=sink, env={"HOME": str(tmp_path)}
+        )
+    try:
+        wait_for(lambda: "serving on port" in log.read_text() or process.poll() is not None, log)
+        found = re.search(r"serving on port (\d+)", log.read_text())
+        assert found is not None, log.read_text()
+        base = f"http://127.0.0.1:{found[1]}"
+
+        def usage() -> int:
+            with urlopen(f"{base}/usage", timeout=DEADLINE_SECONDS) as answer:
+                return decode(answer.read()).used_bytes
+
+        wait_for(lambda: usage() == 10 * BLOCK_BYTES, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
+    assert (rig.dir / "janitor.ledger").exists()
+    assert engine.check() == []
+
+
+def test_settings_that_cannot_be_used_end_it_with_a_message(tmp_path: Path) -> None:
+    config_file = tmp_path / "janitor.json"
+    config_file.write_text('{"version": 1}')
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier_connector.janitor", "--config", str(config_file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "janitor.json" in done.stderr) == (1, True)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers, readers and the janitor on one directory, killed at random: the short form of ``make bench-janitor``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from e2e.bench.janitor_stress import stress
+
+
+@pytest.mark.timeout(240)
+def test_under_random_kills_no_byte_is_wrong_and_the_budget_holds(tmp_path: Path) -> None:
+    run = stress(tmp_path, seconds=12, writers=4, blocks=150, seed=7)
+    assert run.problems == []
+    assert run.kills + run.janitor_kills > 0
+    assert run.most_bytes <= run.allowed_bytes

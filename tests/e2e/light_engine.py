@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for ``vllm.entrypoints.openai.api_server`` in tests of the volume: the real store behind a few HTTP requests.
+
+``/store/NAME`` writes a block, ``/load/NAME`` reads it, ``/state`` tells how the engine sees the volume. Nothing else
+of vLLM is done, so an engine starts in a second and needs neither a model nor memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from kvtier_connector import contract
+from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.store import identity
+from kvtier_connector.store.blockstore import Hit
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
+
+PAYLOAD_BYTES = 1 << 20
+
+
+class Engine:
+    """One engine on the volume. A lock lets one request in at a time."""
+
+    def __init__(self, config: contract.ConnectorConfig) -> None:
+        self.config = config
+        self.lock = threading.Lock()
+        self.refused = ""
+        self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
+        facts = {"engine.stand_in": os.environ.get("STAND_IN", "")}
+        try:
+            identity.claim(Path(config.root), {**config.identity, **facts}, config.digest)
+        except IdentityMismatch as error:
+            self.refused = error.field
+        self.follow()
+
+    def follow(self) -> contract.LiveSettings:
+        """Take over the live settings."""
+        live = contract.decode_live(Path(self.config.live_file).read_text())
+        if live.max_bytes is not None:
+            self.store.blocks.set_limit(live.max_bytes)
+        if self.store.blocks.keyring is not None:
+            self.store.blocks.keyring.activate(live.active_key)
+        return live
+
+    def active_key(self) -> str | None:
+        """Return the name of the key that the next block is written with."""
+        keyring = self.store.blocks.keyring
+        key = None if keyring is None else keyring.active()
+        return None if key is None else key.name
+
+    def run(self, request: str, name: str) -> dict[str, Any]:
+        """Answer one request."""
+        with self.lock:
+            live = self.follow()
+            key = BlockKey(hashlib.sha256(name.encode()).digest(), 0)
+            payload = memoryview(bytearray(hashlib.sha256(name.encode()).digest() * (PAYLOAD_BYTES // 32)))
+            if request == "store":
+                outcome = self.store.put(key, payload) if live.mode == "ReadWrite" and not self.refused else "refused"
+                self.store.synchronize(may_write=live.mode == "ReadWrite")
+                return {"outcome": str(outcome)}
+            if request == "load":
+                into = memoryview(bytearray(PAYLOAD_BYTES))
+                outcome = self.store.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
+                return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload}
+            return {"mode": live.mode, "root": self.config.root, "pid": os.getpid(), "key": self.active_key()}
+
+    def metrics(self) -> str:
+        """Return what the operator looks for."""
+        lines = []
+        if self.refused:
+            lines.append(f'vllm:kvtier_disk_refused{{engine="0",field="{self.refused}"}} 1.0')
+        with self.lock:
+            self.follow()
+        is_missing = self.store.blocks.keyring is not None and self.active_key() is None
+        lines.append(f'vllm:kvtier_disk_key_missing{{engine="0"}} {float(is_missing)}')
+        return "\n".join(lines) + "\n"
+
+
+def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            request, _, name = self.path.strip("/").partition("/")
+            if request == "health":
+                body = "ok"
+            elif request == "metrics":
+                body = engine.metrics()
+            else:
+                body = json.dumps(engine.run(request, unquote(name)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    return Handler
+
+
+def main() -> None:
+    """Read the flags that the operator gives to vLLM, and serve."""
+    flags = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
+    tiers = json.loads(flags["kv-transfer-config"])["kv_connector_extra_config"]["secondary_tiers"]
+    config = contract.decode(Path(tiers[0]["config_file"]).read_text())
+    ThreadingHTTPServer((flags["host"], int(flags["port"])), handler(Engine(config))).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

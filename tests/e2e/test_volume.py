@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The volume of a tier over its life: real operator, real janitor, real store; only vLLM is stood in for."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kvtier_connector
+from kvtier_localcluster import kinds
+from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_images
+from kvtier_localcluster.kinds import Kind
+from kvtier_localcluster.node.images import ImageProfile
+from kvtier_localcluster.node.services import NodeSettings
+from kvtier_localcluster.testing import Bench, fetch, until
+
+ROOT = Path(__file__).resolve().parents[2]
+TIER = Kind("kvtier.dev/v1alpha1", "KVCacheTier", "kvcachetiers")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+SECONDS = 60.0
+
+INSTALL = """
+import shutil, sys
+shutil.copytree({source!r}, sys.argv[sys.argv.index("--target") + 1], dirs_exist_ok=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what stands for the connector's image: it installs an engine of our own beside the real connector."""
+    root = tmp_path_factory.mktemp("image")
+    server = root / "content" / "vllm" / "entrypoints" / "openai"
+    server.mkdir(parents=True)
+    for package in (server, *server.parents[:2]):
+        (package / "__init__.py").touch()
+    shutil.copy(Path(__file__).with_name("light_engine.py"), server / "api_server.py")
+    connector = Path(kvtier_connector.__path__[0])
+    shutil.copytree(connector, root / "content" / connector.name, ignore=shutil.ignore_patterns("__pycache__"))
+    installer = root / "installer" / "kvtier_connector"
+    installer.mkdir(parents=True)
+    (installer / "__init__.py").touch()
+    (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
+    return root / "installer"
+
+
+@pytest.fixture(scope="module")
+def bench(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    profile = ImageProfile(prefix="example.org/light", environment={"PYTHONPATH": str(image)})
+    settings = ClusterSettings(
+        data=tmp_path_factory.mktemp("cluster"),
+        node=NodeSettings(images=[*default_images(), profile], stop_grace_seconds=2, isolates_memory=False),
+        allocatable={"cpu": "64", "memory": "256Gi"},
+    )
+    with ClusterThread(settings) as cluster:
+        definition = yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())
+        cluster.call(lambda: cluster.cluster.server.create(definition))
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(cluster.kubeconfig),
+            "KVTIER_CONNECTOR_IMAGE": "example.org/light-connector:1",
+            "KVTIER_PROBE_SECONDS": "1",
+            "KVTIER_RESYNC_SECONDS": "2",
+        }
+        command = [sys.executable, "-m", "kvtier_operator", "run", "--namespace", "default"]
+        with subprocess.Popen(command, env=environment) as operator:
+            try:
+                yield Bench(cluster, "default")
+            finally:
+                operator.terminate()
+                operator.wait(60)
+
+
+class Tier:
+    """One tier, in the words of the tests."""
+
+    def __init__(self, bench: Bench, name: str, **spec: Any) -> None:
+        self.bench, self.name = bench, name
+        body = {
+            "model": {"name": "org/model"},
+            "engine": {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"},
+            "cpu": {"size": "1Mi"},
+            "volume": {"claim": {"size": "10Gi"}, "deletionPolicy": "Delete"},
+            **spec,
+        }
+        bench.create(
+            TIER, {"apiVersion": TIER.api_version, "kind": TIER.name, "metadata": {"name": name}, "spec": body}
+        )
+
+    def patch(self, **spec: Any) -> None:
+        self.bench.patch(TIER, self.name, {"spec": spec})
+
+    def status(self) -> dict[str, Any]:
+        return (self.bench.get(TIER, self.name) or {}).get("status", {})
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found = [each for each in self.status().get("conditions", ()) if each["type"] == kind]
+        return found[0] if found else {}
+
+    def reaches(self, kind: str, status: str, reason: str = "") -> dict[str, Any]:
+        """Wait for a condition of the present generation, and return it."""
+
+        def found() -> dict[str, Any] | None:
+            generation = (self.bench.get(TIER, self.name) or {})["metadata"]["generation"]
+            condition = self.condition(kind)
+            is_met = condition.get("status") == status and condition.get("observedGeneration") == generation
+            return condition if is_met and reason in {"", condition["reason"]} else None
+
+        return until(found, SECONDS)
+
+    def pods(self, component: str = "engine") -> list[dict[str, Any]]:
+        wanted = {"kvtier.dev/tier": self.name, "app.kubernetes.io/component": component}
+        return [pod for pod in self.bench.list(kinds.POD) if wanted.items() <= pod["metadata"]["labels"].items()]
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Return what the engine answers, when it does."""
+
+        def answer() -> str | None:
+            for pod in self.pods():
+                if "deletionTimestamp" not in pod["metadata"] and "podIP" in pod.get("status", {}):
+                    return fetch(f"http://{pod['status']['podIP']}:8000/{request}")
+            return None
+
+        found: dict[str, Any] = json.loads(str(until(answer, SECONDS)))
+        return found
+
+    def disk(self) -> dict[str, Any]:
+        return next((each for each in self.status().get("tiers", ()) if each["name"] == "disk"), {})
+
+
+def secret(**keys: int) -> dict[str, Any]:
+    """Return a Secret with keys of 32 equal bytes."""
+    data = {name: base64.b64encode(bytes([byte]) * 32).decode() for name, byte in keys.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "kv-keys"}, "data": data}
+
+
+@pytest.fixture(scope="module")
+def tiers(bench: Bench) -> dict[str, Tier]:
+    """Return tiers with blocks in them, all made at once: each waits for its janitor's next look."""
+    small = {"maxBytes": "16Mi", "highWatermark": "70%", "lowWatermark": "40%", "minFree": "0%"}
+    made = {
+        "llama": Tier(bench, "llama", disk={"budget": {"maxBytes": "1Gi"}}),
+        "handed-on": Tier(bench, "handed-on"),
+        "small": Tier(bench, "small", disk={"budget": small}),
+        "private": Tier(bench, "private", disk={"encryption": {"secretName": "kv-keys", "activeKey": "first"}}),
+    }
+    for name, blocks in (("llama", 2), ("handed-on", 1), ("small", 13)):
+        made[name].reaches("Ready", "True")
+        for number in range(blocks):
+            assert "Stored" in made[name].ask(f"store/{number}")["outcome"]
+    return made
+
+
+@pytest.mark.timeout(300)
+def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Tier]) -> None:
+    tier = tiers["handed-on"]
+    old = tier.status()["generation"]["current"]
+    tier.patch(hash={"seed": "7"})
+    tier.reaches("Ready", "True")
+    current = tier.status()["generation"]["current"]
+    until(lambda: tier.ask("state")["root"].endswith(current), SECONDS)
+    assert not tier.ask("load/0")["is_hit"]
+    assert "Stored" in tier.ask("store/1")["outcome"]
+    until(lambda: [each["blocks"] for each in tier.status().get("generations", ())] == [1, 1], SECONDS)
+    found = [(each["digest"], each["role"]) for each in tier.status()["generations"]]
+    assert found == [(current, "Current"), (old, "Previous")]
+
+    # Only the engine knows that it is another one: it serves without the volume, and the status names the field.
+    tier.patch(engine={"env": [{"name": "STAND_IN", "value": "another"}]})
+    assert "another engine.stand_in" in tier.reaches("DiskHealthy", "False", "Stranger")["message"]
+    assert tier.ask("store/2")["outcome"] == "refused"
+
+
+@pytest.mark.timeout(300)
+def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
+    tier = tiers["llama"]
+    process = tier.ask("state")["pid"]
+    until(lambda: tier.disk().get("usedBytes", 0) >= 2 << 20, SECONDS)
+    assert (tier.disk()["capacityBytes"], tier.disk()["blocks"]) == (1 << 30, 2)
+    tier.reaches("DiskWithinBudget", "True", "WithinBudget")
+    tier.reaches("DiskHealthy", "True", "Healthy")
+    (generation,) = tier.status()["generations"]
+    assert (generation["digest"], generation["role"]) == (tier.status()["generation"]["current"], "Current")
+    held = bench.get(LEASE, "llama-janitor")
+    assert held is not None
+    assert held["spec"]["holderIdentity"]
+
+    tier.patch(disk={"mode": "ReadOnly"})
+    until(lambda: tier.ask("state")["mode"] == "ReadOnly", SECONDS)
+    assert tier.ask("store/new")["outcome"] == "refused"
+    assert tier.ask("load/0")["is_hit"]
+    tier.patch(disk={"mode": "ReadWrite", "budget": {"maxBytes": "2Gi"}})
+    until(lambda: tier.disk().get("capacityBytes") == 2 << 30, SECONDS)
+    until(lambda: tier.ask("state")["mode"] == "ReadWrite", SECONDS)
+    assert tier.ask("state")["pid"] == process
+
+    bench.delete(TIER, "llama")
+    until(lambda: not [pod for part in ("engine", "janitor") for pod in tier.pods(part)], SECONDS)
+    until(lambda: bench.get(LEASE, "llama-janitor") is None, SECONDS)
+
+
+@pytest.mark.timeout(300)
+def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
+    tier = tiers["private"]
+    tier.reaches("EnginesReady", "False")
+    assert not tier.pods()[0]["status"]["containerStatuses"][0]["ready"]
+    bench.create(kinds.SECRET, secret(first=1))
+    tier.reaches("Ready", "True")
+    process = tier.ask("state")["pid"]
+    assert "Stored" in tier.ask("store/a")["outcome"]
+
+    bench.patch(kinds.SECRET, "kv-keys", {"data": secret(second=2)["data"]})
+    tier.patch(disk={"encryption": {"activeKey": "second"}})
+    until(lambda: tier.ask("state")["key"] == "second", SECONDS)
+    assert "Stored" in tier.ask("store/b")["outcome"]
+    assert tier.ask("load/a")["is_hit"]
+    bench.patch(kinds.SECRET, "kv-keys", {"data": {"first": None}})
+    until(lambda: not tier.ask("load/a")["is_hit"], SECONDS)
+    assert tier.ask("load/b")["is_hit"]
+
+    tier.patch(disk={"encryption": {"activeKey": "third"}})
+    assert "no entry third" in tier.reaches("DiskHealthy", "False", "KeyMissing")["message"]
+    tier.patch(disk={"encryption": {"activeKey": "second"}})
+    tier.reaches("DiskHealthy", "True")
+    assert tier.ask("state")["pid"] == process
+
+
+@pytest.mark.timeout(300)
+def test_a_budget_is_kept_and_what_goes_is_a_miss(tiers: dict[str, Tier]) -> None:
+    tier = tiers["small"]
+    until(lambda: 0 < tier.disk().get("usedBytes", 0) < 8 << 20, SECONDS)
+    tier.reaches("DiskWithinBudget", "True")
+    assert not tier.ask("load/0")["is_hit"]
+    assert tier.ask("load/12")["is_hit"]
+    assert "Stored" in tier.ask("store/0")["outcome"]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pods say reaches the status, is asked of the right ones, and never holds up a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_cluster import FakeCluster
+from live import until
+from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, pod, tier
+
+from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
+from kvtier_operator.names import TierName
+from kvtier_operator.probes import Address, Probes
+from kvtier_operator.reconcile import reconcile
+
+USAGE = Usage(
+    tier="serving/llama",
+    is_active=True,
+    is_counted=True,
+    used_bytes=1 << 40,
+    generations=[GenerationUsage(digest="aaaa", used_bytes=1 << 40, created=86400.0)],
+)
+
+
+class Pods:
+    """Answers for the pods of a tier."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.usage = USAGE
+
+    def __call__(self, address: Address) -> bytes:
+        self.asked.append(str(address))
+        if address.port == 9400:
+            return encode(self.usage).encode()
+        if address.host == "10.1.0.2":
+            return b'vllm:kvtier_disk_refused{engine="0",field="dtype"} 1.0\n'
+        return b""
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.pods, self.woken, self.seconds = Pods(), list[TierName](), 0.0
+        self.probes: Probes[TierName] = Probes(
+            self.woken.append, ask=self.pods, now=lambda: self.seconds, interval_seconds=15
+        )
+        self.cluster = FakeCluster(tier())
+        self.run()
+        self.cluster.edit(JANITOR_SERVICE, {"spec": {"clusterIP": "10.0.0.9"}})
+        template = self.cluster.look(DEPLOYMENT)["spec"]["template"]
+        for name, ip in (("a", "10.1.0.1"), ("b", "10.1.0.2")):
+            self.cluster.put(pod(name, template, **RUNNING, podIP=ip))
+        starting = {**RUNNING, "conditions": [{"type": "Ready", "status": "False"}], "podIP": "10.1.0.3"}
+        self.cluster.put(pod("c", template, **starting))
+        self.cluster.put(pod("j", self.cluster.look(JANITOR)["spec"]["template"], **RUNNING, podIP="10.1.0.4"))
+
+    def run(self) -> None:
+        outcome = reconcile(
+            self.cluster, TIER, connector_image="connector:test", clock=lambda: NOON, probes=self.probes
+        )
+        assert outcome.failure is None
+
+    def answers(self, count: int) -> None:
+        until(lambda: len(self.woken) == count)
+        self.run()
+
+    def status(self) -> dict:
+        return self.cluster.look(TIER_KEY)["status"]
+
+    def condition(self, kind: str) -> dict:
+        return next(each for each in self.status()["conditions"] if each["type"] == kind)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.probes.close()
+
+
+def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
+    rig.run()
+    assert rig.condition("DiskWithinBudget")["reason"] == "JanitorStarting"
+    rig.answers(3)
+    assert set(rig.woken) == {TIER}
+    assert rig.condition("DiskWithinBudget")["status"] == "True"
+    assert rig.status()["generations"][0]["digest"] == "aaaa"
+    assert rig.status()["tiers"][1]["usedBytes"] == 1 << 40
+    assert rig.condition("DiskHealthy")["reason"] == "Stranger"
+    assert "pod b serves" in rig.condition("DiskHealthy")["message"]
+
+
+def test_the_janitor_is_asked_through_its_service_and_only_engines_that_serve_are(rig: Rig) -> None:
+    rig.run()
+    rig.answers(3)
+    engines = {"http://10.1.0.1:8000/metrics", "http://10.1.0.2:8000/metrics"}
+    assert set(rig.pods.asked) == {"http://10.0.0.9:9400/usage", *engines}
+
+
+def test_an_idle_tier_is_not_written(rig: Rig) -> None:
+    rig.run()
+    rig.answers(3)
+    version = rig.cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
+    rig.pods.usage = Usage(**{**vars(USAGE), "used_bytes": (1 << 40) + 4096, "evicted_blocks": 7})
+    rig.seconds = 100
+    rig.run()
+    until(lambda: len(rig.pods.asked) == 6)
+    rig.run()
+    assert len(rig.woken) == 3
+    assert rig.cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
+
+
+def test_without_probes_nobody_is_asked() -> None:
+    cluster = FakeCluster(tier())
+    assert reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON).failure is None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines and janitor follow while they run, and what of them comes and goes with a field."""
+
+from __future__ import annotations
+
+import json
+
+from fake_cluster import FakeCluster
+from test_reconcile import CHILDREN, run
+from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, tier
+
+from kvtier_connector import contract, contract_janitor
+
+
+def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = cluster.look(DEPLOYMENT)
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
+    assert run(cluster).written == (CONFIG,)
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"max_bytes": 0, "mode": "Bypass"}
+    assert cluster.look(DEPLOYMENT) == before
+
+
+def test_a_budget_reaches_engines_and_janitor_without_a_new_pod() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    budget = {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": budget}, "generations": {"keepPrevious": 0}}})
+    assert set(run(cluster).written) == {CONFIG, JANITOR_CONFIG}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["max_bytes"] == 1 << 40
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (told.max_bytes, told.ttl_seconds, told.low_watermark, told.keep_previous) == (1 << 40, 3600, 0.5, 0)
+
+
+def test_another_key_reaches_the_engines_without_a_new_pod() -> None:
+    encryption = {"secretName": "keys", "activeKey": "2026-10"}
+    cluster = FakeCluster(tier(disk={"encryption": encryption}))
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"encryption": {"activeKey": "2026-11"}}}})
+    assert run(cluster).written == (CONFIG,)
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["active_key"] == "2026-11"
+
+
+def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
+    gone = set(run(cluster).written)
+    assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
+    assert {key.name for key in gone} == {"llama-janitor"}
+    assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
+
+
+def test_quotas_reach_engines_and_janitor() -> None:
+    quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
+    cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter", "quotas": quotas, "defaultMaxBytes": "1Gi"}}))
+    run(cluster)
+    served = contract.decode(cluster.look(CONFIG)["data"]["connector.json"])
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert served.tenant_from == "Parameter"
+    assert served.tenant_quotas == told.quotas == {"acme": 1 << 40}
+    assert served.default_quota_bytes == told.default_quota_bytes == 1 << 30
+
+
+def test_the_lease_is_left_to_its_holder() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(LEASE, {"spec": {"holderIdentity": "llama-janitor-0_1"}})
+    assert run(cluster).written == ()
+    assert cluster.look(LEASE)["spec"] == {"holderIdentity": "llama-janitor-0_1"}
+    cluster.remove(LEASE)
+    assert run(cluster).written == (LEASE,)
+
+
+def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    cluster.edit(TIER_KEY, {"spec": {"hash": {"seed": "7"}}})
+    assert JANITOR not in run(cluster).written
+    after = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (before.tier_dir, before.current != after.current) == (after.tier_dir, True)

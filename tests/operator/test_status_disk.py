@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier says about its volume, from what the janitor and the engines reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_status import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, conditions
+from tiers import tier
+
+from kvtier_connector.contract_usage import GenerationUsage, Usage
+from kvtier_operator import spec, status
+from kvtier_operator.plan import make_generation
+from kvtier_operator.snapshot import Container, Janitor, Pod
+from kvtier_operator.status import Reason
+from kvtier_operator.usage import EngineReport
+
+LIMITED = spec.parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
+CURRENT = make_generation(LIMITED, VIEW.tier, DECISIONS).digest
+VOLUME = 2 << 40
+DAY = 86400.0
+
+
+def view(usage: Usage | None = USAGE, *, silence: str = "", pods: tuple[Pod, ...] = (), **changes: Any) -> status.View:
+    snapshot = replace(HEALTHY, janitor=Janitor(pods=pods, usage=usage, silence=silence))
+    return replace(VIEW, **{"spec": LIMITED, "snapshot": snapshot, **changes})
+
+
+def usage(**changes: Any) -> Usage:
+    return replace(USAGE, **changes)
+
+
+def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+    return status.report(seen, previous or {}, now=NOON)
+
+
+@pytest.mark.parametrize(
+    ("seen", "condition", "reason", "words"),
+    [
+        pytest.param(
+            view(usage(used_bytes=(1 << 40) + (1 << 36))),
+            "DiskWithinBudget",
+            Reason.OVER_BUDGET,
+            "blocks take 1.06 TiB of spec.disk.budget.maxBytes (1Ti)",
+            id="eviction does not keep up",
+        ),
+        pytest.param(
+            view(usage(brake="ENOSPC at /var/lib/kvtier")),
+            "DiskWithinBudget",
+            Reason.BRAKED,
+            "ENOSPC at /var/lib/kvtier; it ends by itself",
+            id="the brake is on",
+        ),
+        pytest.param(
+            view(usage(volume_bytes=VOLUME, volume_free_bytes=VOLUME // 50)),
+            "DiskWithinBudget",
+            Reason.VOLUME_FULL,
+            "41 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (5%)",
+            id="others fill the volume",
+        ),
+        pytest.param(
+            view(usage(problems=("unlink /var/lib/kvtier/x: Permission denied",))),
+            "DiskHealthy",
+            Reason.JANITOR_HINDERED,
+            "unlink /var/lib/kvtier/x: Permission denied",
+            id="files of another user",
+        ),
+    ],
+)
+def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
+    seen: status.View, condition: str, reason: Reason, words: str
+) -> None:
+    found = conditions(seen)
+    assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
+    assert words in found[condition]["message"]
+    assert (found["Ready"]["status"], found["Ready"]["reason"]) == ("False", reason.value)
+
+
+def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_differs() -> None:
+    stray = replace(READY_POD, name="llama-engine-1", report=EngineReport(refused=("dtype", "model_name")))
+    heard = replace(READY_POD, report=EngineReport())
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(heard, stray))))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Stranger")
+    assert "pod llama-engine-1 serves without the volume" in found["message"]
+    assert "another dtype, model_name" in found["message"]
+
+
+ENCRYPTED = spec.parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
+
+
+def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
+    mute = replace(READY_POD, report=EngineReport(is_key_missing=True))
+    found = conditions(replace(VIEW, spec=ENCRYPTED, snapshot=replace(HEALTHY, pods=(mute,))))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "KeyMissing")
+    assert "Secret kv-keys has no entry 2026-11" in found["message"]
+    assert "openssl rand" in found["message"]
+
+
+WAITING = Container(name="janitor", image="j", waiting_reason="ImagePullBackOff", waiting_message="not found")
+PULLING = replace(READY_POD, name="llama-janitor-0", is_ready=False, containers=(WAITING,))
+HOMELESS = replace(PULLING, is_scheduled=False, scheduling_message="0/3 nodes", containers=())
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason", "words"),
+    [
+        pytest.param(view(None), Reason.JANITOR_STARTING, "kubectl get pods -l kvtier.dev/tier=llama", id="new"),
+        pytest.param(
+            view(None, pods=(PULLING,)), Reason.JANITOR_STARTING, "not found; correct spec.janitor", id="pull"
+        ),
+        pytest.param(view(None, pods=(HOMELESS,)), Reason.JANITOR_STARTING, "0/3 nodes", id="no node"),
+        pytest.param(view(None, silence="refused"), Reason.JANITOR_STARTING, "not answer (refused)", id="silent"),
+        pytest.param(view(usage(is_active=False)), Reason.JANITOR_WAITING, "Lease/llama-janitor", id="second"),
+        pytest.param(
+            view(spec=spec.parse(tier(janitor={"enabled": False}))),
+            Reason.JANITOR_DISABLED,
+            "nothing is ever removed",
+            id="switched off",
+        ),
+    ],
+)
+def test_without_a_report_nothing_is_known_and_the_engines_are_ready_all_the_same(
+    seen: status.View, reason: Reason, words: str
+) -> None:
+    found = conditions(seen)
+    for condition in ("DiskWithinBudget", "DiskHealthy"):
+        assert (found[condition]["status"], found[condition]["reason"]) == ("Unknown", reason.value)
+        assert words in found[condition]["message"]
+    assert found["Ready"]["status"] == "True"
+
+
+def test_the_budget_is_judged_when_everything_was_counted() -> None:
+    found = conditions(view(usage(is_counted=False, used_bytes=1 << 50)))
+    assert (found["DiskWithinBudget"]["status"], found["DiskWithinBudget"]["reason"]) == ("Unknown", "Counting")
+    assert found["DiskHealthy"]["status"] == "True"
+
+
+def test_what_engines_had_begun_to_write_is_not_over_the_budget() -> None:
+    found = conditions(view(usage(used_bytes=int((1 << 40) * 1.01))))
+    assert found["DiskWithinBudget"]["status"] == "True"
+
+
+def test_without_a_budget_the_volume_is_the_measure() -> None:
+    seen = view(usage(used_bytes=1 << 50, volume_bytes=1 << 51, volume_free_bytes=1 << 50), spec=VIEW.spec)
+    assert conditions(seen)["DiskWithinBudget"]["status"] == "True"
+    assert report(seen)["tiers"][1]["used"] == "50%"
+
+
+GENERATIONS = (
+    GenerationUsage(digest="aaaa", used_bytes=10, blocks=1, created=DAY, last_used=2 * DAY),
+    GenerationUsage(digest=CURRENT, used_bytes=30, blocks=3, created=3 * DAY),
+    GenerationUsage(digest="bbbb", used_bytes=20, blocks=2, created=2 * DAY, last_used=3 * DAY),
+)
+
+
+def test_generations_are_shown_the_current_one_first_and_the_others_as_they_were_used() -> None:
+    current = make_generation(LIMITED, VIEW.tier, DECISIONS)
+    found = report(view(usage(generations=GENERATIONS), current=current))["generations"]
+    assert [(each["digest"], each["role"], each["usedBytes"]) for each in found] == [
+        (CURRENT, "Current", 30),
+        ("bbbb", "Previous", 20),
+        ("aaaa", "Previous", 10),
+    ]
+    assert (found[2]["created"], found[2]["lastUsed"]) == ("1970-01-02T00:00:00Z", "1970-01-03T00:00:00Z")
+    assert "lastUsed" not in found[0]
+
+
+def test_the_use_of_each_tier_is_shown() -> None:
+    assert report(view(usage(used_bytes=1 << 39, blocks=9)))["tiers"] == [
+        {"name": "cpu", "capacityBytes": 64 << 30},
+        {"name": "disk", "capacityBytes": 1 << 40, "usedBytes": 1 << 39, "blocks": 9, "used": "50%"},
+    ]
+
+
+def test_what_was_counted_last_stays_while_the_janitor_is_away() -> None:
+    before = report(view(usage(generations=GENERATIONS)))
+    after = report(view(None, silence="refused"), before)
+    assert (after["tiers"], after["generations"]) == (before["tiers"], before["generations"])
+    assert report(view(usage(is_counted=False, used_bytes=1)), before)["tiers"] == before["tiers"]
+
+
+def test_the_same_report_changes_nothing() -> None:
+    before = report(view(usage(generations=GENERATIONS)))
+    assert status.changes(before, report(view(usage(generations=GENERATIONS)), before)) == {}
+
+
+def test_the_status_fits_its_schema() -> None:
+    from kvtier_operator.spec.state import TierStatus  # noqa: PLC0415
+
+    found = report(view(usage(generations=GENERATIONS)))
+    assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
