@@ -5,7 +5,7 @@ DATA ?= .kvtier
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor test-gpu lock clean
+.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluste
 
 bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
 	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
+
+bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
+	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"
 
 bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten minutes, and with TRACE=FILE against exact LRU
 	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_million.py --out "$(DATA)/bench/janitor-million.json"

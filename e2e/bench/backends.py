@@ -25,7 +25,17 @@ KVTIER = "kvtier"
 LIFEBOAT = "lifeboat"
 """lifeboatcache, as its documentation configures it for vLLM."""
 
+CPU = "cpu"
+"""vLLM's CPU tier alone: what its connector costs with any tier below."""
+
 ALL = (KVTIER, FS, NONE, LIFEBOAT)
+"""What is measured unless told otherwise."""
+KNOWN = (*ALL, CPU)
+
+
+def has_volume(backend: str) -> bool:
+    """Say whether the backend puts blocks on a volume."""
+    return backend not in {NONE, CPU}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,12 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
     if backend == NONE:
         return None
     directory.mkdir(parents=True, exist_ok=True)
+    if backend == CPU:
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": offload.cpu_bytes, "block_size": offload.block_tokens},
+        }
     is_ours = backend == KVTIER or offload.is_cpu_build
     spec = (
         {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}

@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings
+from kvtier_connector.movers.region import find_region
+from kvtier_connector.movers.tasks import Task
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.fs import O_DIRECT
@@ -35,7 +39,10 @@ class Region:
         """Fill it with bytes that do not compress or repeat."""
         self.blocks = blocks
         self.block_bytes = block_bytes
-        self.memory = mmap.mmap(-1, blocks * block_bytes)
+        # A file without a name, so that processes can share it.
+        self.file = os.memfd_create("kvtier-bench")
+        os.ftruncate(self.file, blocks * block_bytes)
+        self.memory = mmap.mmap(self.file, blocks * block_bytes)
         self._array: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
         generator = np.random.default_rng(blocks)
         self._array[:] = np.frombuffer(generator.bytes(self._array.nbytes), dtype=np.uint8)
@@ -89,6 +96,12 @@ class Contestant(ABC):
     @abstractmethod
     def store(self, pool: ThreadPoolExecutor) -> None:
         """Write every block of the region to the directory."""
+
+    def prepare(self, threads: int) -> None:  # noqa: B027 - most need nothing
+        """Start what a load or store of so many threads needs; this is not measured."""
+
+    def close(self) -> None:  # noqa: B027
+        """End what `prepare` started."""
 
     def path(self, number: int) -> str:
         """Return where a contestant without a layout of its own keeps a block."""
@@ -204,6 +217,54 @@ class KvtierEncrypted(KvtierStaged):
         assert isinstance(outcome, Stored), outcome
 
 
+class KvtierMovers(Kvtier):
+    """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
+
+    name = "kvtier movers"
+    loads_from = Kvtier.name
+    _dispatcher: Dispatcher
+
+    def prepare(self, threads: int) -> None:
+        """Start the processes and give them time to map the rows."""
+        region = find_region(self.region.view())
+        assert region is not None
+        self._dispatcher = Dispatcher(
+            DispatchSettings(
+                movers=threads,
+                region=region,
+                row_bytes=self.region.block_bytes,
+                root=str(self.directory),
+                direct=None,
+                stuck_seconds=60.0,
+            )
+        )
+        self._dispatcher.start()
+        time.sleep(1.0)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._dispatcher.close(10.0)
+
+    def load(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
+        """Load each block."""
+        self._run(Hit, is_load=True)
+
+    def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002
+        """Save each block."""
+        self._run(Stored, is_load=False)
+
+    def _run(self, wanted: type[Hit | Stored], *, is_load: bool) -> None:
+        tasks = [(number, Task(is_load=is_load, key=key, slot=number)) for number, key in enumerate(self.keys)]
+        self._dispatcher.submit(1, tasks)
+        left = len(tasks)
+        while left:
+            for ended in self._dispatcher.collect():
+                assert isinstance(ended.outcome, wanted), ended
+                left -= 1
+            # As an engine that has nothing else to do.
+            time.sleep(0.001)
+
+
 class Checksum(Contestant):
     """The checksum alone, over bytes that are in memory already."""
 
@@ -292,6 +353,7 @@ ALL: tuple[type[Contestant], ...] = (
     Plain,
     Kvtier,
     KvtierStaged,
+    KvtierMovers,
     KvtierEncrypted,
     FsJob,
     FsPerBlock,

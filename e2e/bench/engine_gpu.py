@@ -156,7 +156,9 @@ def _repository() -> Path:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", type=lambda text: text.split(","), default=list(PHASES), help=",".join(PHASES))
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=list(backends.ALL))
+    parser.add_argument(
+        "--backends", type=lambda text: text.split(","), default=list(backends.ALL), help=",".join(backends.KNOWN)
+    )
     parser.add_argument(
         "--out", type=Path, required=True, help="for engine.jsonl, tables and charts; continued if there"
     )
@@ -170,7 +172,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="accepted with --device cpu, which is always tiny")
     options = parser.parse_args()
     options.backends = list(options.backends)
-    if unknown := set(options.backends) - set(backends.ALL):
+    if unknown := set(options.backends) - set(backends.KNOWN):
         parser.error(f"unknown backend: {', '.join(sorted(unknown))}")
     if unknown := set(options.phases) - set(PHASES):
         parser.error(f"unknown phase: {', '.join(sorted(unknown))}")

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-replay"))  # noqa: S108
     parser.add_argument("--share", type=float, default=0.1, help="of the trace's blocks that have room")
-    parser.add_argument("--sweep-seconds", type=float, default=10.0)
+    parser.add_argument("--sweep-seconds", type=float, default=5.0)
     parser.add_argument("--most", type=int, default=1 << 30, help="requests")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -11,8 +11,14 @@ from e2e.bench import charts, journal, outputs
 from e2e.bench.journal import Record
 from e2e.bench.stats import Summary, group, milliseconds, percent, plain, ratio, summarise, table, times
 
-ORDER = ("none", "fs", "lifeboat", "kvtier")
-TITLES = {"none": "no offload", "fs": "vLLM fs", "lifeboat": "lifeboatcache 0.1.11", "kvtier": "kvtier"}
+ORDER = ("none", "cpu", "fs", "lifeboat", "kvtier")
+TITLES = {
+    "none": "no offload",
+    "cpu": "vLLM CPU tier",
+    "fs": "vLLM fs",
+    "lifeboat": "lifeboatcache 0.1.11",
+    "kvtier": "kvtier",
+}
 CASES = {
     "cold": "computed",
     "gpu_hit": "GPU hit",

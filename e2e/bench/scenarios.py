@@ -81,7 +81,7 @@ class Scenarios:
             volumes.clear(blocks)
             with self._reporting(backend, volume):
                 self._single_first(backend, volume, blocks, sizes)
-                if backend != backends.NONE:
+                if backends.has_volume(backend):
                     if volume == "disk":
                         volumes.forget_pages(blocks)
                     self._single_second(backend, volume, blocks, sizes)
@@ -100,13 +100,13 @@ class Scenarios:
                 with self._engine(backend, phase, blocks, cpu_bytes) as engine:
                     stored = self._warm_up(engine, blocks, backend)
                     self._wave(engine, backend, phase, "cold", requests, 0)
-                    if backend == backends.NONE:
+                    if not backends.has_volume(backend):
                         for repetition in range(self._plan.user_repetitions):
                             engine.forget()
                             self._wave(engine, backend, phase, "return", requests, repetition)
                     else:
                         self._settle(blocks, stored + count * self._plan.user_tokens // self._plan.block_tokens)
-                if backend != backends.NONE:
+                if backends.has_volume(backend):
                     self._users_return(backend, phase, blocks, requests)
             volumes.clear(blocks)
 
@@ -137,7 +137,7 @@ class Scenarios:
                         is_done = True
                     if not is_done:
                         del engines[backend]
-                    elif backend != backends.NONE:
+                    elif backends.has_volume(backend):
                         expected = plan.never_requests * (plan.never_input // plan.block_tokens)
                         self._settle(directory / backend, expected)
                         volumes.remove_blocks(directory / backend, at_least=plan.block_bytes)
@@ -177,11 +177,11 @@ class Scenarios:
             stored = self._warm_up(engine, blocks, backend)
             for tokens, seed, repetition in _prompts(sizes):
                 self._one(engine, backend, phase, "cold", tokens, seed, repetition)
-                if backend != backends.NONE:
+                if backends.has_volume(backend):
                     stored += tokens // self._plan.block_tokens
                     self._settle(blocks, stored)
                 self._one(engine, backend, phase, "gpu_hit", tokens, seed, repetition)
-                if backend != backends.NONE:
+                if backends.has_volume(backend):
                     engine.forget()
                     self._one(engine, backend, phase, "cpu_hit", tokens, seed, repetition)
 
@@ -208,7 +208,7 @@ class Scenarios:
             requests = [{"seed": WARM_UP_SEED + number, "tokens": tokens + 1}]
             stored += tokens // self._plan.block_tokens
             engine.run(requests, output_tokens=self._plan.output_tokens)
-            if backend != backends.NONE:
+            if backends.has_volume(backend):
                 self._settle(blocks, stored)
                 engine.forget()
                 engine.run(requests, output_tokens=self._plan.output_tokens)

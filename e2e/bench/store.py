@@ -65,9 +65,11 @@ class Bench:
         if self._volume == "disk":
             volumes.forget_pages(reader.directory)
         region.erase()
+        reader.prepare(threads)
         began = time.perf_counter()
         reader.load(pool)
         self._record(kind, region, "load", threads, repetition, time.perf_counter() - began)
+        reader.close()
         if kind is contestants.Checksum:
             # It brought nothing; the next contestant needs the bytes.
             self._contestant(contestants.Plain, region).load(pool)
@@ -76,9 +78,11 @@ class Bench:
         if kind.stores:
             writer = kind(self._directory / f"stored by {kind.name}", region, is_direct=self._is_direct)
             writer.directory.mkdir()
+            writer.prepare(threads)
             began = time.perf_counter()
             writer.store(pool)
             self._record(kind, region, "store", threads, repetition, time.perf_counter() - began)
+            writer.close()
             volumes.clear(writer.directory)
 
     def _record(  # noqa: PLR0913, PLR0917 - one measurement has this many names

@@ -11,7 +11,7 @@ from e2e.bench.journal import Record
 from e2e.bench.stats import Summary, group, percent, plain, ratio, summarise, table, times
 
 PLAIN = "plain parallel reader"
-OURS = "kvtier store"
+OURS = "kvtier movers"
 STOCK = "vLLM fs, one job"
 
 _Key = tuple[str, str, str, float, int]

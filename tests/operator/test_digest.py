@@ -69,6 +69,7 @@ def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: d
         {"engine": {"podTemplate": {"labels": {"team": "search"}}}},
         {"disk": {"budget": {"ttl": "1h", "lowWatermark": "50%"}}, "generations": {"keepPrevious": 3}},
         {"disk": {"encryption": {"secretName": "keys", "activeKey": "a"}}},
+        {"disk": {"tenants": {"from": "CacheSalt", "defaultMaxBytes": "1Gi"}}},
         {"janitor": {"enabled": False}},
         {"paused": True},
     ],

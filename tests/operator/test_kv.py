@@ -146,7 +146,12 @@ def test_states_make_blocks_large() -> None:
     ("config", "why"),
     [
         ({}, "num_hidden_layers is missing"),
-        (without("num_hidden_layers", num_hidden_layers="32"), "num_hidden_layers is '32', not a whole number"),
+        (
+            without("num_hidden_layers", num_hidden_layers="32"),
+            "num_hidden_layers is '32', not a whole number from 1 to 131072",
+        ),
+        (without("num_hidden_layers", num_hidden_layers=5000), "it has 5000 layers, more than any model"),
+        (without(head_dim=1 << 40), "head_dim is '1099511627776', not a whole number"),
         (without("num_attention_heads", "num_key_value_heads"), "num_attention_heads is missing"),
         (without("hidden_size"), "hidden_size is missing"),
         (without(layer_types=["full_attention"] * 3), "it lists 3 layers and has 32"),

@@ -9,7 +9,7 @@ from fake_cluster import FakeCluster
 from test_reconcile import CHILDREN, run
 from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, tier
 
-from kvtier_connector import contract_janitor
+from kvtier_connector import contract, contract_janitor
 
 
 def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
@@ -50,6 +50,17 @@ def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
     assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
     assert {key.name for key in gone} == {"llama-janitor"}
     assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
+
+
+def test_quotas_reach_engines_and_janitor() -> None:
+    quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
+    cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter", "quotas": quotas, "defaultMaxBytes": "1Gi"}}))
+    run(cluster)
+    served = contract.decode(cluster.look(CONFIG)["data"]["connector.json"])
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert served.tenant_from == "Parameter"
+    assert served.tenant_quotas == told.quotas == {"acme": 1 << 40}
+    assert served.default_quota_bytes == told.default_quota_bytes == 1 << 30
 
 
 def test_the_lease_is_left_to_its_holder() -> None:

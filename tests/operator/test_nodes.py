@@ -217,7 +217,7 @@ def kv(name: str, **layout: Any) -> KvCache:
         ("meta-llama/Llama-3.1-8B-Instruct", {"is_cpu_build": True}, 1),
         ("meta-llama/Llama-3.1-405B-Instruct", {}, 1),
         ("Qwen/Qwen2.5-0.5B-Instruct", {}, 32),
-        ("deepseek-ai/DeepSeek-R1", {}, 1),
+        ("deepseek-ai/DeepSeek-R1", {}, 4),
         ("openai/gpt-oss-20b", {}, 16),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", {}, None),
     ],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_operator.plan import flags
+from kvtier_operator.plan import flags, terms
 from kvtier_operator.plan.sizing import GIB, make_sizing
 
 
@@ -58,6 +58,7 @@ def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, 
         (["--data_parallel_size=4"], 4),
         (["-dp", "8", "-dpl", "2"], 2),
         (["--data-parallel-size", "many"], 1),
+        (["--data-parallel-size", "9" * 30], 1),
     ],
 )
 def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], engines: int) -> None:
@@ -76,3 +77,9 @@ def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], en
 )
 def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str, tuple[str, ...]]) -> None:
     assert flags.parse(args) == found
+
+
+def test_no_term_is_larger_than_a_status_can_hold() -> None:
+    sizing = make_sizing(cpu_bytes=1 << 62, engine_memory_bytes=1 << 62, engines_per_pod=9999)
+    found = terms.terms(sizing, None, node_bytes=None)
+    assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1

@@ -17,13 +17,16 @@ from kvtier_connector.janitor.policy import Blocks, Flags, Ints
 from kvtier_connector.store.layout import MAX_HASH_BYTES
 
 
-def make_blocks(ledger: Ledger, *, order: Sequence[str], pins: Collection[bytes]) -> tuple[Blocks, Ints]:
+def make_blocks(
+    ledger: Ledger, *, order: Sequence[str], pins: Collection[bytes], is_aging: bool = True
+) -> tuple[Blocks, Ints]:
     """Return the blocks, and the row of each.
 
     Args:
         ledger: All blocks.
         order: Generations, the one that goes last first; those that are not named go before all others.
         pins: Hashes that people want to keep.
+        is_aging: Whether it matters when blocks were created.
     """
     rows = np.flatnonzero(ledger.rows["is_alive"])
     living = ledger.rows
@@ -36,16 +39,17 @@ def make_blocks(ledger: Ledger, *, order: Sequence[str], pins: Collection[bytes]
     for number, digest in enumerate(ledger.generations):
         if digest in order:
             ages[number] = order.index(digest)
+    used = column("used", np.int64)
     blocks = Blocks(
         name=living["name"][rows],
         parent=living["parent"][rows],
         # Narrow types: a million blocks shall be decided on in little memory.
         position=column("position", np.int32),
         size=column("size", np.int64),
-        created=column("created", np.int64),
-        used=column("used", np.int64),
+        created=column("created", np.int64) if is_aging else used,
+        used=used,
         tenant=column("tenant", np.int32),
-        age=ages[living["generation"][rows]].astype(np.int64),
+        age=ages[living["generation"][rows]],
         is_pinned=_pinned(living, rows, pins),
     )
     return blocks, rows

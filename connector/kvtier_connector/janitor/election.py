@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import uuid
 from collections.abc import Callable
@@ -71,7 +72,11 @@ def lease_api(settings: LeaseSettings) -> LeaseApi:
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
     try:
-        kubernetes_config.load_config()
+        try:
+            kubernetes_config.load_incluster_config()
+        except ConfigException:
+            # Named here, since the library looks at the environment once only, when it is imported.
+            kubernetes_config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
     except ConfigException as error:
         raise LeaseUnavailable(f"lease_name={settings.name!r}: no cluster is configured: {error}") from error
     leases: Any = client.CoordinationV1Api()

@@ -81,9 +81,10 @@ class Keeper:
         self._quarantined: dict[str, Sum] = {}
         self._space = Space()
         self._is_hurried = False
+        self._has_heard_all = True
+        self._fruitless: tuple[object, ...] = ()
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
-        self._missing_bytes = 0
         self._next_look = self._next_tidy = 0.0
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
@@ -123,11 +124,11 @@ class Keeper:
         if is_time:
             self._look()
         if is_time or self._eviction is not None:
-            self._listen()
+            self._listen(has_time)
         self._meet()
         with self._problems.trying("walk"):
             self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
-        if is_time and self._eviction is None and self._may_act():
+        if is_time and self._eviction is None and self._has_heard_all and self._may_act():
             self._decide()
         self._evict(may_go_on)
         if is_time and self._may_act():
@@ -178,9 +179,9 @@ class Keeper:
         with self._problems.trying("pins"):
             self._pins = read_pins(Path(self._dir), fs=self._fs)
 
-    def _listen(self) -> None:
+    def _listen(self, has_time: Callable[[], bool] = lambda: True) -> None:
         with self._problems.trying("journals"):
-            self._news.follow(self._digests())
+            self._has_heard_all = self._news.follow(self._digests(), has_time)
 
     def _meet(self) -> None:
         """Ask the volume about blocks that somebody used and nobody told of."""
@@ -197,15 +198,17 @@ class Keeper:
     def _decide(self) -> None:
         self._ledger.compact()
         limits = self._limits()
-        if not self._patrol.is_counted or not is_due(
-            limits, used=used_by_tenant(self._ledger), oldest_ns=self._oldest_ns()
-        ):
-            self._missing_bytes = 0 if self._patrol.is_counted else self._missing_bytes
-            self._state_missing()
+        used = used_by_tenant(self._ledger)
+        if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._oldest_ns()):
+            self._state_missing(0)
+            return
+        # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
+        situation = (self._ledger.changes, self.config, tuple(self._pins.values()), self._space.free_bytes)
+        if situation == self._fruitless:
             return
         choice = self._choose(limits)
-        self._missing_bytes = choice.missing_bytes
-        self._state_missing()
+        self._state_missing(choice.missing_bytes)
+        self._fruitless = () if choice.rows.size else situation
         if choice.rows.size:
             self._eviction_began = self._now()
             self._eviction = Eviction(
@@ -316,7 +319,9 @@ class Keeper:
 
     def _choose(self, limits: Limits) -> Choice:
         order = self._retirement.order(self._generations, self.config)
-        blocks, rows = make_blocks(self._ledger, order=order, pins=set(self._pins.values()))
+        blocks, rows = make_blocks(
+            self._ledger, order=order, pins=set(self._pins.values()), is_aging=limits.expire_before is not None
+        )
         choice = choose(blocks, limits)
         return replace(choice, rows=rows[choice.rows])
 
@@ -343,11 +348,9 @@ class Keeper:
     def _digests(self) -> list[str]:
         return [each.digest for each in self._generations]
 
-    def _state_missing(self) -> None:
-        message = (
-            f"{self._missing_bytes} bytes more than the limits allow are pinned: kvtier unpin, or raise the limits"
-        )
-        self._problems.state("pins held", message if self._missing_bytes else "")
+    def _state_missing(self, missing_bytes: int) -> None:
+        message = f"{missing_bytes} bytes above the limits are pinned: kvtier unpin, or raise the limits"
+        self._problems.state("pinned", message if missing_bytes else "")
 
     def _publish(self, is_time: bool) -> None:
         if not is_time and self._eviction is None and self.report is not None:

@@ -12,9 +12,10 @@ from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.records import Op
+from kvtier_connector.store.records import Op, Record
 
 _MOST_DOUBTFUL = 1 << 16
+_CLOCKS_DIFFER_SECONDS = 300.0
 
 
 class News:
@@ -45,8 +46,8 @@ class News:
         """Names of the janitor's own journals."""
         return {writer.writer for writer in self._writers.values()}
 
-    def follow(self, digests: Iterable[str]) -> None:
-        """Learn what engines did in these generations.
+    def follow(self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True) -> bool:
+        """Learn what engines did in these generations; say whether that was all: the next call goes on from there.
 
         Raises:
             StoreUnavailable: at the end, if some journals could not be read; the others were.
@@ -56,13 +57,16 @@ class News:
             generation = self._ledger.generation(digest)
             try:
                 for records in self._reader(digest).read():
-                    for record in self._ledger.apply(generation, records):
+                    for record in self._ledger.apply(generation, self._believed(records)):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
                             self.doubtful[digest, record.key] = record.time_ns
+                    if not has_time():
+                        return False
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:
             raise failed
+        return True
 
     def tell_gone(self, digest: str, key: BlockKey, payload_bytes: int) -> None:
         """Note that a block was removed; `flush` writes it."""
@@ -89,6 +93,14 @@ class News:
     def places(self) -> dict[str, dict[str, int]]:
         """Return up to where each journal was read, by generation."""
         return {digest: reader.places() for digest, reader in self._readers.items()}
+
+    def _believed(self, records: list[Record]) -> list[Record]:
+        """Return the records, none from the future: a clock far ahead must not keep a block for ever."""
+        now_ns = self._clock()
+        latest_ns = now_ns + int(_CLOCKS_DIFFER_SECONDS * 1e9)
+        if all(record.time_ns <= latest_ns for record in records):
+            return records
+        return [record._replace(time_ns=min(record.time_ns, now_ns)) for record in records]
 
     def _reader(self, digest: str) -> JournalReader:
         reader = self._readers.get(digest)

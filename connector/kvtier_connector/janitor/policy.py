@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 
 
@@ -91,7 +91,7 @@ def link(name: NDArray[np.uint64], parent: NDArray[np.uint64], position: Ints) -
     at = np.minimum(np.searchsorted(name, parent, sorter=order), name.size - 1)
     rows = order[at]
     is_link = (name[rows] == parent) & (parent != 0) & (position[rows] < position)
-    return np.where(is_link, rows, -1).astype(np.int64)
+    return np.where(is_link, rows, -1).astype(np.int32)
 
 
 def spread(values: NDArray[Any], parents: Ints, position: Ints) -> NDArray[Any]:
@@ -110,7 +110,8 @@ def choose(blocks: Blocks, limits: Limits) -> Choice:
     """Decide which blocks go."""
     parents = link(blocks.name, blocks.parent, blocks.position)
     used = spread(blocks.used, parents, blocks.position)
-    is_held = spread(blocks.is_pinned, parents, blocks.position)
+    is_held = spread(blocks.is_pinned, parents, blocks.position) if blocks.is_pinned.any() else blocks.is_pinned
+    del parents  # a million blocks are decided on in little memory
     order = np.lexsort((-blocks.position, used, -blocks.age))
     picker = _Picker(blocks, order[~is_held[order]])
     if limits.expire_before is not None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage
+from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
 from kvtier_connector.janitor.budget import Space
 from kvtier_connector.janitor.ledger import Ledger, Sum
 from kvtier_connector.janitor.policy import Reason
@@ -119,6 +120,22 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         last_sweep=tallies.last_sweep,
         problems=dict(look.problems),
     )
+
+
+def usage_document(report: Report) -> str:
+    """Return the answer of /usage: what the operator reads, and under ``janitor`` what only people ask for."""
+    document = json.loads(encode(report.usage))
+    document["janitor"] = {
+        "max_bytes": report.max_bytes,
+        "evicted_blocks": dict(report.evicted_blocks),
+        "evicted_bytes": dict(report.evicted_bytes),
+        "spared_blocks": report.spared_blocks,
+        "removed_leftovers": dict(report.removed_leftovers),
+        "quarantined_bytes": report.quarantined_bytes,
+        "last_sweep": report.last_sweep,
+        "last_sweep_seconds": report.sweep_seconds,
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:

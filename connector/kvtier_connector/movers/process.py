@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_connector.movers.board import TOKEN, Board, Current, Result
+from kvtier_connector.movers.mapped import MappingFs
 from kvtier_connector.movers.tasks import Task, decode_task, encode_outcome
 from kvtier_connector.store.blockstore import BlockStore, Outcome, StoreOutcome
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23
@@ -194,7 +195,7 @@ def _address(view: memoryview) -> int:
 
 def _file_system(name: str) -> FileSystem:
     if not name:
-        return LOCAL
+        return MappingFs()
     module, _, attribute = name.partition(":")
     made: FileSystem = getattr(importlib.import_module(module), attribute)()
     return made

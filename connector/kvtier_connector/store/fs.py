@@ -172,14 +172,14 @@ class DirectIo:
         return bool(self._answer)
 
     def _ask(self) -> bool | None:
-        if _is_in_memory(self._fs, self._root):
-            # It takes the flag and has nothing to bypass, while small pieces stay in the processor's cache.
-            return False
         path = partial_path(f"{self._root}/direct-io", new_token())
         page = new_page()
         fd = -1
         try:
             fd = self._fs.open(path, CREATE_FLAGS | O_DIRECT)
+            if is_in_memory(self._fs.fstat(fd).st_dev):
+                # It takes the flag and has nothing to bypass, while small pieces stay in the processor's cache.
+                return False
             return self._fs.pwritev(fd, [page], 0) == ALIGNMENT
         except FileNotFoundError:
             return None
@@ -190,12 +190,12 @@ class DirectIo:
             abandon(self._fs, fd, path)
 
 
-def _is_in_memory(fs: FileSystem, path: str) -> bool:
+def is_in_memory(device: int) -> bool:
+    """Say whether the files of a device, by its number, lie in memory; False where the system does not tell."""
+    numbers = f"{os.major(device)}:{os.minor(device)}"
     try:
-        device = fs.stat(path).st_dev
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - once
             # number, parent, device, root, mount point, options, more of them, "-", type, source, options
-            numbers = f"{os.major(device)}:{os.minor(device)}"
             lines = [line for line in mounts if line.split()[2] == numbers]
     except (OSError, IndexError):
         return False

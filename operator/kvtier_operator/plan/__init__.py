@@ -170,6 +170,9 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             # Live: what stands here would restart every engine when it changes.
             max_bytes=0,
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
+            tenant_from=spec.disk.tenants.source,
+            tenant_quotas=spec.disk.tenants.quota_bytes,
+            default_quota_bytes=spec.disk.tenants.default_bytes,
             cost_aware=spec.disk.admission.cost_aware,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,

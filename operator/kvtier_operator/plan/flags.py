@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-_MOST_DIGITS: Final = 9
+_MOST_DIGITS: Final = 4
+"""Of a number of engines, stages or tokens in a block; what is longer is a mistake."""
 
 _SHORT: Final = {
     "ac": "attention-config",

@@ -53,6 +53,8 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
             min_bytes=budget.min_bytes or 0,
             ttl_seconds=float(budget.ttl_seconds),
             keep_previous=spec.generations.keep_previous,
+            quotas=spec.disk.tenants.quota_bytes,
+            default_quota_bytes=spec.disk.tenants.default_bytes,
             lease_name=names.janitor(tier),
             lease_namespace=tier.namespace,
         )

@@ -33,8 +33,9 @@ _PACKED_LATENTS: Final[Mapping[str, int]] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 
 _MODEL_BYTES: Final[Mapping[str, int]] = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 2, "auto": 2}
 _FLAG_BYTES: Final[Mapping[str, int]] = {**_MODEL_BYTES, "float32": 4, "float": 4}
 
-_BLOCK_TOKENS: Final = {"device": 16, "device latent": 64, "cpu": 128, "cpu latent": 16}
-"""vLLM's own block size on accelerators and on its CPU build, and with MLA, where nothing asks for another."""
+_BLOCK_TOKENS: Final = {"device": 16, "cpu": 128, "cpu latent": 16}
+"""vLLM's own block size on accelerators and on its CPU build, and there with MLA, where nothing asks for another. Some
+attention kernels of some accelerators want larger ones: then files are as many times larger."""
 
 _MLA_STATE_ALIGNMENT: Final = 128
 
@@ -250,7 +251,7 @@ def _is_fp8_checkpoint(quantization: object) -> bool:
 def _block_tokens(config: Mapping[str, Any], layout: Layout, *, has_states: bool) -> int | None:
     """Return the tokens of one block: a page of attention must hold a state, so states make blocks large."""
     is_latent = bool(config.get("kv_lora_rank"))
-    kind = f"{'cpu' if layout.is_cpu_build else 'device'}{' latent' if is_latent else ''}"
+    kind = "device" if not layout.is_cpu_build else "cpu latent" if is_latent else "cpu"
     usual = layout.block_tokens or _BLOCK_TOKENS[kind]
     if not has_states:
         return usual * layout.decode_context_parallel

@@ -50,6 +50,11 @@ _UNEVEN: Final[Mapping[str, str]] = {
 """Fields of models whose layers differ in ways that are not computed here, and which way."""
 
 
+_MOST_LAYERS: Final = 4096
+_LARGEST: Final = 1 << 17
+"""More than any dimension of any model. Numbers beyond it are mistakes, and their products fit no field of a status."""
+
+
 class ConfigUnclear(ValueError):
     """The config.json does not say, or not in a way known here, how large the KV is."""
 
@@ -79,7 +84,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of the fields that is there, a whole number of at least 1.
+    """Return the first of the fields that is there, a whole number that a dimension can be.
 
     Raises:
         ConfigUnclear: none is there and there is no default, or it is something else.
@@ -88,8 +93,8 @@ def number(config: Mapping[str, Any], *names: str, default: int | None = None) -
         value = config.get(name)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-            raise ConfigUnclear(f"{name} is {value!r}, not a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+            raise ConfigUnclear(f"{name} is {str(value)[:32]!r}, not a whole number from 1 to {_LARGEST}")
         return value
     if default is None:
         raise ConfigUnclear(f"{names[0]} is missing")
@@ -108,6 +113,8 @@ def read_layers(config: Mapping[str, Any]) -> Layers:
     if config.get("is_encoder_decoder"):
         raise ConfigUnclear("it is an encoder-decoder model (is_encoder_decoder)")
     count = number(config, *_LAYER_COUNTS)
+    if count > _MOST_LAYERS:
+        raise ConfigUnclear(f"it has {count} layers, more than any model")
     kinds = _kinds(config, count)
     if len(kinds) < count:
         raise ConfigUnclear(f"it lists {len(kinds)} layers and has {count}")

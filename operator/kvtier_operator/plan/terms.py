@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
+from kvtier_operator import quantity
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import Sizing
 
@@ -18,6 +19,12 @@ def terms(sizing: Sizing, capacity: Capacity | None, *, node_bytes: int | None) 
         **asdict(sizing),
         **({} if capacity is None else asdict(capacity)),
         "node_bytes": node_bytes,
+        "cpu_size": quantity.format_bytes(sizing.cpu_bytes),
     }
     found["notes"] = list(found.get("notes") or ()) or None
-    return {to_camel(term): value for term, value in found.items() if value is not None}
+    return {to_camel(term): _bounded(value) for term, value in found.items() if value is not None}
+
+
+def _bounded(value: Any) -> Any:
+    """Return what a field of 64 bits can hold: beyond it, the API server would refuse the whole status."""
+    return min(value, quantity.LARGEST) if isinstance(value, int) else value

@@ -13,6 +13,7 @@ from kvtier_operator import quantity
 from kvtier_operator.spec.admission import Admission
 from kvtier_operator.spec.rules import ApiModel, Checked, Rule
 from kvtier_operator.spec.scalars import ByteQuantity, CpuQuantity, ObjectName, Word
+from kvtier_operator.spec.tenants import Tenants
 
 _PERCENTAGE: Final = re.compile(r"^(100|[1-9][0-9]?)%$")
 _SHARE: Final = re.compile(r"^[1-9]?[0-9]%$")
@@ -177,6 +178,8 @@ class Disk(ApiModel):
     or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
     admission: Admission = Admission()
     """Which blocks are worth writing to the volume and reading from it."""
+    tenants: Tenants = Tenants()
+    """Who the requests come from, so that each has a directory and a quota of its own on the volume."""
     encryption: Encryption | None = None
     """Encryption of the blocks on the volume. Without it they lie there as they are."""
 

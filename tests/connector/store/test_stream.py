@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from store_faults import ShortFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome
 from kvtier_connector.store.format import HEADER_BYTES, Fault
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.verify import PIECE_BYTES
 
@@ -125,3 +126,9 @@ def test_a_block_of_another_key_or_length_is_refused_before_anything_is_taken(tm
     assert stream(tmp_path, key(3), taker) is Fault.KEY
     assert stream(tmp_path, key(2), taker) is Fault.LENGTH
     assert taker.pieces == 0
+
+
+def test_a_file_system_in_memory_is_read_in_pieces() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        assert not DirectIo(LOCAL, directory, direct=None).is_supported()
+        assert DirectIo(LOCAL, directory, direct=True).is_supported()
