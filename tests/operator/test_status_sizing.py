@@ -28,6 +28,7 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
     found = status.report(VIEW, {}, now=NOON)
     assert found["sizing"] == {
         "cpuBytes": 64 << 30,
+        "cpuSize": "64Gi",
         "enginesPerPod": 1,
         "shmOverheadBytes": 1 << 30,
         "shmBytes": 65 << 30,
