@@ -36,6 +36,8 @@ class Sizing(ApiModel):
     cpu_bytes: Amount | None = None
     """Bytes of the CPU tier of one engine: `spec.cpu.size`, or `spec.cpu.fraction` of `nodeBytes` divided by
     `enginesPerPod`, rounded down to 256 MiB. They are pinned at startup."""
+    cpu_size: Annotated[StrictStr, Field(max_length=32)] | None = None
+    """The same as a quantity, for people."""
     node_bytes: Amount | None = None
     """Bytes of memory that the smallest matching node had left when `spec.cpu.fraction` of it was decided."""
     engines_per_pod: Count | None = None
