@@ -103,4 +103,11 @@ class Selection:
         if self.namespace is not None and metadata.get("namespace") != self.namespace:
             return False
         labels = metadata.get("labels") or {}
-        return all(test(labels) for test in self.labels) and all(test(manifest) for test in self.fields)
+        # Loops and not all(): a list asks this of every object of a kind.
+        for test in self.labels:
+            if not test(labels):
+                return False
+        for test in self.fields:  # noqa: SIM110
+            if not test(manifest):
+                return False
+        return True

@@ -94,6 +94,11 @@ class Storage:
         found = self._objects.get(key, {})
         return [found[name] for name in sorted(found, key=lambda name: (name[0] or "", name[1]))]
 
+    def matching(self, key: StorageKey, is_wanted: Callable[[Json], bool]) -> list[Json]:
+        """Return the objects of a kind that are wanted, in order; most lists are about few of many."""
+        found = [(name, each) for name, each in self._objects.get(key, {}).items() if is_wanted(each)]
+        return [each for _, each in sorted(found, key=lambda pair: (pair[0][0] or "", pair[0][1]))]
+
     def count(self, key: StorageKey) -> int:
         """Return how many objects of a kind there are."""
         return len(self._objects.get(key, {}))
