@@ -181,6 +181,8 @@ class Keeper:
             self._pins = read_pins(Path(self._dir), fs=self._fs)
 
     def _listen(self, has_time: Callable[[], bool] = lambda: True) -> None:
+        # A journal that cannot be read holds up nothing else.
+        self._has_heard_all = True
         with self._problems.trying("journals"):
             self._has_heard_all = self._news.follow(self._digests(), has_time)
 
