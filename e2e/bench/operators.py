@@ -38,6 +38,8 @@ from e2e.bench.operator_cluster import (
 from kvtier_localcluster.apiserver import ApiError
 
 FAULTS = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))
+PATIENT = {"KVTIER_LEASE_SECONDS": "60"}
+"""No kubelet is here to start an operator again that lost its Lease to an API server in Python."""
 RATE = 0.05
 LABEL_TIER = "kvtier.dev/tier"
 CHILDREN = (
@@ -51,7 +53,7 @@ CHILDREN = (
 
 def scale(folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float = 1200) -> Json:
     """Create tiers in one go and measure until all are final; then measure the operator at rest."""
-    with BenchCluster() as cluster, operator(cluster, folder, "--leader-elect") as process:
+    with BenchCluster() as cluster, operator(cluster, folder, "--leader-elect", **PATIENT) as process:
         until(lambda: "watch kvcachetiers" in cluster.requests, seconds=60)
         began, cpu_before = time.monotonic(), process.cpu_seconds()
         with ThreadPoolExecutor(4) as pool:

@@ -11,6 +11,7 @@ from test_reconcile import CHILDREN, condition, run
 from tiers import (
     CLAIM,
     DEPLOYMENT,
+    JANITOR,
     NAMESPACE,
     TIER_KEY,
     tier,
@@ -132,3 +133,13 @@ def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
     cluster.fail = (healthy.calls.index(("apply", str(CLAIM))) + 1, ClusterForbidden("quota"))
     assert run(cluster).written == ()
     assert cluster.existing() == {TIER_KEY}
+
+
+@pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
+def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one_node(
+    mode: str, is_beside: bool
+) -> None:
+    volume = {"claim": None, "existingClaim": "mine"}
+    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", mode))
+    assert run(cluster).failure is None
+    assert ("affinity" in cluster.look(JANITOR)["spec"]["template"]["spec"]) is is_beside

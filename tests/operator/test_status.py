@@ -87,6 +87,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "SizingFits": "True",
         "EnginesReady": "True",
         "HashSeedConsistent": "True",
+        "StorageChecked": "Unknown",
         "DiskWithinBudget": "True",
         "DiskHealthy": "True",
         "SharedCacheVerified": "Unknown",
