@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
 from kvtier_connector.janitor.budget import Space
 from kvtier_connector.janitor.ledger import Ledger, Sum
@@ -63,6 +61,9 @@ class Look:
     """Nanoseconds since 1970 by generation."""
     problems: Mapping[str, str]
     max_bytes: int
+    oldest_ns: int | None
+    last_used_ns: Mapping[int, int]
+    """By generation, as a number of the ledger."""
 
 
 def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
@@ -70,14 +71,10 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
     sums = ledger.sums()
     total = ledger.total
     by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
-    rows = ledger.rows
-    alive = rows["is_alive"]
-    oldest = int(rows["created"][alive].min()) if total.blocks else 0
     numbers = {digest: number for number, digest in enumerate(ledger.generations)}
     generations = []
     for digest, created_ns in sorted(look.created.items()):
         number = numbers.get(digest, -1)
-        mine = rows["used"][alive & (rows["generation"] == number)]
         each = by_generation.get(number, Sum())
         generations.append(
             GenerationUsage(
@@ -85,7 +82,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
                 used_bytes=each.bytes,
                 blocks=each.blocks,
                 created=created_ns / 1e9,
-                last_used=float(np.max(mine)) / 1e9 if mine.size else 0.0,
+                last_used=look.last_used_ns.get(number, 0) / 1e9,
             )
         )
     usage = Usage(
@@ -96,7 +93,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         blocks=total.blocks,
         volume_bytes=look.space.total_bytes,
         volume_free_bytes=look.space.free_bytes,
-        oldest=oldest / 1e9,
+        oldest=(look.oldest_ns or 0) / 1e9,
         evicted_blocks=sum(count for reason, count in tallies.evicted_blocks.items() if reason is not Reason.TTL),
         brake=look.brake,
         quarantined=look.quarantined.blocks,
