@@ -37,6 +37,7 @@ imports: venv ## who may import whom
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
+	$(RUN) kvtier_operator.conditions_reference --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
@@ -44,6 +45,7 @@ fresh: venv ## generated files agree with the code
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
+	$(RUN) kvtier_operator.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
