@@ -115,7 +115,7 @@ def volume_answers(look: Look) -> Problem | None:
         return None
     return Problem(
         reason=Reason.DETACHED,
-        message=f"pod {', '.join(without)} serves without the volume, which did not answer it or did not let it in, and "
+        message=f"pod {', '.join(without)} serves without the volume, which did not answer or did not let it in, and "
         f"goes on trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` has the system's words; see that the "
         "volume is mounted, reachable and writable for the user and group of the pods",
     )
