@@ -5,7 +5,7 @@ DATA ?= .kvtier
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor test-gpu lock clean
+.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,7 @@ imports: venv ## who may import whom
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.crd --check
+	$(RUN) kvtier_operator.conditions_reference --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
@@ -44,6 +45,7 @@ fresh: venv ## generated files agree with the code
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
+	$(RUN) kvtier_operator.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
@@ -60,6 +62,9 @@ e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluste
 
 bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
 	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
+
+bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
+	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"
 
 bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten minutes, and with TRACE=FILE against exact LRU
 	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_million.py --out "$(DATA)/bench/janitor-million.json"

@@ -18,6 +18,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "SizingFits": "Nodes have room for the memory and devices of every engine.",
     "EnginesReady": "As many engines as asked for serve, all of them with the current spec.",
     "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
+    "StorageChecked": "The volume was tried before engines started on it: they may write, renames are atomic, there is "
+    "room. `status.storage` shows how fast it is.",
     "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
     "janitor has counted.",
     "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",

@@ -39,6 +39,7 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("v1", "Service"): "services",
     ("v1", "ServiceAccount"): "serviceaccounts",
     ("apps/v1", "Deployment"): "deployments",
+    ("batch/v1", "Job"): "jobs",
     ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
     (names.COORDINATION, names.LEASE_KIND): "leases",
     (names.RBAC, "Role"): "roles",

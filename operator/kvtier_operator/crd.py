@@ -146,7 +146,7 @@ def _columns() -> list[Schema]:
         {"name": "Model", "type": "string", "jsonPath": ".spec.model.name"},
         {"name": "Replicas", "type": "integer", "jsonPath": ".spec.replicas"},
         {"name": "Engines", "type": "integer", "jsonPath": ".status.readyReplicas", "description": "Ready engines."},
-        {"name": "CPU-Tier", "type": "string", "jsonPath": ".spec.cpu.size"},
+        {"name": "CPU-Tier", "type": "string", "jsonPath": ".status.sizing.cpuSize"},
         {"name": "Disk", "type": "string", "jsonPath": '.status.tiers[?(@.name=="disk")].used'},
         {"name": "Reason", "type": "string", "jsonPath": condition("reason")},
         {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},

@@ -204,6 +204,7 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
         uid=metadata.get("uid", ""),
         address=status.get("podIP", ""),
         template_hash=(metadata.get("labels") or {}).get("pod-template-hash", ""),
+        is_held_up=_is_held_up(found),
         mount_problem=mount_problem,
     )
 
@@ -213,16 +214,9 @@ def _mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
 
     A pod in that state names nothing but ContainerCreating, for ever.
     """
-    status, metadata = pod.get("status", {}), pod["metadata"]
-    waiting = [
-        (each.get("state") or {}).get("waiting") or {}
-        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
-    ]
-    is_held_up = bool(waiting) and all(
-        each.get("reason") in {"ContainerCreating", "PodInitializing"} for each in waiting
-    )
+    metadata = pod["metadata"]
     born = metadata.get("creationTimestamp")
-    if not is_held_up or "deletionTimestamp" in metadata or born is None:
+    if not _is_held_up(pod) or born is None:
         return ""
     if now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
         return ""
@@ -233,6 +227,16 @@ def _mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
     ]
     latest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
     return "" if latest is None else f"{latest['reason']}: {latest.get('message', '')}"
+
+
+def _is_held_up(pod: Manifest) -> bool:
+    status = pod.get("status", {})
+    waiting = [
+        (each.get("state") or {}).get("waiting") or {}
+        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+    ]
+    is_waiting = all(each.get("reason") in {"ContainerCreating", "PodInitializing"} for each in waiting)
+    return bool(waiting) and is_waiting and "deletionTimestamp" not in pod["metadata"]
 
 
 def _container(found: Mapping[str, Any]) -> Container:

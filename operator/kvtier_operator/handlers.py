@@ -250,7 +250,7 @@ class Operator:
         if outcome.failure is not None:
             logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
             return Done(retry_after=outcome.failure.retry_after)
-        return Done(is_gone=not outcome.exists)
+        return Done(is_gone=not outcome.exists, again_after=outcome.again_after)
 
     def _count(self, outcome: Outcome, seconds: float) -> None:
         ended = "failed" if outcome.failure is not None else "ok" if outcome.exists else "gone"

@@ -16,11 +16,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
 from kvtier_operator.cluster import Cluster
-from kvtier_operator.names import Manifest
+from kvtier_operator.names import Manifest, ObjectKey
 
 
 class _Where(NamedTuple):
@@ -32,6 +32,8 @@ class _Where(NamedTuple):
 class _Stand(NamedTuple):
     uid: str
     resource_version: str
+    stamp: str
+    """Changes when somebody writes what we might have written."""
 
 
 class Lookout:
@@ -78,7 +80,9 @@ class Lookout:
         where = _Where(body["kind"], metadata.get("namespace", ""), metadata["name"])
         version = metadata["resourceVersion"]
         with self._lock:
-            self._standing[where] = _Stand(metadata["uid"], version)
+            self._standing[where] = _stand(body)
+            if where.kind != names.KIND and names.LABEL_TIER not in (metadata.get("labels") or {}):
+                return  # a user's own claim, say: watches of ours do not tell of it
             if where.kind not in self._watched_kinds or self._heard.get(where) == version:
                 self._unheard.pop(where, None)
             elif where not in self._unheard:
@@ -91,14 +95,15 @@ class Lookout:
         with self._lock:
             stand = self._standing.get(where)
             known = self._applied.get(where)
-        if stand is None or stand.uid != over or known != (stand, _digest(manifest)):
+        if stand is None or known is None or stand.uid != over:
             return None
-        return stand
+        before, digest = known
+        is_untouched = (before.uid, before.stamp) == (stand.uid, stand.stamp)
+        return stand if is_untouched and digest == _digest(manifest) else None
 
     def applied(self, manifest: Manifest, result: Manifest) -> None:
         """Take note of an apply that succeeded."""
-        metadata = result["metadata"]
-        stand = _Stand(metadata["uid"], metadata["resourceVersion"])
+        stand = _stand(result)
         with self._lock:
             self._standing[_where(manifest)] = stand
             self._applied[_where(manifest)] = (stand, _digest(manifest))
@@ -111,11 +116,17 @@ class WatchfulCluster:
         """Stand before that cluster."""
         self._cluster = cluster
         self._lookout = lookout
-        self.get = cluster.get
         self.delete = cluster.delete
         self.patch_status = cluster.patch_status
         self.post_event = cluster.post_event
         self.events = cluster.events
+
+    def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        """Return the object, and note how it stands."""
+        found = self._cluster.get(key, namespace)
+        if found is not None:
+            self._lookout.found(found)
+        return found
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
         """Return the objects that carry the labels of the selector, and note how they stand."""
@@ -136,6 +147,19 @@ class WatchfulCluster:
 
 def _where(manifest: Manifest) -> _Where:
     return _Where(manifest["kind"], manifest["metadata"]["namespace"], names.key_of(manifest).name)
+
+
+def _stand(body: Manifest) -> _Stand:
+    metadata = body["metadata"]
+    version = metadata["resourceVersion"]
+    if body["kind"] not in _BUSY:
+        return _Stand(metadata["uid"], version, version)
+    ours = [metadata.get(field) for field in ("generation", "labels", "annotations", "ownerReferences")]
+    return _Stand(metadata["uid"], version, json.dumps(ours, sort_keys=True))
+
+
+_BUSY: Final = frozenset({"Deployment", "Lease"})
+"""Kinds whose versions move all the time: by a status, or by the janitor that holds the Lease."""
 
 
 def _digest(manifest: Manifest) -> bytes:

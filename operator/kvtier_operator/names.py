@@ -29,6 +29,8 @@ ANNOTATION_DECISIONS: Final = f"{GROUP}/decisions"
 ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
 ANNOTATION_RENDERED: Final = f"{GROUP}/rendered"
 """On the Deployment: what its pods were made from, so that another operator version leaves them alone."""
+ANNOTATION_PREFLIGHT: Final = f"{GROUP}/preflight"
+"""On the Job: which claim, used by whom, it tries."""
 ANNOTATION_RESTART: Final = f"{GROUP}/restart"
 """On the resource, for people: any new value rolls the engines once. On the pods: the value they were made for."""
 ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
@@ -36,9 +38,11 @@ ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
+COMPONENT_PREFLIGHT: Final = "preflight"
 COMPONENT_VOLUME: Final = "volume"
 
 ENGINE_CONTAINER: Final = "engine"
+PREFLIGHT_CONTAINER: Final = "preflight"
 JANITOR_CONTAINER: Final = "janitor"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
@@ -113,6 +117,11 @@ def engine(tier: TierRef) -> str:
 def config(tier: TierRef) -> str:
     """Name of the ConfigMap with the connector's settings."""
     return f"{tier.name}-connector"
+
+
+def preflight(tier: TierRef) -> str:
+    """Name of the Job that tries a new claim."""
+    return f"{tier.name}-preflight"
 
 
 def janitor(tier: TierRef) -> str:

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_operator import manifests, names, status
+from kvtier_operator import manifests, names, preflights, status
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
-from kvtier_operator.gather import gather
+from kvtier_operator.gather import MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.janitor import JANITOR_IMAGE
+from kvtier_operator.plan.preflight import State
 from kvtier_operator.probes import Probes
 from kvtier_operator.proof.asking import make_ask
 from kvtier_operator.proof.canary import Chunk
@@ -32,6 +33,9 @@ from kvtier_operator.spec import TierSpec, parse
 from kvtier_operator.spec.annotations import read_annotations
 
 Clock = Callable[[], datetime]
+
+JOB_SECONDS: Final = 15.0
+"""How often the Job that tries a volume is looked at; what its pods do is heard of at once."""
 
 PATIENCE: Final = 3
 """Failures in a row after which a failure that may pass by itself is shown in the status."""
@@ -49,6 +53,8 @@ class Outcome:
     """Why the pass is to be repeated soon."""
     existing_claim: str | None = None
     """The claim of the user's own that the tier names."""
+    again_after: float | None = None
+    """Seconds until something is to be looked at that no watch tells of."""
 
 
 def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
@@ -97,6 +103,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         written=act.written,
         failure=act.failure,
         existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
+        again_after=_again_after(act.view),
     )
     is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
@@ -157,9 +164,14 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
     view = replace(view, current=plan.generation)
+    try:
+        tried = preflights.advance(cluster, plan, snapshot, (body.get("status") or {}).get("storage") or {})
+    except ClusterError as error:
+        return _Act(view=replace(view, failure=error), failure=error)
+    view = replace(view, preflight=tried)
     if spec.paused:
         return _Act(view=view)
-    written, failure = _write(cluster, plan, snapshot)
+    written, failure = _write(cluster, plan, snapshot, starts_engines=tried.state in {State.OFF, State.PASSED})
     if written and failure is None:
         try:
             # Report what stands now: the pass that made it is the one to tell.
@@ -167,6 +179,14 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         except ClusterError as error:
             failure = error
     return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+
+
+def _again_after(view: status.View) -> float | None:
+    """Jobs are not watched, and neither are the Events that say why a pod does not start."""
+    if view.preflight is not None and view.preflight.state in {State.RUNNING, State.FAILED}:
+        return JOB_SECONDS
+    pods = () if view.snapshot is None else view.snapshot.pods
+    return MOUNT_PATIENCE.total_seconds() if any(pod.is_held_up for pod in pods) else None
 
 
 def _asked(view: status.View, body: Manifest, proofs: Proofs | None) -> status.View:
@@ -203,8 +223,12 @@ def _sized(view: status.View, spec: TierSpec, snapshot: Snapshot) -> status.View
     )
 
 
-def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
+def _write(
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, *, starts_engines: bool
+) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
     """Apply every object in order, then delete what is not rendered any more; stop at the first failure.
+
+    Engines that do not run yet are left out until they may start.
 
     A claim that stands and cannot become what is asked for is no reason to stop: a storage class that does not let it
     grow would otherwise hold up every other change, and the API refuses the old size.
@@ -216,6 +240,8 @@ def _write(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> tuple[tuple[
         for manifest in rendered:
             key = names.key_of(manifest)
             live = snapshot.live.get(key)
+            if live is None and key.kind == "Deployment" and key.name == names.engine(plan.tier) and not starts_engines:
+                continue
             if live is not None and key.kind == names.LEASE_KIND:
                 continue  # its holder renews it all the time, and there is nothing of ours in it
             try:

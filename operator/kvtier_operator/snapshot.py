@@ -97,6 +97,8 @@ class Pod:
     """IP address; empty until the pod has one."""
     template_hash: str = ""
     """Tells the pods of one rollout from those of another."""
+    is_held_up: bool = False
+    """Whether no container of it has been started yet on its node."""
     mount_problem: str = ""
     """Why the kubelet cannot bring the volumes to the pod, in its own words."""
     report: EngineReport | None = None

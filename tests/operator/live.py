@@ -25,7 +25,7 @@ from kvtier_operator.settings import Settings
 Result = TypeVar("Result")
 
 NAMESPACE = "default"
-CORE, APPS, TIERS = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1"
+CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1", "/apis/batch/v1"
 MERGE = "application/merge-patch+json"
 DEADLINE_SECONDS = 20.0
 
@@ -144,13 +144,20 @@ class Controllers:
             if any(deployment.get("status", {}).get(key) != value for key, value in status.items()):
                 name = deployment["metadata"]["name"]
                 client.merge(APPS, "deployments", name, {"status": status}, sub="/status")
+        jobs = {f"{job['metadata']['name']}-0": job for job in client.items(BATCH, "jobs")}
+        wanted |= {name: _pod_of(job, name) for name, job in jobs.items() if not _is_left_alone(job)}
         live = {pod["metadata"]["name"] for pod in client.items(CORE, "pods")}
         for name in live - wanted.keys():
             client.delete(CORE, "pods", name)
         for name in wanted.keys() - live:
             client.call("POST", client.path(CORE, "pods"), wanted[name])
             conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
-            client.merge(CORE, "pods", name, {"status": {"conditions": conditions}}, sub="/status")
+            status: dict[str, Any] = {"conditions": conditions}
+            if name in jobs:
+                ended = {"exitCode": 0, "message": '{"problem": "", "read_bytes_per_second": 1048576}'}
+                container = {"name": "preflight", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+                status = {"phase": "Succeeded", "containerStatuses": [{**container, "state": {"terminated": ended}}]}
+            client.merge(CORE, "pods", name, {"status": status}, sub="/status")
 
     def _pods(self, deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
         template, metadata = deployment["spec"]["template"], deployment["metadata"]
@@ -170,6 +177,18 @@ class Controllers:
             }
             for name in names
         }
+
+
+def _pod_of(job: dict[str, Any], name: str) -> dict[str, Any]:
+    template, uid = job["spec"]["template"], job["metadata"]["uid"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": uid, "controller": True}
+    metadata = {"name": name, "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def _is_left_alone(job: dict[str, Any]) -> bool:
+    """Tell whether a Job never gets a pod: one that asks for the group 7."""
+    return bool(job["spec"]["template"]["spec"]["securityContext"].get("fsGroup") == 7)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
 
 def test_status_has_a_field_for_every_term_of_the_sizing(schema: dict[str, Any]) -> None:
     described = schema["properties"]["status"]["properties"]["sizing"]["properties"]
-    terms = {*Sizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes"}
+    terms = {*Sizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes", "cpu_size"}
     assert set(described) == {to_camel(term) for term in terms}
 
 

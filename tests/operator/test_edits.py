@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tier
 
@@ -86,6 +86,7 @@ def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
     assert diff.warnings(explain({}, {"replicas": 3})) == ()
 
 
+@settings(deadline=None)
 @given(
     before=st.sampled_from([edit for edit, _, _ in EDITS]),
     after=st.sampled_from([edit for edit, _, _ in EDITS]),

@@ -94,7 +94,9 @@ def lookout() -> tuple[Lookout, Clock]:
 
 
 def version(number: int) -> dict[str, Any]:
-    return {**CONFIG, "metadata": {**CONFIG["metadata"], "uid": "u", "resourceVersion": str(number)}}  # type: ignore[dict-item]
+    labels = {"kvtier.dev/tier": "llama"}
+    more = {"uid": "u", "resourceVersion": str(number), "labels": labels}
+    return {**CONFIG, "metadata": {**CONFIG["metadata"], **more}}  # type: ignore[dict-item]
 
 
 def test_a_change_that_no_watch_tells_of_grows_old() -> None:
@@ -149,6 +151,27 @@ def test_what_was_applied_last_is_not_applied_again_until_somebody_touches_it() 
     key = next(iter(live.existing()))
     live.edit(key, {"data": {"theirs": "1"}})
     assert [apply({**manifest, "data": {"a": "c"}}), apply({**manifest, "data": {"a": "c"}})] == [1, 0]
+
+
+@pytest.mark.parametrize(("kind", "is_repeated"), [("Lease", False), ("Deployment", False), ("ConfigMap", True)])
+def test_what_others_write_all_the_time_is_no_reason_to_apply_again(kind: str, is_repeated: bool) -> None:
+    look, _ = lookout()
+    manifest = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "c", "namespace": NAMESPACE}}
+    live = {**manifest, "metadata": {**manifest["metadata"], "uid": "u", "resourceVersion": "1"}}  # type: ignore[dict-item]
+    look.applied(manifest, live)
+    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "2"}})  # type: ignore[dict-item]
+    assert (look.is_applied(manifest, over="u") is None) is is_repeated
+    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "3", "labels": {"a": "b"}}})  # type: ignore[dict-item]
+    assert look.is_applied(manifest, over="u") is None
+
+
+def test_a_claim_of_somebody_else_is_not_waited_for() -> None:
+    look, clock = lookout()
+    theirs = version(1)
+    del theirs["metadata"]["labels"]
+    look.found(theirs)
+    clock.now = 500
+    assert look.longest_unheard() == (0.0, "")
 
 
 @pytest.fixture

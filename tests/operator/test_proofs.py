@@ -192,7 +192,7 @@ def test_what_cannot_be_proven_is_unknown_and_says_why(refusal: NoCanary) -> Non
 
 def test_an_operator_that_has_just_started_keeps_what_was_proven_and_writes_nothing() -> None:
     before = report(canary=LOADED, break_even_tokens=512)
-    assert before["proof"] == {"rollout": "r1", "breakEvenTokens": 512}
+    assert (before["proof"], before["storage"]) == ({"rollout": "r1"}, {"breakEvenTokens": 512})
     after = status.report(replace(VIEW, ask=ASK, findings=Findings()), before, now=LATER)
     assert status.changes(before, after) == {}
 

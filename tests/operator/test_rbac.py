@@ -18,7 +18,7 @@ import pytest
 import yaml
 from chart import NAMESPACE as SYSTEM
 from chart import render
-from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, until
+from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, until
 from tiers import tier
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -87,6 +87,17 @@ def is_refused(kubectl: Client) -> None:
     until(lambda: kubectl.condition("VolumeBound", "other").get("status") == "False", seconds=SLOW)
 
 
+def has_its_volume_tried(kubectl: Client) -> None:
+    def as_group(number: int) -> dict[str, Any]:
+        return {"podTemplate": {"securityContext": {"fsGroup": number}}}
+
+    kubectl.apply_tier(body("tried", proof={"preflight": "Always"}, engine=as_group(7)))
+    until(lambda: kubectl.get(BATCH, "jobs", "tried-preflight"), seconds=SLOW)
+    kubectl.merge(TIERS, "kvcachetiers", "tried", {"spec": {"engine": as_group(8)}})
+    until(lambda: kubectl.is_ready("tried"), seconds=SLOW)
+    assert kubectl.condition("StorageChecked", "tried")["status"] == "True"
+
+
 LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     becomes_ready,
     scales_down_to_one_and_up,
@@ -95,6 +106,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     grows_its_claim,
     goes,
     is_refused,
+    has_its_volume_tried,
 )
 
 

@@ -10,6 +10,9 @@
   # Never deleted by the operator: the garbage collector does it, and only under deletionPolicy Delete.
   resources: [persistentvolumeclaims]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [batch] # tries a new claim; read and written only until it was found good
+  resources: [jobs]
+  verbs: [get, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete] # deleted where a tier switches its janitor off

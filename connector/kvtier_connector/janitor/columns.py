@@ -7,7 +7,7 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,39 @@ def pinned_rows(ledger: Ledger, pins: Collection[bytes]) -> Ints:
     """Return the rows of the blocks with these hashes."""
     rows = np.flatnonzero(ledger.rows["is_alive"])
     return rows[_pinned(ledger.rows, rows, pins)]
+
+
+class Extremes:
+    """The oldest block and the last use of each generation; that takes a look at every row, so now and then."""
+
+    def __init__(self, ledger: Ledger, *, now: Callable[[], float], seconds: float = 60.0) -> None:
+        """Store the settings; `seconds` is the least time between two looks."""
+        self._ledger = ledger
+        self._now = now
+        self._seconds = seconds
+        self._next_at = now()
+        self._changes = -1
+        self.oldest_ns: int | None = None
+        """When the oldest block was created; None without blocks."""
+        self.last_used_ns: dict[int, int] = {}
+        """By generation, as a number of the ledger."""
+
+    def forget(self) -> None:
+        """Look again at the next refresh."""
+        self._changes = -1
+        self._next_at = self._now()
+
+    def refresh(self) -> None:
+        """Look, if anything changed and it is time to."""
+        if self._changes == self._ledger.changes or self._now() < self._next_at:
+            return
+        self._changes, self._next_at = self._ledger.changes, self._now() + self._seconds
+        rows = self._ledger.rows
+        rows = rows if rows["is_alive"].all() else rows[rows["is_alive"]]
+        self.oldest_ns = int(rows["created"].min()) if rows.size else None
+        latest = np.zeros(max(1, len(self._ledger.generations)), np.int64)
+        np.maximum.at(latest, rows["generation"], rows["used"])
+        self.last_used_ns = {number: int(used) for number, used in enumerate(latest) if used}
 
 
 def _pinned(living: Rows, rows: Ints, pins: Collection[bytes]) -> Flags:

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
 from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
-from kvtier_connector.janitor.columns import make_blocks, used_by_tenant
+from kvtier_connector.janitor.columns import Extremes, make_blocks, used_by_tenant
 from kvtier_connector.janitor.eviction import Eviction
 from kvtier_connector.janitor.generations import Generation, find_generations
 from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
@@ -88,7 +88,7 @@ class Keeper:
         self._next_look = self._next_tidy = 0.0
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
-        self._oldest: tuple[int, int | None] = (-1, None)
+        self._extremes = Extremes(self._ledger, now=now)
         self._problems = Problems(config.tier, now=now)
         self._published: tuple[int, Look | None, int] = (-1, None, 0)
         self.tallies = Tallies()
@@ -126,8 +126,9 @@ class Keeper:
         if is_time or self._eviction is not None:
             self._listen(has_time)
         self._meet()
-        with self._problems.trying("walk"):
-            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
+        if self._has_heard_all:
+            # Whatever a journal tells of need not be opened for its header.
+            self._patrol_once(has_time)
         if is_time and self._eviction is None and self._has_heard_all and self._may_act():
             self._decide()
         self._evict(may_go_on)
@@ -180,6 +181,8 @@ class Keeper:
             self._pins = read_pins(Path(self._dir), fs=self._fs)
 
     def _listen(self, has_time: Callable[[], bool] = lambda: True) -> None:
+        # A journal that cannot be read holds up nothing else.
+        self._has_heard_all = True
         with self._problems.trying("journals"):
             self._has_heard_all = self._news.follow(self._digests(), has_time)
 
@@ -195,11 +198,16 @@ class Keeper:
                 if (row := self._ledger.find(generation, key)) >= 0:
                     self._ledger.use(row, used_ns)
 
+    def _patrol_once(self, has_time: Callable[[], bool]) -> None:
+        with self._problems.trying("walk"):
+            self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
+
     def _decide(self) -> None:
         self._ledger.compact()
         limits = self._limits()
         used = used_by_tenant(self._ledger)
-        if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._oldest_ns()):
+        self._extremes.refresh()
+        if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._extremes.oldest_ns):
             self._state_missing(0)
             return
         # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
@@ -239,6 +247,7 @@ class Keeper:
             self.tallies.sweep_seconds = self._now() - self._eviction_began
             self.tallies.last_sweep = self._clock() / 1e9
             self._eviction = None
+            self._extremes.forget()
 
     def _brake_or_let_go(self) -> None:
         if not self._is_lasting:
@@ -338,13 +347,6 @@ class Keeper:
     def _other_bytes(self) -> int:
         return sum(each.bytes for each in self._quarantined.values())
 
-    def _oldest_ns(self) -> int | None:
-        if self._oldest[0] != self._ledger.changes:
-            rows = self._ledger.rows
-            created = rows["created"][rows["is_alive"]]
-            self._oldest = self._ledger.changes, int(created.min()) if created.size else None
-        return self._oldest[1]
-
     def _digests(self) -> list[str]:
         return [each.digest for each in self._generations]
 
@@ -355,6 +357,7 @@ class Keeper:
     def _publish(self, is_time: bool) -> None:
         if not is_time and self._eviction is None and self.report is not None:
             return
+        self._extremes.refresh()
         look = Look(
             tier=self.config.tier,
             is_counted=self._patrol.is_counted,
@@ -364,9 +367,10 @@ class Keeper:
             created={each.digest: each.created_ns for each in self._generations},
             problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,
+            oldest_ns=self._extremes.oldest_ns,
+            last_used_ns=dict(self._extremes.last_used_ns),
         )
         state = (self._ledger.changes, look, self.tallies.sweeps)
         if state != self._published:
-            # Looking at every row is cheap, but not for nothing.
             self._published = state
             self.report = make_report(self._ledger, look, self.tallies)

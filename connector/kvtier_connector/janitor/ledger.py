@@ -27,12 +27,11 @@ ROW = np.dtype(
         ("position", "<u4"),
         ("group", "<u4"),
         ("hash", f"V{MAX_HASH_BYTES}"),
-        ("tenant", "<u2"),
-        ("generation", "<u2"),
+        ("tenant", "<u4"),
+        ("generation", "u1"),
         ("hash_bytes", "u1"),
         ("epoch", "u1"),  # the walk that saw it last
         ("is_alive", "?"),
-        ("", "V1"),
     ]
 )
 """One block. Two of a million blocks have one name once in 4 * 10^7 times; one of them is then not counted."""
@@ -42,6 +41,7 @@ _MOST_NEW = 1 << 16
 _MOST_GONE = 1 << 18
 """Blocks whose removal is remembered, so that older news of them do not bring them back."""
 _EPOCHS = 250
+_MOST_GENERATIONS = 256
 _NAME_BITS = (1 << 64) - 1
 
 Rows = NDArray[Any]
@@ -72,8 +72,9 @@ class Ledger:
     def __init__(self) -> None:
         """Start with no block."""
         self.generations: list[str] = []
-        """Digests; a row's generation is an index into them."""
+        """Digests; a row's generation is an index into them. Empty where one was dropped: the next takes its place."""
         self.tenants: list[str] = [""]
+        self._tenant_numbers = {"": 0}
         self.epoch = 0
         self.changes = 0
         """Grows with every change that is worth keeping over a restart."""
@@ -104,18 +105,25 @@ class Ledger:
         return dict(self._sums)
 
     def generation(self, digest: str) -> int:
-        """Return the number of a generation, a new one if need be."""
-        if digest not in self.generations:
-            self.generations.append(digest)
-        return self.generations.index(digest)
+        """Return the number of a generation, a new one if need be; raise OverflowError where there are too many."""
+        if digest in self.generations:
+            return self.generations.index(digest)
+        if "" in self.generations:
+            number = self.generations.index("")
+            self.generations[number] = digest
+            return number
+        if len(self.generations) == _MOST_GENERATIONS:
+            raise OverflowError(f"{_MOST_GENERATIONS} generations on one volume: remove those that nobody needs")
+        self.generations.append(digest)
+        return len(self.generations) - 1
 
     def tenant(self, name: str) -> int:
         """Return the number of a tenant, a new one if need be."""
-        if name == "":
-            return 0
-        if name not in self.tenants:
+        number = self._tenant_numbers.get(name)
+        if number is None:
+            number = self._tenant_numbers[name] = len(self.tenants)
             self.tenants.append(name)
-        return self.tenants.index(name)
+        return number
 
     def find(self, generation: int, key: BlockKey) -> int:
         """Return the row of a block, -1 if it is not known."""
@@ -228,9 +236,10 @@ class Ledger:
         return int(lost.size)
 
     def drop_generation(self, generation: int) -> None:
-        """Forget all blocks of a generation."""
+        """Forget all blocks of a generation, and the generation."""
         rows = self.rows
         self.forget(np.flatnonzero(rows["is_alive"] & (rows["generation"] == generation)).tolist())
+        self.generations[generation] = ""
 
     def compact(self) -> None:
         """Close the gaps, if they are many; row numbers change."""
@@ -255,11 +264,12 @@ class Ledger:
         self.generations, self.tenants, self.epoch = generations, tenants, epoch
         self._rows, self._count, self._dead = rows, rows.size, int(rows.size - np.count_nonzero(rows["is_alive"]))
         alive = rows["is_alive"]
-        pairs = rows["generation"].astype(np.uint32) << np.uint32(16) | rows["tenant"]
+        self._tenant_numbers = {name: number for number, name in enumerate(tenants)}
+        pairs = rows["generation"].astype(np.uint64) << np.uint64(32) | rows["tenant"]
         self._sums = {}
         for pair in np.unique(pairs[alive]).tolist():
             mine = alive & (pairs == pair)
-            self._sums[pair >> 16, pair & 0xFFFF] = Sum(int(np.count_nonzero(mine)), int(rows["size"][mine].sum()))
+            self._sums[pair >> 32, pair & 0xFFFFFFFF] = Sum(int(np.count_nonzero(mine)), int(rows["size"][mine].sum()))
         self._sort()
 
     def _store(self, name: int, row: int, generation: int, record: Record, size: int) -> None:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier_connector.contract_janitor import FIXED_FIELDS, JanitorConfig, decode
-from kvtier_connector.contract_usage import Usage, encode
+from kvtier_connector.contract_usage import Usage
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.election import Leader
 from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.janitor.report import Report
+from kvtier_connector.janitor.report import Report, usage_document
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Loop:
 
     def usage(self) -> str:
         """Return the document of /usage."""
-        return encode(self.report().usage)
+        return usage_document(self.report())
 
     def health(self) -> str:
         """Return why this process should be started anew, empty if it should not."""

@@ -12,9 +12,10 @@ from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.records import Op
+from kvtier_connector.store.records import Op, Record
 
 _MOST_DOUBTFUL = 1 << 16
+_CLOCKS_DIFFER_SECONDS = 300.0
 
 
 class News:
@@ -56,7 +57,7 @@ class News:
             generation = self._ledger.generation(digest)
             try:
                 for records in self._reader(digest).read():
-                    for record in self._ledger.apply(generation, records):
+                    for record in self._ledger.apply(generation, self._believed(records)):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
                             self.doubtful[digest, record.key] = record.time_ns
                     if not has_time():
@@ -92,6 +93,14 @@ class News:
     def places(self) -> dict[str, dict[str, int]]:
         """Return up to where each journal was read, by generation."""
         return {digest: reader.places() for digest, reader in self._readers.items()}
+
+    def _believed(self, records: list[Record]) -> list[Record]:
+        """Return the records, none from the future: a clock far ahead must not keep a block for ever."""
+        now_ns = self._clock()
+        latest_ns = now_ns + int(_CLOCKS_DIFFER_SECONDS * 1e9)
+        if all(record.time_ns <= latest_ns for record in records):
+            return records
+        return [record._replace(time_ns=min(record.time_ns, now_ns)) for record in records]
 
     def _reader(self, digest: str) -> JournalReader:
         reader = self._readers.get(digest)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage
+from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
 from kvtier_connector.janitor.budget import Space
 from kvtier_connector.janitor.ledger import Ledger, Sum
 from kvtier_connector.janitor.policy import Reason
@@ -62,6 +61,9 @@ class Look:
     """Nanoseconds since 1970 by generation."""
     problems: Mapping[str, str]
     max_bytes: int
+    oldest_ns: int | None
+    last_used_ns: Mapping[int, int]
+    """By generation, as a number of the ledger."""
 
 
 def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
@@ -69,14 +71,10 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
     sums = ledger.sums()
     total = ledger.total
     by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
-    rows = ledger.rows
-    alive = rows["is_alive"]
-    oldest = int(rows["created"][alive].min()) if total.blocks else 0
     numbers = {digest: number for number, digest in enumerate(ledger.generations)}
     generations = []
     for digest, created_ns in sorted(look.created.items()):
         number = numbers.get(digest, -1)
-        mine = rows["used"][alive & (rows["generation"] == number)]
         each = by_generation.get(number, Sum())
         generations.append(
             GenerationUsage(
@@ -84,7 +82,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
                 used_bytes=each.bytes,
                 blocks=each.blocks,
                 created=created_ns / 1e9,
-                last_used=float(np.max(mine)) / 1e9 if mine.size else 0.0,
+                last_used=look.last_used_ns.get(number, 0) / 1e9,
             )
         )
     usage = Usage(
@@ -95,7 +93,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         blocks=total.blocks,
         volume_bytes=look.space.total_bytes,
         volume_free_bytes=look.space.free_bytes,
-        oldest=oldest / 1e9,
+        oldest=(look.oldest_ns or 0) / 1e9,
         evicted_blocks=sum(count for reason, count in tallies.evicted_blocks.items() if reason is not Reason.TTL),
         brake=look.brake,
         quarantined=look.quarantined.blocks,
@@ -119,6 +117,22 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         last_sweep=tallies.last_sweep,
         problems=dict(look.problems),
     )
+
+
+def usage_document(report: Report) -> str:
+    """Return the answer of /usage: what the operator reads, and under ``janitor`` what only people ask for."""
+    document = json.loads(encode(report.usage))
+    document["janitor"] = {
+        "max_bytes": report.max_bytes,
+        "evicted_blocks": dict(report.evicted_blocks),
+        "evicted_bytes": dict(report.evicted_bytes),
+        "spared_blocks": report.spared_blocks,
+        "removed_leftovers": dict(report.removed_leftovers),
+        "quarantined_bytes": report.quarantined_bytes,
+        "last_sweep": report.last_sweep,
+        "last_sweep_seconds": report.sweep_seconds,
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:

@@ -26,7 +26,7 @@ LEDGER_FILE = "janitor.ledger"
 """Name of the file, beside the generations of the tier."""
 
 _MAGIC = b"KVTL"
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<4sIQQII")
 _PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20

@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvtier check" if sys.argv[0] == "kvtier check" else "python -m kvtier_connector.store.check",
+        prog="kvtier check",
         description=(__doc__ or "").split(":")[0],
         epilog="exit code: 0 all is well, 1 there are problems, 2 the command line is wrong",
     )

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvtier inspect" if sys.argv[0] == "kvtier inspect" else "python -m kvtier_connector.store.inspect",
+        prog="kvtier inspect",
         description=(__doc__ or "").split(":")[0],
         epilog="exit code: 0 all was looked at, 1 not all could be, 2 the command line is wrong",
     )

@@ -26,7 +26,7 @@ from kvtier_connector.tier.pace import SIZES, Pace, size_of
 HYSTERESIS = 1.15
 """By this factor one way must be quicker than the other before requests of that size change over."""
 PROBE_EVERY = 16
-"""Of the requests that are refused, at most one in so many loads to measure."""
+"""Of the requests of one size that are refused, at most one in so many loads to measure."""
 LOAD_PROBE_SECONDS = 60.0
 """Only after no load of about that size was measured for so long."""
 COMPUTE_PROBE_EVERY = 64
@@ -136,8 +136,8 @@ class Gate:
         self._last_chunks = 1
         self._blocks_per_chunk = 1.0
         """More than one for models with several groups of layers."""
-        self._refused = 0
-        """Since the last load that measured."""
+        self._refused = [0] * SIZES
+        """For each size in chunks, since the last load of that size that measured."""
         self._loaded = 0
         """Since the last prompt that measured."""
 
@@ -154,7 +154,7 @@ class Gate:
         if decided := self._decided.get(request):
             return decided
         if is_certain and not self._has_doubt():
-            self._decide(request, Verdict.LOAD)
+            self._decide(request, Verdict.LOAD, 1)
             return Choice.LOAD
         count = self._counts.setdefault(request, _Count())
         count.blocks += 1
@@ -172,7 +172,7 @@ class Gate:
                 chunks = self._chunks(count.last_end - (count.first_end or 0)) + 1
                 self._last_chunks = chunks
                 self._blocks_per_chunk = count.blocks / chunks
-                self._decide(request, self._find_verdict(chunks))
+                self._decide(request, self._find_verdict(chunks), chunks)
 
     def begin_load(self, job_id: int, blocks: int) -> None:
         """Note that vLLM ordered blocks."""
@@ -180,14 +180,15 @@ class Gate:
         self._loads[job_id] = _Load(self._clock(), self._queued_blocks)
         self._last_chunks = max(1, round(blocks / self._blocks_per_chunk))
 
-    def end_load(self, job_id: int, blocks: int, *, measures: bool) -> None:
-        """Note that they have landed, or not; `measures` False says nothing about the pace of the volume."""
+    def end_load(self, job_id: int, blocks: int, *, landed: int) -> None:
+        """Note that so many of the job's blocks have landed; 0 says nothing about the pace of the volume."""
         load = self._loads.pop(job_id)
         self._queued_blocks -= blocks
-        if measures and load.blocks:
+        if landed:
             now = self._clock()
-            self._loading.observe(load.blocks, now - load.began, now)
-            self._refused = 0
+            amount = load.blocks - blocks + landed
+            self._loading.observe(amount, now - load.began, now)
+            self._refused[size_of(max(1, round(amount / self._blocks_per_chunk)))] = 0
             self._compare()
 
     def begin_compute(self, request: str) -> None:
@@ -248,14 +249,15 @@ class Gate:
             return -1
         return max(1 << first_winning, self._min_chunks) * self._tokens_per_chunk
 
-    def _decide(self, request: str, verdict: Verdict) -> None:
+    def _decide(self, request: str, verdict: Verdict, chunks: int) -> None:
         self._decided[request] = _CHOICES[verdict]
-        self._refused += _CHOICES[verdict] is Choice.SLOWER
         self._loaded += _CHOICES[verdict] is Choice.LOAD
-        if verdict is Verdict.COMPUTE_PROBE:
+        if verdict is Verdict.COMPUTE:
+            self._refused[size_of(chunks)] += 1
+        elif verdict is Verdict.COMPUTE_PROBE:
             self._loaded = 0
         elif verdict is Verdict.LOAD_PROBE:
-            self._refused = 0
+            self._refused[size_of(chunks)] = 0
         self._on_verdict(verdict)
 
     def _has_doubt(self) -> bool:
@@ -271,7 +273,7 @@ class Gate:
 
     def _is_load_probe_due(self, chunks: int, now: float) -> bool:
         age = now - self._loading.measured_at(self._blocks(chunks))
-        return self._refused + 1 >= PROBE_EVERY and age >= LOAD_PROBE_SECONDS
+        return self._refused[size_of(chunks)] + 1 >= PROBE_EVERY and age >= LOAD_PROBE_SECONDS
 
     def _is_compute_probe_due(self, now: float) -> bool:
         if not self._is_cost_aware or self._loaded + 1 < COMPUTE_PROBE_EVERY:

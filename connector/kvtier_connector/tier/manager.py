@@ -325,8 +325,9 @@ class SharedVolumeTier(SecondaryTierManager):
             self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
         is_success = len(done) == len(job.blocks)
         if job.is_load:
-            # A load that ran into its deadline says how slow the volume is; one that failed says nothing.
-            self._gate.end_load(job.job_id, len(job.blocks), measures=is_success or job.cause == metrics.DEADLINE)
+            # A load that ran into its deadline says how slow the volume is, if anything came; a fault says nothing.
+            landed = len(done) if is_success or job.cause == metrics.DEADLINE else 0
+            self._gate.end_load(job.job_id, len(job.blocks), landed=landed)
             is_done = frozenset(done)
             self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:

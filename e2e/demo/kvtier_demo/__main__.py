@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 API = "kvtier.dev/v1alpha1"
 TIER = "demo"
 LABELS = f"kvtier.dev/tier={TIER}"
+ENGINES = f"{LABELS},app.kubernetes.io/component=engine"
 _READY_SECONDS = 420.0
 _GONE_SECONDS = 90.0
 _PROVEN_SECONDS = 240.0  # one canary prompt, and two more should the first not be stored in time
@@ -76,7 +77,7 @@ def demonstrate(stack: Stack, progress: Progress) -> int:
     tier: dict[str, Any] = kube.get(API, "KVCacheTier", TIER) or {}
     digest = tier["status"]["generation"]["current"]
     pods = sorted(
-        (pod for pod in kube.list("v1", "Pod", labels=LABELS) if pod.get("status", {}).get("podIP")),
+        (pod for pod in kube.list("v1", "Pod", labels=ENGINES) if pod.get("status", {}).get("podIP")),
         key=lambda pod: str(pod["metadata"]["name"]),
     )
     first, second = (

@@ -135,6 +135,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "securityContext": pods.security_context(template),
         # A node under disk pressure is where it is needed most.
         "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}],
+        **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
         **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
         "containers": [_container(plan, janitor_plan)],
         "volumes": [
@@ -143,6 +144,12 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
             {"name": "scratch", "emptyDir": {"sizeLimit": "16Mi"}},
         ],
     }
+
+
+def _beside_the_engine(plan: TierPlan) -> Manifest:
+    """Keep it off other nodes, where it would take the volume from the engine or wait for it for ever."""
+    term = {"labelSelector": {"matchLabels": names.selector(plan.tier)}, "topologyKey": "kubernetes.io/hostname"}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:

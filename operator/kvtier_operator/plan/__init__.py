@@ -70,6 +70,8 @@ class TierPlan:
     """What engines follow without a restart: no digest of a pod template contains it."""
     claim_name: str
     janitor: JanitorPlan | None
+    is_on_one_node: bool = False
+    """Whether only pods of one node can mount the volume."""
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
@@ -89,7 +91,8 @@ def make_plan(
     if isinstance(decisions, Refusal):
         return decisions
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
-    plan = replace(plan, restart=restart, is_recorded=True)
+    is_on_one_node = snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
+    plan = replace(plan, restart=restart, is_recorded=True, is_on_one_node=plan.is_on_one_node or is_on_one_node)
     pin = decode_pin(snapshot.engines.rendered)
     return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin, janitor_image)
 
@@ -195,6 +198,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         ),
         claim_name=spec.volume.existing_claim or names.claim(tier),
         janitor=make_janitor(spec, tier, root=generation.root, image=janitor_image),
+        is_on_one_node=spec.volume.claim is not None and SHARED not in spec.volume.claim.access_modes,
     )
 
 

@@ -19,6 +19,7 @@ def terms(sizing: Sizing, capacity: Capacity | None, *, node_bytes: int | None) 
         **asdict(sizing),
         **({} if capacity is None else asdict(capacity)),
         "node_bytes": node_bytes,
+        "cpu_size": quantity.format_bytes(sizing.cpu_bytes),
     }
     found["notes"] = list(found.get("notes") or ()) or None
     return {to_camel(term): _bounded(value) for term, value in found.items() if value is not None}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -25,3 +25,7 @@ class Proof(ApiModel):
 
     canary: Canary = Canary()
     """A prompt that one replica computes and another one must find on the volume."""
+    preflight: Literal["Always", "Never"] = "Always"
+    """Whether a Job tries a new claim before the first engine starts on it: permissions, atomic renames, free space,
+    speed. It takes a minute at most and writes up to 256 MiB for that time. `status.storage` and the condition
+    `StorageChecked` show what it found; engines that run already are never held up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, StrictInt, StrictStr
+from pydantic import AwareDatetime, Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator.spec.rules import ApiModel, Keyed, Pasted
 from kvtier_operator.spec.scalars import Amount, Count
@@ -36,6 +36,8 @@ class Sizing(ApiModel):
     cpu_bytes: Amount | None = None
     """Bytes of the CPU tier of one engine: `spec.cpu.size`, or `spec.cpu.fraction` of `nodeBytes` divided by
     `enginesPerPod`, rounded down to 256 MiB. They are pinned at startup."""
+    cpu_size: Annotated[StrictStr, Field(max_length=32)] | None = None
+    """The same as a quantity, for people."""
     node_bytes: Amount | None = None
     """Bytes of memory that the smallest matching node had left when `spec.cpu.fraction` of it was decided."""
     engines_per_pod: Count | None = None
@@ -98,6 +100,30 @@ class Generation(ApiModel):
     """Directory of its blocks, as the pods see it."""
 
 
+class Storage(ApiModel):
+    """What is known of the volume: from trying it while it was new, and from engines that use it."""
+
+    key: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """The claim, and the user of the pods, that was tried; another one is tried anew."""
+    problem: Annotated[StrictStr, Field(max_length=4096)] | None = None
+    """Why the volume cannot be used; absent if it can."""
+    direct_io: StrictBool | None = None
+    """Whether the page cache can be bypassed (O_DIRECT)."""
+    total_bytes: Amount | None = None
+    """Bytes that the volume holds, as it says itself."""
+    free_bytes: Amount | None = None
+    """Bytes that were free then."""
+    write_bytes_per_second: Amount | None = None
+    """Bytes a second that four threads wrote."""
+    read_bytes_per_second: Amount | None = None
+    """Bytes a second that four threads read."""
+    stat_microseconds: Amount | None = None
+    """Microseconds to look a file up."""
+    break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
+    """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
+    hit is."""
+
+
 class GenerationUsage(ApiModel):
     """One generation on the volume."""
 
@@ -135,9 +161,6 @@ class Proof(ApiModel):
 
     rollout: Annotated[StrictStr, Field(max_length=64)] | None = None
     """Engines that `SharedCacheVerified` is about; others have to be proven anew."""
-    break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
-    """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
-    hit is."""
 
 
 class TierStatus(ApiModel):
@@ -159,6 +182,8 @@ class TierStatus(ApiModel):
     """The sizes of one engine pod, term by term."""
     proof: Proof | None = None
     """What asking the engines has shown."""
+    storage: Storage | None = None
+    """What is known of the volume."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""
     generations: Annotated[

@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason, terms
-from kvtier_operator.status import disk, proofs
+from kvtier_operator.status import disk, proofs, storage
 from kvtier_operator.status.checks import SUMMARY
 from kvtier_operator.status.problems import Check, Look, Problem, View
 from kvtier_operator.status.reasons import Reason
@@ -64,7 +64,11 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
     proven = proofs.judge(view, previous)
     # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
+    tried = storage.judge(view, previous)
+    has_engines = view.snapshot is not None and view.snapshot.engines.generation > 0
     judged = [
+        # What keeps engines from starting stands before what they have not done yet; those that run are not judged.
+        *(() if has_engines else (tried,)),
         *(problem for _, problem, _, _ in found),
         *(each.problem for each in proven if each.kind == proofs.SHARED),
     ]
@@ -76,6 +80,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     conditions = [
         _condition("Ready", problem=first, ok=Reason.READY, text="all engines serve and share the volume"),
         *(_condition(kind, problem=problem, ok=ok, text=text) for kind, problem, ok, text in found),
+        _condition(storage.KIND, problem=tried, ok=Reason.READY, text=""),
         *(_condition(each.kind, problem=each.problem, ok=Reason.READY, text="") for each in proven),
         _flag("Paused", Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc) if is_paused else None, Reason.ACTIVE),
         _flag(
@@ -123,15 +128,11 @@ def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    rollout = proofs.rollout(view, previous)
-    known = (previous.get("proof") or {}).get("breakEvenTokens")
-    found = view.findings.break_even_tokens if view.findings is not None else None
-    tokens = known if found is None else found
-    document = {
-        **({} if rollout is None else {"rollout": rollout}),
-        **({} if tokens is None else {"breakEvenTokens": tokens}),
+    rollout, kept = proofs.rollout(view, previous), storage.document(view, previous)
+    return {
+        **({} if rollout is None else {"proof": {"rollout": rollout}}),
+        **({"storage": kept} if kept else {}),
     }
-    return {"proof": document} if document else {}
 
 
 def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> P
 
 
 _NEEDS_A_PERSON: Final = frozenset(
-    {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST, Reason.CANARY_MISSED, Reason.CANARY_NOT_STORED}
+    {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST, Reason.CANARY_MISSED, Reason.CANARY_NOT_STORED, Reason.PREFLIGHT_FAILED}
 )
 
 

@@ -10,6 +10,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.plan import Generation, Refusal
 from kvtier_operator.plan.capacity import Capacity
+from kvtier_operator.plan.preflight import Preflight
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.proof.asking import Ask
 from kvtier_operator.proof.findings import Findings
@@ -47,6 +48,8 @@ class View:
     failure: OperatorError | None = None
     ask: Ask | None = None
     """What may be asked of the engines now; None where nobody asks."""
+    preflight: Preflight | None = None
+    """What trying the volume has shown."""
     findings: Findings | None = None
     """What asking them has shown."""
 

@@ -278,3 +278,16 @@ def test_other_settings_hold_from_the_next_step(rig: Rig) -> None:
     assert rig.sweep(keeper).blocks == 10
     keeper.configure(replace(keeper.config, max_bytes=4 * BLOCK_BYTES))
     assert rig.sweep(keeper).blocks == 3
+
+
+def test_a_block_of_an_engine_whose_clock_is_far_ahead_goes_like_any_other(rig: Rig) -> None:
+    engine = rig.engine()
+    rig.clock.move(400 * DAY)
+    engine.put(1)
+    rig.clock.move(-400 * DAY)
+    keeper = rig.keeper(ttl_seconds=DAY)
+    rig.sweep(keeper)
+    assert engine.has(1)
+    rig.clock.move(2 * DAY)
+    rig.sweep(keeper)
+    assert not engine.has(1)

@@ -101,3 +101,23 @@ def test_who_used_or_continued_a_block_since_is_remembered() -> None:
     ledger.touched.clear()
     ledger.apply(generation, [stored(2, 11, parent=1, position=1), Record(Op.USED, key(1), 100, 12)])
     assert ledger.touched == [ledger.find(generation, key(2)), ledger.find(generation, key(1))]
+
+
+def test_the_place_of_a_dropped_generation_is_taken_again() -> None:
+    ledger = Ledger()
+    for number in range(1000):
+        generation = ledger.generation(f"{number:04x}")
+        ledger.apply(generation, [stored(1, 10 + number)])
+        assert ledger.total.blocks == 1
+        ledger.drop_generation(generation)
+    assert ledger.total.blocks == 0
+
+
+def test_tenants_may_be_very_many() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    count = 70_000
+    ledger.apply(generation, (stored(1, 10, tenant=f"t{number}") for number in range(count)))
+    ledger.renumber()
+    assert ledger.total.blocks == count
+    assert ledger.key(ledger.find(generation, key(1, "t69999"))) == key(1, "t69999")

@@ -181,7 +181,11 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
         server.close()
 
 
-def test_what_it_says_is_what_the_operator_reads(rig: Rig) -> None:
-    loop = Loop(rig.config, leader=Alone())
-    assert json.loads(loop.usage())["tier"] == "ns/llama"
-    assert decode(loop.usage()).tier == "ns/llama"
+def test_what_it_says_is_what_the_operator_reads_and_more_for_people(rig: Rig) -> None:
+    rig.engine().put(*range(10))
+    config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
+    with running(Loop(config, leader=Alone(), tick_seconds=0.05)) as loop:
+        wait_for(lambda: decode(loop.usage()).evicted_blocks == 7, "the eviction")
+        more = json.loads(loop.usage())["janitor"]
+    assert (more["max_bytes"], more["evicted_blocks"]["budget"]) == (4 * BLOCK_BYTES, 7)
+    assert more["last_sweep"] > 0

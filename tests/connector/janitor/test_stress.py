@@ -15,7 +15,7 @@ from e2e.bench.janitor_stress import stress
 
 @pytest.mark.timeout(240)
 def test_under_random_kills_no_byte_is_wrong_and_the_budget_holds(tmp_path: Path) -> None:
-    run = stress(tmp_path, seconds=12, writers=4, blocks=150, seed=7)
+    run = stress(tmp_path, seconds=9, writers=4, blocks=150, seed=7)
     assert run.problems == []
     assert run.kills + run.janitor_kills > 0
     assert run.most_bytes <= run.allowed_bytes

@@ -193,7 +193,7 @@ def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.Captur
     assert inspect_command.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index("  tenants     2")
-    assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2,"], ["other", "1,"]]
+    assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2"], ["other", "1"]]
     assert inspect_command.main([str(tmp_path), "--json"]) == 0
     (generation,) = json.loads(capsys.readouterr().out)["generations"]
     assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

@@ -54,7 +54,7 @@ class Engine:
         self._jobs += 1
         self.gate.begin_load(self._jobs, chunks)
         self.clock.now += chunks * self.load_seconds
-        self.gate.end_load(self._jobs, chunks, measures=True)
+        self.gate.end_load(self._jobs, chunks, landed=chunks)
 
     def compute(self, request: str, chunks: int) -> None:
         self.gate.begin_compute(request)
@@ -151,6 +151,30 @@ def test_a_volume_that_became_faster_is_noticed_by_one_request_in_many() -> None
     assert set(after[PROBE_EVERY * 2 :]) == {Choice.LOAD}
 
 
+def test_long_hits_that_are_loaded_do_not_keep_short_ones_from_being_tried_again() -> None:
+    engine = Engine()
+    engine.idle_seconds = 5.0
+    engine.compute("cold", 64)
+    engine.load_seconds = 0.05
+    engine.load(2)
+    engine.load_seconds = 0.001
+    engine.load(64)
+    choices = []
+    for number in range(PROBE_EVERY * 3):
+        assert engine.serve(f"long {number}", 64) is Choice.LOAD
+        choices.append(engine.serve(f"short {number}", 2))
+    assert choices.index(Choice.LOAD) < PROBE_EVERY
+
+
+def test_a_load_that_came_in_part_before_its_deadline_says_how_slow_the_volume_is() -> None:
+    engine = Engine()
+    engine.gate.begin_load(1, 16)
+    engine.clock.now += 30
+    engine.gate.end_load(1, 16, landed=15)
+    engine.gate.begin_load(2, 15)
+    assert engine.gate.load_tokens_per_second == pytest.approx(CHUNK_TOKENS * 15 / 30)
+
+
 def test_probes_are_rare_in_time_too() -> None:
     engine = Engine()
     engine.load_seconds = 0.5
@@ -177,7 +201,7 @@ def test_what_was_ordered_before_does_not_count_against_the_volume() -> None:
         engine.gate.begin_load(100 + job, 64)
     for job in range(8):
         engine.clock.now += 64 * 0.005
-        engine.gate.end_load(100 + job, 64, measures=True)
+        engine.gate.end_load(100 + job, 64, landed=64)
     assert engine.choose("next", 64) is Choice.LOAD
 
 
@@ -185,7 +209,7 @@ def test_a_load_that_failed_says_nothing_about_the_pace() -> None:
     engine = Engine()
     engine.gate.begin_load(1, 16)
     engine.clock.now += 100
-    engine.gate.end_load(1, 16, measures=False)
+    engine.gate.end_load(1, 16, landed=0)
     assert engine.gate.load_tokens_per_second == 0
 
 

@@ -31,7 +31,7 @@ def list_page(
     start, version = _parse_token(query.get("continue"))
     if version is not None:
         storage.check_version(version)
-    selected = [each for each in storage.all(resource.key) if selection.matches(each)]
+    selected = storage.matching(resource.key, selection.matches, label=selection.label)
     if start is not None:
         selected = [each for each in selected if _order(each) > start]
     limit = int(query.get("limit") or 0)

@@ -40,6 +40,15 @@ def label_tests(selector: str) -> tuple[Test, ...]:
     return tuple(_label_test(term) for term in terms if term)
 
 
+def _one_label(selector: str) -> tuple[str, str] | None:
+    """Return the first label that a selector asks for with that very value; an empty one may also be an absent one."""
+    for term in _COMMA_OUTSIDE_PARENTHESES.split(selector):
+        found = _EQUALITY.fullmatch(term.strip())
+        if found and found[2] != "!=" and found[3].strip():
+            return found[1], found[3].strip()
+    return None
+
+
 def field_tests(selector: str) -> tuple[Test, ...]:
     """Parse a field selector; any dotted field may be named, and an absent field equals the empty string."""
     tests: list[Test] = []
@@ -86,6 +95,8 @@ class Selection:
     namespace: str | None
     labels: tuple[Test, ...] = ()
     fields: tuple[Test, ...] = ()
+    label: tuple[str, str] | None = None
+    """A label that every selected object carries, where the selector asks for one: what an index can find."""
 
     @classmethod
     def parse(cls, namespace: str | None, name: str | None, query: Mapping[str, str]) -> Selection:
@@ -93,7 +104,8 @@ class Selection:
         fields = field_tests(query.get("fieldSelector") or "")
         if name is not None:
             fields = (*fields, _field_test("metadata.name", name, is_negated=False))
-        return cls(namespace, label_tests(query.get("labelSelector") or ""), fields)
+        selector = query.get("labelSelector") or ""
+        return cls(namespace, label_tests(selector), fields, _one_label(selector))
 
     def matches(self, manifest: Json | None) -> bool:
         """Tell whether an object is selected; None (no object) never is."""
@@ -103,4 +115,11 @@ class Selection:
         if self.namespace is not None and metadata.get("namespace") != self.namespace:
             return False
         labels = metadata.get("labels") or {}
-        return all(test(labels) for test in self.labels) and all(test(manifest) for test in self.fields)
+        # Loops and not all(): a list asks this of every object of a kind.
+        for test in self.labels:
+            if not test(labels):
+                return False
+        for test in self.fields:  # noqa: SIM110
+            if not test(manifest):
+                return False
+        return True

@@ -75,6 +75,7 @@ class Storage:
         self._trimmed: dict[StorageKey, int] = {}
         self._subscriptions: dict[StorageKey, set[Subscription]] = {}
         self._dependents: dict[str, set[tuple[StorageKey, ObjectKey]]] = {}
+        self._labelled: dict[tuple[StorageKey, str, str], set[ObjectKey]] = {}
         self._uids: dict[str, tuple[StorageKey, ObjectKey]] = {}
         self._namespace_counts: Counter[str] = Counter()
         self._compacted = 0
@@ -93,6 +94,15 @@ class Storage:
         """Return every object of a kind, in order of namespace and name."""
         found = self._objects.get(key, {})
         return [found[name] for name in sorted(found, key=lambda name: (name[0] or "", name[1]))]
+
+    def matching(
+        self, key: StorageKey, is_wanted: Callable[[Json], bool], *, label: tuple[str, str] | None = None
+    ) -> list[Json]:
+        """Return the objects of a kind that are wanted, in order; only those with the label are looked at, if given."""
+        objects = self._objects.get(key, {})
+        among = objects if label is None else self._labelled.get((key, *label), ())
+        found = [name for name in among if is_wanted(objects[name])]
+        return [objects[name] for name in sorted(found, key=lambda name: (name[0] or "", name[1]))]
 
     def count(self, key: StorageKey) -> int:
         """Return how many objects of a kind there are."""
@@ -144,6 +154,8 @@ class Storage:
         self._uids[manifest["metadata"]["uid"]] = (key, name)
         for uid in owner_uids(manifest):
             self._dependents.setdefault(uid, set()).add((key, name))
+        for label in (manifest["metadata"].get("labels") or {}).items():
+            self._labelled.setdefault((key, *label), set()).add(name)
         if name[0] is not None:
             self._namespace_counts[name[0]] += 1
 
@@ -151,6 +163,11 @@ class Storage:
         if manifest is None:
             return
         self._uids.pop(manifest["metadata"]["uid"], None)
+        for label in (manifest["metadata"].get("labels") or {}).items():
+            labelled = self._labelled.get((key, *label), set())
+            labelled.discard(name)
+            if not labelled:
+                self._labelled.pop((key, *label), None)
         for uid in owner_uids(manifest):
             dependents = self._dependents.get(uid, set())
             dependents.discard((key, name))

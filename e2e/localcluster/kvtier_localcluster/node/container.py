@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 
 from kvtier_localcluster.errors import ConfigMissing, StartFailed, VolumeMissing
 from kvtier_localcluster.kinds import Json, key_of, seconds_since, timestamp
-from kvtier_localcluster.node.launching import make_launch
+from kvtier_localcluster.node.launching import last_words_file, make_launch
+from kvtier_localcluster.node.logs import read_log
 from kvtier_localcluster.node.probes import Tally, Target, Verdict, look
 from kvtier_localcluster.node.processes import ContainerProcess, Launch
 from kvtier_localcluster.node.services import PodServices
@@ -22,6 +23,8 @@ from kvtier_localcluster.recorder import Happening
 _LOG = logging.getLogger(__name__)
 _CONFIG_RETRY_SECONDS = 5.0
 _START_ERROR_CODE = 128
+_MOST_LAST_WORDS = 4096
+_LAST_LINES, _LAST_LOG_BYTES = 80, 2048
 _GRACE_AFTER_HOOK_SECONDS = 2.0
 
 
@@ -124,7 +127,18 @@ class ContainerRunner:
         self._process, self._hook_has_run = None, False
         state.running_since, state.is_started, state.is_ready = None, False, False
         reason = "Completed" if code == 0 else "Error"
-        return Termination(exit_code=code, reason=reason, started_at=began, finished_at=timestamp())
+        words = await asyncio.to_thread(self._last_words, code)
+        return Termination(exit_code=code, reason=reason, started_at=began, finished_at=timestamp(), message=words)
+
+    def _last_words(self, code: int) -> str:
+        """Return what the container left in its terminationMessagePath, or the end of its log if it asks for that."""
+        file = last_words_file(self.container, self._services)
+        words = file.read_bytes()[:_MOST_LAST_WORDS] if file.exists() else b""
+        file.unlink(missing_ok=True)
+        if not words and code and self.container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            key = key_of(self._services.sources.pod)
+            words = read_log(self._services.node.data.log(key, self.state.name), _LAST_LINES)[-_LAST_LOG_BYTES:]
+        return words.decode(errors="replace")
 
     async def _start(self, launch: Launch) -> ContainerProcess:
         node, key = self._services.node, key_of(self._services.sources.pod)

@@ -12,10 +12,11 @@ from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.environment import declared
 from kvtier_localcluster.node.images import profile_for
 from kvtier_localcluster.node.processes import Launch, namespace_prefix
-from kvtier_localcluster.node.rewriting import expand, with_address
+from kvtier_localcluster.node.rewriting import PathMap, expand, with_address
 from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.volumes import Mounts
 
+LAST_WORDS = "/dev/termination-log"
 _FROM_THE_MACHINE = ("LD_LIBRARY_PATH",)
 
 
@@ -30,8 +31,12 @@ def make_launch(container: Json, services: PodServices, command: list[str] | Non
     variables = declared(container, services.sources)
     mounts = services.volumes.prepare(container, variables)
 
+    last_words = PathMap(
+        {container.get("terminationMessagePath") or LAST_WORDS: str(last_words_file(container, services))}
+    )
+
     def real(text: str) -> str:
-        return with_address(mounts.paths.rewrite(text), services.sources.pod_ip)
+        return with_address(last_words.rewrite(mounts.paths.rewrite(text)), services.sources.pod_ip)
 
     environment = _base_environment(services, mounts)
     environment.update(profile.environment)
@@ -46,6 +51,12 @@ def make_launch(container: Json, services: PodServices, command: list[str] | Non
         directory=_working_directory(container, services, mounts),
         binds={SHARED_MEMORY: mounts.shared_memory} if is_isolated else {},
     )
+
+
+def last_words_file(container: Json, services: PodServices) -> Path:
+    """Return the file that stands for a container's terminationMessagePath."""
+    pod = services.node.data.pod(services.sources.pod["metadata"]["uid"])
+    return pod / f"last-words-{container['name']}"
 
 
 def _base_environment(services: PodServices, mounts: Mounts) -> dict[str, str]:

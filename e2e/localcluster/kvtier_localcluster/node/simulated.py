@@ -2,7 +2,7 @@
 """A node without processes: pods are Running and Ready at once, for tests of operators with many resources.
 
 An annotation tells otherwise: `localcluster.kvtier.dev/simulate: NotReady` keeps a pod unready (it may be changed
-while the pod runs), `Fail` ends it as Failed.
+while the pod runs), `Fail` ends it as Failed. A pod that is never restarted, as those of a Job, has succeeded at once.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class SimulatedNode(Controller):
         if uid not in self._given:
             self._given[uid] = self._addresses.allocate()
         began = (pod.get("status") or {}).get("startTime") or timestamp()
+        runs_once = pod["spec"].get("restartPolicy") == "Never"
         wish = (pod["metadata"].get("annotations") or {}).get(SIMULATE)
         done = Termination(exit_code=0, reason="Completed", started_at=began, finished_at=began)
         failed = Termination(exit_code=1, reason="Error", started_at=began, finished_at=began)
@@ -62,10 +63,10 @@ class SimulatedNode(Controller):
                 ContainerState(
                     name=each["name"],
                     image=each.get("image", ""),
-                    running_since=None if wish == "Fail" else began,
-                    ended=failed if wish == "Fail" else None,
+                    running_since=None if wish == "Fail" or runs_once else began,
+                    ended=failed if wish == "Fail" else done if runs_once else None,
                     is_started=True,
-                    is_ready=wish is None,
+                    is_ready=wish is None and not runs_once,
                 )
                 for each in pod["spec"]["containers"]
             ],

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster for measuring the operator: the embedded API server, what a real cluster does to children, and operators.
+
+The controllers here are reduced to what a tier waits for, and told by the API server what changed, so that the machine
+is left to the operator: claims are bound, pods stand and are ready, Deployments report it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from aiohttp import web
+
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver.audit import parse_path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "default"
+TIERS = f"/apis/kvtier.dev/v1alpha1/namespaces/{NAMESPACE}/kvcachetiers"
+AGENT = "cluster"
+CONTROLLERS = 3
+_MERGE = "application/merge-patch+json"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+Json = dict[str, Any]
+
+
+def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2) -> float:
+    """Wait until the condition holds and return the seconds that took.
+
+    Raises:
+        TimeoutError: it does not hold in time.
+    """
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"{getattr(condition, '__name__', condition)} does not hold after {seconds:.0f} s")
+        time.sleep(pause)
+    return time.monotonic() - began
+
+
+def tier(name: str, **spec: Any) -> Json:
+    """Return a small tier."""
+    return {
+        "apiVersion": "kvtier.dev/v1alpha1",
+        "kind": "KVCacheTier",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
+            "replicas": 1,
+            "cpu": {"size": "8Gi"},
+            "volume": {"claim": {"size": "100Gi"}},
+            **spec,
+        },
+    }
+
+
+class BenchCluster:
+    """The API server and the controllers, each in a thread; who asked for what is counted as it comes in."""
+
+    def __init__(self) -> None:
+        """Make a cluster; entering the context starts it."""
+        self.api = ApiServerThread()
+        self.requests: dict[str, int] = {}
+        """Requests of operators, by verb and plural; leases apart from the rest."""
+        self.faults: list[Callable[[web.Request], ApiError | None]] = []
+        """Asked for operators' requests alone."""
+        self._work: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(CONTROLLERS)]
+        # The server's thread would keep the others of this process waiting for 5 ms at each of their requests.
+        sys.setswitchinterval(0.0005)
+
+    def __enter__(self) -> Self:
+        """Start, with the CRD."""
+        self.api.start()
+        self.api.create(yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text()))
+        self.api.server.faults.append(self._look)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.api.close()
+
+    def call(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Send a request as somebody who is no operator."""
+        request = urllib.request.Request(  # noqa: S310  an address of ours
+            self.api.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": _MERGE if method == "PATCH" else "application/json", "User-Agent": AGENT},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
+            found: Json = json.load(response)
+            return found
+
+    def tiers(self) -> list[Json]:
+        """Return all tiers."""
+        found: list[Json] = self.call("GET", TIERS)["items"]
+        return found
+
+    def _look(self, request: web.Request) -> ApiError | None:
+        target = parse_path(request.path)
+        if target is None or request.headers.get("User-Agent") == AGENT:
+            return None
+        is_watch = "watch" in request.query
+        what = "watch" if is_watch else request.method
+        self.requests[f"{what} {target.plural}"] = self.requests.get(f"{what} {target.plural}", 0) + 1
+        for fault in list(self.faults):
+            error = fault(request)
+            if error is not None:
+                return error
+        if request.method == "PATCH" and target.name and target.plural in {"deployments", "persistentvolumeclaims"}:
+            self._work.put((target.plural, target.name))
+        return None
+
+    def writes(self) -> dict[str, int]:
+        """Return the writes of operators so far, by what; the Lease is named like any other."""
+        return {what: count for what, count in self.requests.items() if what.split()[0] not in {"GET", "watch"}}
+
+    def _run(self) -> None:
+        retry: set[tuple[str, str]] = set()
+        while True:
+            try:
+                work = self._work.get(timeout=0.2 if retry else None)
+            except queue.Empty:
+                due = retry
+            else:
+                if work is None:
+                    return
+                due = {work}
+            for each in tuple(due):
+                retry.discard(each)
+                try:
+                    self._settle(*each)
+                except urllib.error.HTTPError as error:
+                    error.close()
+                    # Not there yet, or changed meanwhile: unless its tier has gone, it is looked at again.
+                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004
+                        retry.add(each)
+
+    def _is_young(self, work: tuple[str, str]) -> bool:
+        """Tell whether the request that told us of an object may not have been carried out yet: its tier is there."""
+        name = work[1].removesuffix("-engine").removesuffix("-blocks")
+        return self.api.get("kvcachetiers.kvtier.dev", NAMESPACE, name) is not None
+
+    def _settle(self, plural: str, name: str) -> None:
+        core = f"/api/v1/namespaces/{NAMESPACE}"
+        if plural == "persistentvolumeclaims":
+            self.call("PATCH", f"{core}/{plural}/{name}/status", {"status": {"phase": "Bound"}})
+            return
+        path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}"
+        deployment = self.call("GET", path)
+        count, metadata = deployment["spec"]["replicas"], deployment["metadata"]
+        have = {pod["metadata"]["name"] for pod in self.api.list("pods", NAMESPACE)} if count > 1 else set()
+        for number in range(count):
+            pod = f"{name}-{number}"
+            if pod not in have:
+                self._pod(core, pod, deployment)
+        for extra in sorted(each for each in have if each.startswith(f"{name}-") and _number(each) >= count):
+            self.call("DELETE", f"{core}/pods/{extra}")
+        numbers = dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), count)
+        self.call("PATCH", f"{path}/status", {"status": {"observedGeneration": metadata["generation"], **numbers}})
+
+    def _pod(self, core: str, name: str, deployment: Json) -> None:
+        metadata, template = deployment["metadata"], deployment["spec"]["template"]
+        owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"]}
+        made = {**template["metadata"], "name": name, "ownerReferences": [owner]}
+        try:
+            self.call(
+                "POST",
+                f"{core}/pods",
+                {"apiVersion": "v1", "kind": "Pod", "metadata": made, "spec": template["spec"]},
+            )
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 409:  # noqa: PLR2004  it stands
+                raise
+        conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
+        self.call("PATCH", f"{core}/pods/{name}/status", {"status": {"phase": "Running", "conditions": conditions}})
+
+
+def _number(pod: str) -> int:
+    return int(pod.rpartition("-")[2])
+
+
+def is_final(body: Json) -> bool:
+    """Tell whether a tier is ready in its present generation."""
+    conditions = {each["type"]: each for each in (body.get("status") or {}).get("conditions", ())}
+    ready = conditions.get("Ready", {})
+    return ready.get("status") == "True" and ready.get("observedGeneration") == body["metadata"]["generation"]
+
+
+@dataclass
+class OperatorProcess:
+    """One operator as `kvtier run` starts it, and what the system says about it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    peak_bytes: int = field(default=0)
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that it used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def rss_bytes(self) -> int:
+        """Return the memory that it holds now."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+@contextmanager
+def operator(cluster: BenchCluster, folder: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
+    """Run an operator, and end it gracefully unless it has ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kubeconfig = cluster.api.write_kubeconfig(folder / "kubeconfig")
+    log = folder / f"operator-{time.monotonic_ns()}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier_operator", "run", "-n", NAMESPACE, *arguments],
+            env={**os.environ, "KUBECONFIG": str(kubeconfig), **environment},
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        yield OperatorProcess(process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

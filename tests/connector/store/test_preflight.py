@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A volume is tried before engines depend on it: what works is measured, what does not is said with the remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier_connector import preflight
+from kvtier_connector.store.fs import FileSystem
+
+MIB = 1 << 20
+
+
+def attempt(root: Path, fs: FileSystem | None = None) -> preflight.Report:
+    return preflight.try_volume(root, most_bytes=16 * MIB, most_seconds=5, fs=fs or FileSystem())
+
+
+def test_a_good_volume_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    report = attempt(tmp_path / "serving.llama")
+    assert report.problem == ""
+    assert min(report.free_bytes, report.read_bytes_per_second, report.write_bytes_per_second) > 0
+    assert isinstance(report.direct_io, bool)
+    assert list((tmp_path / "serving.llama").iterdir()) == []
+
+
+def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "termination-log"
+    arguments = ["--root", str(tmp_path / "t"), "--bytes", str(4 * MIB), "--result", str(result)]
+    assert preflight.main(arguments) == 0
+    found = json.loads(result.read_text())
+    assert found["problem"] == ""
+    assert json.loads(capsys.readouterr().out) == found
+    assert len(result.read_bytes()) < 4096
+
+
+class Failing(FileSystem):
+    """Fails one call for good."""
+
+    def __init__(self, call: str, code: int) -> None:
+        self._call, self._code = call, code
+
+    def _fail(self, call: str) -> None:
+        if call == self._call:
+            raise OSError(self._code, os.strerror(self._code))
+
+    def mkdir(self, path: str) -> None:
+        self._fail("mkdir")
+        super().mkdir(path)
+
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        self._fail("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._fail("fsync")
+        super().fsync(fd)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "words"),
+    [
+        ("mkdir", errno.EACCES, "set fsGroup or runAsUser"),
+        ("mkdir", errno.EROFS, "mounted read-only"),
+        ("pwritev", errno.ENOSPC, "No space left"),
+        ("fsync", errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_volume_that_fails_is_told_with_its_remedy_and_left_clean(
+    tmp_path: Path, call: str, code: int, words: str
+) -> None:
+    report = attempt(tmp_path, Failing(call, code))
+    assert words in report.problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_volume_is_not_written_to(tmp_path: Path) -> None:
+    class Full(FileSystem):
+        def statvfs(self, path: str) -> Any:
+            return SimpleNamespace(f_bavail=10, f_frsize=MIB, f_blocks=1000)
+
+    assert "only 10 MiB are free of 1000 MiB" in attempt(tmp_path, Full()).problem
+
+
+def test_a_rename_that_leaves_a_gap_is_found(tmp_path: Path) -> None:
+    class Gaps(FileSystem):
+        def rename(self, source: str, target: str) -> None:
+            self.unlink(target)
+            for _ in range(2000):
+                self.stat(source)
+            super().rename(source, target)
+
+    assert "not atomic" in attempt(tmp_path, Gaps()).problem
+
+
+def test_no_more_is_written_than_was_allowed(tmp_path: Path) -> None:
+    class Counting(FileSystem):
+        written = 0
+
+        def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+            done = super().pwritev(fd, buffers, offset)
+            self.written += done
+            return done
+
+    fs = Counting()
+    attempt(tmp_path, fs)
+    assert 16 * MIB <= fs.written <= 17 * MIB

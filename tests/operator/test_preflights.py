@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new claim is tried before the first engine starts on it, once, and engines that run are never held up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from fake_cluster import FakeCluster
+from test_golden import VERSIONS
+from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, ready_deployment, tier
+
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.names import ObjectKey
+from kvtier_operator.reconcile import Outcome, reconcile
+
+JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
+GOOD = {
+    "problem": "",
+    "direct_io": True,
+    "total_bytes": 1 << 40,
+    "free_bytes": 1 << 39,
+    "write_bytes_per_second": 1 << 30,
+    "read_bytes_per_second": 2 << 30,
+    "stat_microseconds": 400,
+}
+ALWAYS = {"proof": {"preflight": "Always"}}
+
+
+def run(cluster: FakeCluster) -> Outcome:
+    cluster.calls.clear()
+    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON)
+
+
+def started() -> FakeCluster:
+    """Return a cluster in which the Job of a new tier runs."""
+    cluster = FakeCluster(tier(**ALWAYS))
+    run(cluster)
+    run(cluster)
+    return cluster
+
+
+def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-preflight-1") -> None:
+    """Let a pod of the Job end."""
+    job = cluster.look(JOB)
+    assert job is not None
+    terminated = {"exitCode": code, "message": message}
+    cluster.put(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": NAMESPACE,
+                "labels": job["spec"]["template"]["metadata"]["labels"],
+                "ownerReferences": [{"uid": job["metadata"]["uid"], "controller": True}],
+            },
+            "spec": job["spec"]["template"]["spec"],
+            "status": {"containerStatuses": [{"name": "preflight", "state": {"terminated": terminated}}]},
+        }
+    )
+
+
+def status(cluster: FakeCluster) -> dict[str, Any]:
+    body = cluster.look(TIER_KEY)
+    assert body is not None
+    return dict(body["status"])
+
+
+def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
+    return next(each for each in status(cluster)["conditions"] if each["type"] == kind)
+
+
+def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() -> None:
+    cluster = started()
+    assert JOB in cluster.existing()
+    assert SERVICE in cluster.existing()
+    assert DEPLOYMENT not in cluster.existing()
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightRunning"
+    assert condition(cluster, "Reconciling")["status"] == "True"
+    ends(cluster, 0, json.dumps(GOOD))
+    assert DEPLOYMENT in run(cluster).written
+    assert condition(cluster, "StorageChecked")["status"] == "True"
+    assert "read 2 GiB/s" in condition(cluster, "StorageChecked")["message"]
+    storage = status(cluster)["storage"]
+    assert (storage["readBytesPerSecond"], storage["directIo"], storage["statMicroseconds"]) == (2 << 30, True, 400)
+
+
+def test_a_claim_that_was_found_good_is_not_looked_at_again_even_when_the_job_is_gone() -> None:
+    cluster = started()
+    ends(cluster, 0, json.dumps(GOOD))
+    run(cluster)
+    cluster.remove(JOB)
+    before = status(cluster)
+    for _ in range(2):
+        assert run(cluster).written == ()
+        assert not [call for call in cluster.calls if "llama-preflight" in call[1] or call[1] == "Job"]
+    assert status(cluster)["storage"] == before["storage"]
+    assert JOB not in cluster.existing()
+
+
+def test_a_volume_that_cannot_be_used_keeps_engines_from_starting_and_says_what_to_do() -> None:
+    cluster = started()
+    ends(cluster, 1, json.dumps({**GOOD, "problem": "user 10001 may not write in /var/lib/kvtier: set fsGroup"}))
+    run(cluster)
+    assert DEPLOYMENT not in cluster.existing()
+    told = condition(cluster, "StorageChecked")
+    assert (told["status"], told["reason"]) == ("False", "PreflightFailed")
+    assert "set fsGroup" in told["message"]
+    assert condition(cluster, "Ready")["reason"] == "PreflightFailed"
+    assert condition(cluster, "Stalled")["status"] == "True"
+
+
+def test_a_failure_is_told_until_the_next_job_has_ended_and_then_engines_start() -> None:
+    cluster = started()
+    ends(cluster, 1, "Traceback: boom")
+    run(cluster)
+    cluster.remove(JOB)
+    run(cluster)
+    assert JOB in cluster.existing()
+    run(cluster)
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightFailed"
+    assert "boom" in condition(cluster, "StorageChecked")["message"]
+    ends(cluster, 0, json.dumps(GOOD), name="llama-preflight-2")
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert "problem" not in status(cluster)["storage"]
+
+
+def test_a_second_try_that_goes_through_counts() -> None:
+    cluster = started()
+    ends(cluster, 1, "no route to host")
+    ends(cluster, 0, json.dumps(GOOD), name="llama-preflight-2")
+    run(cluster)
+    assert condition(cluster, "StorageChecked")["status"] == "True"
+
+
+def test_a_result_with_some_numbers_missing_is_taken_as_far_as_it_goes() -> None:
+    cluster = started()
+    ends(cluster, 0, '{"problem": "", "read_bytes_per_second": 1048576, "free_bytes": true}')
+    run(cluster)
+    assert "read 1 MiB/s" in condition(cluster, "StorageChecked")["message"]
+    assert status(cluster)["storage"].keys() == {"key", "readBytesPerSecond"}
+
+
+@pytest.mark.parametrize("message", ["", "nonsense", "[1]", '{"total_bytes": "many"}'])
+def test_a_job_that_went_through_without_a_word_lets_engines_start(message: str) -> None:
+    cluster = started()
+    ends(cluster, 0, message)
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert status(cluster)["storage"].keys() == {"key"}
+
+
+def test_a_job_that_gave_up_is_told_in_its_own_words() -> None:
+    cluster = started()
+    failed = {"type": "Failed", "status": "True", "message": "Job was active longer than specified deadline"}
+    cluster.edit(JOB, {"status": {"conditions": [failed]}})
+    run(cluster)
+    assert "longer than specified deadline" in condition(cluster, "StorageChecked")["message"]
+
+
+def test_another_claim_or_another_user_is_tried_anew() -> None:
+    cluster = started()
+    first = cluster.look(JOB)
+    cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"securityContext": {"fsGroup": 7}}}}})
+    run(cluster)
+    run(cluster)
+    second = cluster.look(JOB)
+    assert first is not None
+    assert second is not None
+    assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
+    assert second["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == 7
+
+
+def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
+    cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Always"}, "replicas": 3}})
+    assert DEPLOYMENT in run(cluster).written
+    ends(cluster, 1, json.dumps({**GOOD, "problem": "only 3 MiB are free"}))
+    run(cluster)
+    assert condition(cluster, "StorageChecked")["status"] == "False"
+    assert condition(cluster, "Ready")["reason"] == "EnginesStarting"
+
+
+def test_never_starts_engines_at_once_and_makes_no_job() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert JOB not in cluster.existing()
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
+
+
+def test_a_job_of_somebody_else_is_left_and_told() -> None:
+    theirs = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "llama-preflight", "namespace": NAMESPACE}}
+    cluster = FakeCluster(tier(**ALWAYS), theirs)
+    before = cluster.look(JOB)
+    run(cluster)
+    run(cluster)
+    assert cluster.look(JOB) == before
+    assert "belongs to somebody else" in condition(cluster, "StorageChecked")["message"]
+
+
+def test_a_failure_at_any_call_is_repaired_by_the_next_pass() -> None:
+    healthy = started()
+    for number in range(1, 30):
+        cluster = FakeCluster(tier(**ALWAYS))
+        cluster.fail = (number, ClusterUnavailable("500"))
+        run(cluster)
+        cluster.fail = None
+        run(cluster)
+        run(cluster)
+        assert cluster.existing() == healthy.existing()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_job_is_what_kubernetes_knows_and_what_the_restricted_standard_allows(version: str) -> None:
+    job = started().look(JOB)
+    assert job is not None
+    kubernetes_validate.validate(
+        {field: value for field, value in job.items() if field != "status"}, version, strict=False
+    )
+    pod = job["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    assert names.selector(names.tier_ref(tier())).items() - job["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
+    placed = {
+        "nodeSelector": {"zone": "b"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"x": {}}, "podAntiAffinity": {"y": {}}},
+    }
+    cluster = FakeCluster(tier(engine={"podTemplate": placed}, **ALWAYS))
+    run(cluster)
+    run(cluster)
+    job = cluster.look(JOB)
+    assert job is not None
+    pod = job["spec"]["template"]["spec"]
+    assert (pod["nodeSelector"], pod["tolerations"]) == (placed["nodeSelector"], placed["tolerations"])
+    assert pod["affinity"] == {"nodeAffinity": {"x": {}}}
+    assert "nvidia.com/gpu" not in str(pod["containers"][0]["resources"])

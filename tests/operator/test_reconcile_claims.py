@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose claim it is, what may become of it, and that nobody loses data by an edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from test_reconcile import CHILDREN, condition, run
+from tiers import (
+    CLAIM,
+    DEPLOYMENT,
+    JANITOR,
+    NAMESPACE,
+    TIER_KEY,
+    tier,
+)
+
+from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected
+from kvtier_operator.names import ObjectKey
+
+
+def claim(name: str = "mine", *modes: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": NAMESPACE, **metadata},
+        "spec": {"accessModes": list(modes), "resources": {"requests": {"storage": "1Ti"}}},
+        "status": {"phase": phase},
+    }
+
+
+def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == {CLAIM}
+    before = cluster.look(CLAIM)
+    cluster.put(tier())
+    run(cluster)
+    assert cluster.look(CLAIM)["metadata"]["uid"] == before["metadata"]["uid"]
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
+
+
+def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
+    cluster = FakeCluster(tier(volume={"deletionPolicy": "Delete"}))
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Retain"}}})
+    run(cluster)
+    assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Delete"}}})
+    run(cluster)
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == set()
+
+
+def test_an_existing_claim_is_never_written() -> None:
+    cluster = FakeCluster(tier(volume={"claim": None, "existingClaim": "mine"}), claim("mine", "ReadWriteMany"))
+    key = ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="mine")
+    before = cluster.look(key)
+    run(cluster)
+    assert cluster.look(key) == before
+    assert not [call for call in cluster.writes() if "PersistentVolumeClaim" in call[1]]
+    assert condition(cluster, "VolumeBound")["status"] == "True"
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == {key}
+
+
+@pytest.mark.parametrize(
+    ("existing", "reason", "words"),
+    [
+        pytest.param([], "ClaimMissing", "no PersistentVolumeClaim 'mine'", id="it does not exist"),
+        pytest.param(
+            [claim("mine", "ReadWriteOnce")], "ClaimNotShared", "set spec.replicas to 1", id="one node can mount it"
+        ),
+    ],
+)
+def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
+    existing: list[dict[str, Any]], reason: str, words: str
+) -> None:
+    cluster = FakeCluster(tier(volume={"claim": None, "existingClaim": "mine"}), *existing)
+    run(cluster)
+    assert DEPLOYMENT not in cluster.existing()
+    assert condition(cluster, "Ready")["reason"] == reason
+    assert words in condition(cluster, "Ready")["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        pytest.param({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than", id="smaller"),
+        pytest.param({"storageClassName": "nfs"}, "ClaimImmutable", "'cephfs', not 'nfs'", id="another class"),
+        pytest.param(
+            {"accessModes": ["ReadWriteMany", "ReadWriteOnce"]}, "ClaimImmutable", "accessModes", id="another mode"
+        ),
+    ],
+)
+def test_a_change_that_a_claim_cannot_make_is_refused(change: dict[str, Any], reason: str, words: str) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 1, "volume": {"claim": change}}})
+    assert run(cluster).written == ()
+    assert condition(cluster, "Ready")["reason"] == reason
+    assert words in condition(cluster, "Ready")["message"]
+
+
+def test_a_claim_may_grow() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
+    assert run(cluster).written == (CLAIM,)
+
+
+@pytest.mark.parametrize("error", [ClusterForbidden("cannot grow"), ClusterRejected("cannot grow")], ids=str)
+def test_a_claim_that_cannot_grow_is_told_and_holds_up_nothing_else(error: ClusterError) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "volume": {"claim": {"size": "3Ti"}}}})
+    run(cluster)
+    first = cluster.calls.index(("apply", str(CLAIM))) + 1
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 6, "volume": {"claim": {"size": "4Ti"}}}})
+    cluster.fail = (first, error)
+    outcome = run(cluster)
+    assert (outcome.written, outcome.failure) == ((DEPLOYMENT,), error)
+    assert condition(cluster, "Ready")["message"] == "cannot grow"
+
+
+def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
+    healthy = FakeCluster(tier())
+    run(healthy)
+    cluster = FakeCluster(tier())
+    cluster.fail = (healthy.calls.index(("apply", str(CLAIM))) + 1, ClusterForbidden("quota"))
+    assert run(cluster).written == ()
+    assert cluster.existing() == {TIER_KEY}
+
+
+@pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
+def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one_node(
+    mode: str, is_beside: bool
+) -> None:
+    volume = {"claim": None, "existingClaim": "mine"}
+    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", mode))
+    assert run(cluster).failure is None
+    assert ("affinity" in cluster.look(JANITOR)["spec"]["template"]["spec"]) is is_beside

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier says about its sizes, and about the nodes that have room for them or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_status import (
+    DECISIONS,
+    HEALTHY,
+    NODE,
+    NOON,
+    READY_POD,
+    REF,
+    SPEC,
+    VIEW,
+    conditions,
+)
+from tiers import tier
+
+from kvtier_operator import spec, status
+from kvtier_operator.plan import Decisions, decide
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.snapshot import Node, Nodes, Pod
+
+
+def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
+    found = status.report(VIEW, {}, now=NOON)
+    assert found["sizing"] == {
+        "cpuBytes": 64 << 30,
+        "cpuSize": "64Gi",
+        "enginesPerPod": 1,
+        "shmOverheadBytes": 1 << 30,
+        "shmBytes": 65 << 30,
+        "engineMemoryBytes": 16 << 30,
+        "memoryBytes": 81 << 30,
+        "weightBytes": 16100000000,
+        "ephemeralBytes": 17 << 30,
+        "startupBaseSeconds": 300,
+        "startupPinSeconds": 32,
+        "startupLoadSeconds": 30,
+        "startupSeconds": 362,
+        "kvBytesPerToken": 131072,
+        "kvFormula": "32 layers x 2 x 128 x 8 KV heads x 2 B",
+        "kvGroups": 1,
+        "chunkTokens": 64,
+        "chunkBytes": 8 << 20,
+        "cpuTokens": 524288,
+        "diskBytes": 2 << 40,
+        "diskTokens": 16769024,
+    }
+    assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
+    assert (found["replicas"], found["readyReplicas"]) == (2, 2)
+    assert found["selector"] == "app.kubernetes.io/component=engine,kvtier.dev/tier=llama"
+
+
+def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> status.View:
+    """Return the view of a tier whose cluster has these nodes."""
+    snapshot = replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes))
+    return replace(VIEW, snapshot=snapshot, capacity=make_capacity(SPEC, DECISIONS, snapshot))
+
+
+def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
+    found = conditions(on(replace(NODE, memory_bytes=64 << 30)))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "DoesNotFit")
+    assert "needs 81 GiB of memory (engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB)" in found["message"]
+    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 47 GiB" in found["message"]
+
+
+def test_processors_count_too() -> None:
+    assert conditions(on(replace(NODE, cpu_millis=3000)))["SizingFits"]["reason"] == "DoesNotFit"
+
+
+def test_no_node_of_the_kind_is_told_before_a_pod_waits() -> None:
+    found = conditions(on(replace(NODE, devices={})))["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", "NoNodeMatches")
+    assert (
+        "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)" in found["message"]
+    )
+
+
+def test_what_was_scheduled_fits_whatever_the_nodes_look_like() -> None:
+    assert conditions(on(replace(NODE, is_open=False), pods=(READY_POD,)))["SizingFits"]["status"] == "True"
+
+
+def test_without_a_look_at_nodes_only_pods_tell() -> None:
+    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=())))["SizingFits"]["status"] == "Unknown"
+
+
+def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
+    small = spec.parse(tier(cpu={"size": "32Gi"}))
+    decisions = decide(small, REF, None)
+    assert isinstance(decisions, Decisions)
+    snapshot = replace(HEALTHY, nodes=Nodes(nodes=(NODE,)))
+    found = conditions(replace(VIEW, spec=small, capacity=make_capacity(small, decisions, snapshot)))["SizingFits"]
+    assert found["status"] == "True"
+    assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
+    assert "more than 56" in found["message"]
