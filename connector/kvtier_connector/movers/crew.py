@@ -100,7 +100,7 @@ class Crew:
         try:
             self._spawn(mover)
         except OSError as error:
-            logger.error("A mover of blocks cannot be started (%s); threads take over", error)
+            logger.error("A mover of blocks cannot be started (%s); threads take over", error)  # noqa: TRY400 - no defect of ours
             self._is_given_up = True
 
     def _spawn(self, mover: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def test_movers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
     for process in stopped:
         # Stopped while they waited for work, they hold no task that would make them look stuck.
         os.kill(process, signal.SIGKILL)
-    attempts = iter(range(1000))
+    attempts = itertools.count()
     wait_until(lambda: rig.serve(keys(6), f"again {next(attempts)}").hit_blocks == 6, "loads work again")
     assert not set(movers()) & set(stopped)
 

@@ -330,3 +330,15 @@ def test_deleting_without_grace_ends_the_processes_at_once(bench: Bench) -> None
     bench.delete(kinds.POD, "forced")
     bench.delete(kinds.POD, "forced", grace_seconds=0)
     until(lambda: not alive(pid))
+
+
+def test_the_last_words_of_a_container_are_in_its_status(bench: Bench) -> None:
+    write = "import sys; open(sys.argv[1], 'w').write('all is well')"
+    bench.pod("told", script(write, args=["/dev/termination-log"]), restartPolicy="Never")
+    until(lambda: bench.status("told").get("phase") == "Succeeded")
+    assert bench.container("told")["state"]["terminated"]["message"] == "all is well"
+
+    fail = script("print('no room', flush=True); raise SystemExit(3)", terminationMessagePolicy="FallbackToLogsOnError")
+    bench.pod("failed", fail, restartPolicy="Never")
+    until(lambda: bench.status("failed").get("phase") == "Failed")
+    assert "no room" in bench.container("failed")["state"]["terminated"]["message"]
