@@ -226,6 +226,18 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> Non
     assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
 
 
+def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    engine.put(*range(5, 9))
+    shutil.rmtree(engine.root / "journal")
+    rig.clock.move(2 * DAY)
+    assert rig.sweep(rig.keeper()).blocks == 9
+
+
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     rig.engine().put(*range(5))
     first = rig.keeper()
@@ -320,6 +332,20 @@ def test_a_brake_of_a_janitor_that_died_ends_by_itself(rig: Rig) -> None:
     assert brake.refresh() is Mode.READ_ONLY
     rig.clock.move(600)
     assert brake.mode is Mode.READ_WRITE
+
+
+def test_a_brake_is_renewed_although_the_clock_of_the_janitor_went_back(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    rig.clock.ns -= int(DAY * 1e9)
+    rig.sweep(keeper)
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    assert brake.refresh() is Mode.READ_ONLY
+    rig.clock.move(600)
+    assert brake.refresh() is Mode.READ_WRITE
 
 
 def test_a_new_volume_is_no_problem(rig: Rig) -> None:
