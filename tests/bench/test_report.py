@@ -175,7 +175,7 @@ def test_the_store_report_compares_ours_with_the_plain_reader_and_with_one_job_o
     records = [
         run(),
         load("plain parallel reader", 16, 20.0),
-        load("kvtier store", 16, 19.0),
+        load("kvtier movers", 16, 19.0),
         load("vLLM fs, one job", 0, 3.8),
     ]
     write(tmp_path / "store.jsonl", records)

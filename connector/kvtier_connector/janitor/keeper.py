@@ -101,7 +101,10 @@ class Keeper:
             snapshot = load(self._ledger, Path(self._dir), fs=self._fs)
             if snapshot is not None:
                 self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
-                self._patrol.walked_ns = snapshot.walked_ns
+                # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
+                age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
+                is_current = 0 <= age_seconds < self.config.journal_age_seconds
+                self._patrol.walked_ns = snapshot.walked_ns if is_current else 0
                 self._saved_changes = self._ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:

@@ -73,7 +73,10 @@ class Reason(enum.Enum):
     PREFLIGHT_PASSED = "PreflightPassed", "The volume was tried and can be used."
     PREFLIGHT_RUNNING = "PreflightRunning", "The volume is being tried."
     PREFLIGHT_FAILED = "PreflightFailed", "The volume was tried and cannot be used."
-    PREFLIGHT_OFF = "PreflightOff", "spec.proof.preflight is Never."
+    PREFLIGHT_OFF = (
+        "PreflightOff",
+        "Nobody tries the volume: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
+    )
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
