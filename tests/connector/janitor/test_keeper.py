@@ -75,6 +75,32 @@ def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
     assert engine.there(range(10)) == [0, 1, 2, 5]
 
 
+def test_nothing_is_evicted_before_the_pins_could_be_read_but_what_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    rig.clock.move(DAY)
+    engine.put(*range(5, 10))
+    (rig.dir / "pins.json").write_text("{")
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY / 2)
+    assert "pins.json" in rig.sweep(keeper).problems[0]
+    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
+    (rig.dir / "pins.json").unlink()
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) < 5
+
+
+def test_pins_above_the_budget_keep_nothing_that_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY)
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) == 10
+    rig.clock.move(2 * DAY)
+    rig.sweep(keeper)
+    assert engine.there(range(10)) == []
+
+
 def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
