@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """What a piece holds."""
+    """What a piece holds, or some directories of it."""
 
     piece: Piece
     keys: list[BlockKey] = field(default_factory=list)
@@ -79,13 +79,20 @@ def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> list[Piece]:
 
 def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
     """Return what the piece holds; raise OSError if it cannot be looked at."""
+    return list_files(fs, tier_dir, piece, list_directories(fs, tier_dir, piece))
+
+
+def list_directories(fs: FileSystem, tier_dir: str, piece: Piece) -> list[str]:
+    """Return the directories of blocks of a piece, relative to the generation's root; raise OSError likewise."""
+    names = _names(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
+    return [f"{piece.path}/{name}" for name in names if len(name) == 2]  # noqa: PLR2004 - hex digits
+
+
+def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterable[str]) -> Found:
+    """Return what some directories of the piece hold; raise OSError if they cannot be looked at."""
     found = Found(piece)
-    root = f"{tier_dir}/{piece.generation}"
-    for directory in _names(fs, f"{root}/{piece.path}"):
-        if len(directory) != 2:  # noqa: PLR2004 - hex digits of the second level
-            continue
-        path = f"{piece.path}/{directory}"
-        for name in _names(fs, f"{root}/{path}"):
+    for path in directories:
+        for name in _names(fs, f"{tier_dir}/{piece.generation}/{path}"):
             key = parse_block_path(f"{path}/{name}")
             if key is not None:
                 found.keys.append(key)
