@@ -324,6 +324,16 @@ def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
     assert (quarantine / "x").exists()
 
 
+def test_quarantined_files_do_not_outlive_the_time_to_live(rig: Rig) -> None:
+    quarantine = rig.engine().root / "quarantine"
+    quarantine.mkdir()
+    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
+        (quarantine / name).write_bytes(b"123")
+        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert [path.name for path in quarantine.iterdir()] == ["young"]
+
+
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1, tenant="alice")
