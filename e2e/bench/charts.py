@@ -103,11 +103,11 @@ def _bars(  # noqa: PLR0913 - a chart has this many parts
     axes.set_xticks(range(len(labels)), labels)
     if is_log:
         axes.set_yscale("log")
-    axes.margins(y=0.12)
+    axes.margins(y=0.3)
     axes.set(title=title, xlabel=xlabel, ylabel=unit)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="upper left")
+    axes.legend(fontsize=8, loc="best")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 _TMPFS_BYTES = 90 * GIB
 """The blocks of 16 users of 32k tokens take 64 GiB, and a machine of 128 GiB must hold the CPU tier beside them."""
-_DISK_SIZES = {2048: 4, 8192: 4, 32768: 3, 65536: 1}
+_DISK_SIZES = {2048: 2, 8192: 2, 32768: 3}
 
 
 def gpu_plan(options: argparse.Namespace, work: Path, lifeboat: Path | None) -> Plan:

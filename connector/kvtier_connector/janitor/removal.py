@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from kvtier_connector.janitor.walk import find_tenants, list_own
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
 
@@ -114,44 +116,39 @@ class GenerationRemoval:
 
     def step(self, may_go_on: Callable[[], bool]) -> bool:
         """Remove files until told to stop; say whether all of it is gone. Raises OSError if the volume refuses."""
-        tenants = self._list(f"{self._root}/{TENANTS}")
+        tenants = find_tenants(self._fs, self._root)
         trees = [f"{tenant_directory(tenant)}{tree}" for tenant in ["", *tenants] for tree in (BLOCKS, QUARANTINE)]
         for tree in [*trees, *(f"{TENANTS}/{tenant}" for tenant in tenants), TENANTS, JOURNAL]:
             if not self._clear(f"{self._root}/{tree}", may_go_on):
                 return False
-        for name in self._list(self._root):
-            if name != TIER_FILE and not self._clear(f"{self._root}/{name}", may_go_on):
+        for entry in list_own(self._fs, self._root):
+            if entry.name != TIER_FILE and not self._clear(f"{self._root}/{entry.name}", may_go_on):
                 return False
         with contextlib.suppress(FileNotFoundError):
             self._fs.unlink(f"{self._root}/{TIER_FILE}")
         return remove_directory(self._fs, self._root)
 
     def _clear(self, path: str, may_go_on: Callable[[], bool]) -> bool:
-        """Remove a file or a directory with all in it; say whether it is gone."""
+        """Remove a file or a directory with all in it; say whether it is gone. Of a link, what it names stays."""
         try:
-            entries = self._fs.scandir(path)
-        except FileNotFoundError:
-            return True
-        except NotADirectoryError:
-            with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(self._fs.stat(path).st_mode):
                 self._fs.unlink(path)
+                return True
+        except (FileNotFoundError, NotADirectoryError):
             return True
-        for entry in entries:
+        return self._empty(path, may_go_on)
+
+    def _empty(self, path: str, may_go_on: Callable[[], bool]) -> bool:
+        for entry in list_own(self._fs, path):
             if not may_go_on():
                 return False
             if entry.is_dir(follow_symlinks=False):
-                if not self._clear(f"{path}/{entry.name}", may_go_on):
+                if not self._empty(f"{path}/{entry.name}", may_go_on):
                     return False
             else:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.unlink(f"{path}/{entry.name}")
         return remove_directory(self._fs, path)
-
-    def _list(self, path: str) -> list[str]:
-        try:
-            return [entry.name for entry in self._fs.scandir(path)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
 
 
 def remove_directory(fs: FileSystem, path: str) -> bool:

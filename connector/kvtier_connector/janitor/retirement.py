@@ -40,11 +40,12 @@ class Retirement:
         """Remove what is to be removed; yield each digest and whether all of it is gone.
 
         Raises:
-            OSError: the volume refuses, or a generation holds what is somebody else's.
+            OSError: at the end, if the volume refused or a generation holds what is somebody else's; the others went.
         """
         others = [each for each in generations if each.digest != config.current]
         self._active = {each.digest: self._active_ns(each) for each in others}
         standings = [Standing(digest, active_ns) for digest, active_ns in self._active.items()]
+        failed: OSError | None = None
         for digest in condemn(
             standings,
             current=config.current,
@@ -52,7 +53,14 @@ class Retirement:
             idle_ns=int(config.generation_idle_seconds * 1e9),
             now_ns=self._clock(),
         ):
-            yield digest, self._remove(digest, may_go_on)
+            try:
+                is_gone = self._remove(digest, may_go_on)
+            except OSError as error:
+                failed = failed or error
+                continue
+            yield digest, is_gone
+        if failed is not None:
+            raise failed
 
     def order(self, generations: Sequence[Generation], config: JanitorConfig) -> list[str]:
         """Return the digests, the one whose blocks go last first."""

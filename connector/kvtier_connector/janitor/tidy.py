@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvtier_connector.janitor.ledger import Sum
 from kvtier_connector.janitor.removal import remove_directory, remove_empty_tree
 from kvtier_connector.janitor.snapshot import LEDGER_FILE
-from kvtier_connector.janitor.walk import find_tenants
+from kvtier_connector.janitor.walk import find_tenants, list_own
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import QUARANTINE, TENANTS, is_partial, tenant_directory
 from kvtier_connector.store.leftovers import remove_old_journals
@@ -32,11 +32,7 @@ def sweep_quarantine(fs: FileSystem, root: str, *, before_ns: int) -> Quarantine
     kept, removed = Sum(), 0
     for tenant in ["", *find_tenants(fs, root)]:
         directory = f"{root}/{tenant_directory(tenant)}{QUARANTINE}"
-        try:
-            entries = fs.scandir(directory)
-        except FileNotFoundError:
-            continue
-        for entry in entries:
+        for entry in list_own(fs, directory):
             with contextlib.suppress(FileNotFoundError):
                 status = fs.stat(f"{directory}/{entry.name}")
                 if status.st_mtime_ns < before_ns:

@@ -8,6 +8,8 @@ does not know is opened for its header, once in its life.
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -56,12 +58,20 @@ class Met(NamedTuple):
     """None for one that is damaged, or of another release: it takes room all the same."""
 
 
+def list_own(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
+    """List a directory, nothing if there is none; raise OSError if it cannot be looked at.
+
+    A link is not followed: whoever can write to the volume could have the janitor remove what lies somewhere else.
+    """
+    try:
+        return fs.scandir(path) if stat.S_ISDIR(fs.stat(path).st_mode) else []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def find_tenants(fs: FileSystem, root: str) -> list[str]:
     """Return the tenants that have a tree under the root; raise OSError if it cannot be looked at."""
-    try:
-        entries = fs.scandir(f"{root}/{TENANTS}")
-    except FileNotFoundError:
-        return []
+    entries = list_own(fs, f"{root}/{TENANTS}")
     return sorted(entry.name for entry in entries if is_tenant(entry.name) and entry.is_dir(follow_symlinks=False))
 
 
@@ -71,9 +81,8 @@ def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> list[Piece]:
     pieces = []
     for tenant in ["", *find_tenants(fs, root)]:
         blocks = f"{tenant_directory(tenant)}{BLOCKS}"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names = sorted(entry.name for entry in fs.scandir(f"{root}/{blocks}"))
-            pieces += [Piece(generation, f"{blocks}/{name}") for name in names if len(name) == 3]  # noqa: PLR2004
+        names = sorted(entry.name for entry in list_own(fs, f"{root}/{blocks}") if _is_directory(entry, 3))
+        pieces += [Piece(generation, f"{blocks}/{name}") for name in names]
     return pieces
 
 
@@ -84,20 +93,20 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
 
 def list_directories(fs: FileSystem, tier_dir: str, piece: Piece) -> list[str]:
     """Return the directories of blocks of a piece, relative to the generation's root; raise OSError likewise."""
-    names = _names(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
-    return [f"{piece.path}/{name}" for name in names if len(name) == 2]  # noqa: PLR2004 - hex digits
+    entries = list_own(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
+    return [f"{piece.path}/{entry.name}" for entry in entries if _is_directory(entry, 2)]
 
 
 def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterable[str]) -> Found:
     """Return what some directories of the piece hold; raise OSError if they cannot be looked at."""
     found = Found(piece)
     for path in directories:
-        for name in _names(fs, f"{tier_dir}/{piece.generation}/{path}"):
-            key = parse_block_path(f"{path}/{name}")
+        for entry in _entries(fs, f"{tier_dir}/{piece.generation}/{path}"):
+            key = parse_block_path(f"{path}/{entry.name}")
             if key is not None:
                 found.keys.append(key)
-            elif is_partial(name):
-                found.partials.append(f"{path}/{name}")
+            elif is_partial(entry.name):
+                found.partials.append(f"{path}/{entry.name}")
     return found
 
 
@@ -123,8 +132,13 @@ def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]
     return [met for met in pool.map(lambda key: meet(fs, root, key), keys) if met is not None]
 
 
-def _names(fs: FileSystem, path: str) -> list[str]:
+def _is_directory(entry: os.DirEntry[str], digits: int) -> bool:
+    """Say whether it is a directory, and no link to one, whose name has so many digits."""
+    return len(entry.name) == digits and entry.is_dir(follow_symlinks=False)
+
+
+def _entries(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
     try:
-        return [entry.name for entry in fs.scandir(path)]
+        return fs.scandir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -46,11 +46,11 @@ class Crew:
     def start(self) -> None:
         """Start the processes; returns before they have begun to work."""
         for mover in range(self._size):
-            self._spawn(mover)
+            self._try_to_spawn(mover)
 
     @property
     def is_usable(self) -> bool:
-        """Whether the processes live; False for good once they died too often in too short a time."""
+        """Whether the processes live; False for good once they died too often, or one could not be started."""
         return not self._is_given_up
 
     def bury(self) -> list[int]:
@@ -70,7 +70,7 @@ class Crew:
             self._is_given_up = True
             return
         logger.warning("Mover %d of blocks ended with %s and is started again", mover, process.returncode)
-        self._spawn(mover)
+        self._try_to_spawn(mover)
 
     def kill(self, mover: int) -> None:
         """End a process that hangs; `bury` tells when it is gone."""
@@ -92,6 +92,16 @@ class Crew:
             except subprocess.TimeoutExpired:
                 continue
         return all(process.returncode is not None for process in self._processes.values())
+
+    def _try_to_spawn(self, mover: int) -> None:
+        """Start a process, or give the crew up: a host that has no room for one must not end the engine."""
+        if self._is_given_up:
+            return
+        try:
+            self._spawn(mover)
+        except OSError as error:
+            logger.error("A mover of blocks cannot be started (%s); threads take over", error)  # noqa: TRY400 - no defect of ours
+            self._is_given_up = True
 
     def _spawn(self, mover: int) -> None:
         settings, descriptors = self._command(mover)

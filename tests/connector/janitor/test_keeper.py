@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig, key
+from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
@@ -95,6 +97,32 @@ def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
     assert engine.there(range(10)) == [0, 1, 2, 5]
 
 
+def test_nothing_is_evicted_before_the_pins_could_be_read_but_what_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    rig.clock.move(DAY)
+    engine.put(*range(5, 10))
+    (rig.dir / "pins.json").write_text("{")
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY / 2)
+    assert "pins.json" in rig.sweep(keeper).problems[0]
+    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
+    (rig.dir / "pins.json").unlink()
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) < 5
+
+
+def test_pins_above_the_budget_keep_nothing_that_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY)
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) == 10
+    rig.clock.move(2 * DAY)
+    rig.sweep(keeper)
+    assert engine.there(range(10)) == []
+
+
 def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
@@ -170,6 +198,61 @@ def test_a_generation_with_somebody_elses_file_in_it_is_not_removed_but_stated(r
     assert "notes.txt" in usage.problems[0]
 
 
+def test_somebody_elses_file_in_one_generation_does_not_keep_the_others(rig: Rig) -> None:
+    older, old = rig.engine("cc"), rig.engine("bb")
+    rig.engine("aa")
+    (old.root / "notes.txt").write_text("mine")
+    for engine, age in ((older, 3 * DAY), (old, 2 * DAY)):
+        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
+            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    usage = rig.sweep(rig.keeper(keep_previous=0))
+    assert (old.root / "notes.txt").exists()
+    assert not older.root.exists()
+    assert "notes.txt" in usage.problems[0]
+
+
+@pytest.mark.parametrize(
+    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f"x.{'0' * 32}.partial"]
+)
+def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, place: str) -> None:
+    old = rig.engine("bb")
+    rig.engine("aa")
+    other = tmp_path / "other" / "blocks"
+    other.mkdir(parents=True)
+    (other / "precious").write_text("mine")
+    shutil.rmtree(old.root / place, ignore_errors=True)
+    (old.root / place).parent.mkdir(exist_ok=True)
+    (old.root / place).symlink_to(other.parent if place.startswith("tenants") else other)
+    rig.clock.move(30 * DAY)
+    rig.sweep(rig.keeper(keep_previous=0))
+    assert (other / "precious").exists()
+    assert not old.root.exists()
+
+
+def test_a_link_planted_in_the_place_of_the_quarantine_takes_nothing_else_with_it(rig: Rig, tmp_path: Path) -> None:
+    engine = rig.engine()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").write_text("mine")
+    (engine.root / "quarantine").symlink_to(other)
+    rig.clock.move(30 * DAY)
+    rig.sweep(rig.keeper())
+    assert (other / "precious").exists()
+
+
+def test_a_link_planted_among_the_blocks_is_not_walked(rig: Rig) -> None:
+    engine, other = rig.engine(), Engine(rig.dir.parent / "ns.other", "aa", rig.clock)
+    other.put(*range(4))
+    (engine.root / "blocks").mkdir()
+    for directory in (other.root / "blocks").iterdir():
+        (engine.root / "blocks" / directory.name).symlink_to(directory)
+    shutil.rmtree(other.root / "journal")
+    rig.clock.move(DAY)
+    usage = rig.sweep(rig.keeper(ttl_seconds=3600.0))
+    assert usage.blocks == 0
+    assert other.there(range(4)) == [0, 1, 2, 3]
+
+
 def test_the_current_generation_is_never_removed(rig: Rig) -> None:
     engine = rig.engine("aa")
     engine.put(1)
@@ -189,6 +272,18 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> Non
     second.step()
     assert second.report is not None
     assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
+
+
+def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    engine.put(*range(5, 9))
+    shutil.rmtree(engine.root / "journal")
+    rig.clock.move(2 * DAY)
+    assert rig.sweep(rig.keeper()).blocks == 9
 
 
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
@@ -281,6 +376,16 @@ def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
     assert (quarantine / "x").exists()
 
 
+def test_quarantined_files_do_not_outlive_the_time_to_live(rig: Rig) -> None:
+    quarantine = rig.engine().root / "quarantine"
+    quarantine.mkdir()
+    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
+        (quarantine / name).write_bytes(b"123")
+        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert [path.name for path in quarantine.iterdir()] == ["young"]
+
+
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1, tenant="alice")
@@ -315,6 +420,20 @@ def test_a_brake_of_a_janitor_that_died_ends_by_itself(rig: Rig) -> None:
     assert brake.refresh() is Mode.READ_ONLY
     rig.clock.move(600)
     assert brake.mode is Mode.READ_WRITE
+
+
+def test_a_brake_is_renewed_although_the_clock_of_the_janitor_went_back(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    rig.clock.ns -= int(DAY * 1e9)
+    rig.sweep(keeper)
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    assert brake.refresh() is Mode.READ_ONLY
+    rig.clock.move(600)
+    assert brake.refresh() is Mode.READ_WRITE
 
 
 def test_a_new_volume_is_no_problem(rig: Rig) -> None:

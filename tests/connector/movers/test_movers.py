@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, key, payload, wait_until
 from mover_fs import GATE, WAITING
 
@@ -209,6 +211,25 @@ def test_movers_that_die_again_and_again_are_given_up(crews: Crews) -> None:
 
     wait_until(is_over, "the crew is given up")
     crew.withdraw(1)
+
+
+def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = crews.make(movers=2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    os.kill(crew.processes[0], signal.SIGKILL)
+
+    def is_over() -> bool:
+        crew.collect()
+        return not crew.dispatcher.is_usable
+
+    wait_until(is_over, "the crew is given up")
+    assert not crews.make(movers=2).dispatcher.is_usable
 
 
 def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews) -> None:

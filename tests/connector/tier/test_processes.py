@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, wait_until
 
+from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
 
 
 def movers() -> list[int]:
@@ -106,3 +107,19 @@ def test_resetting_the_cache_waits_for_the_movers(rigs: Rigs) -> None:
 def test_no_number_of_processes_below_zero_is_accepted(rigs: Rigs) -> None:
     with pytest.raises(ConfigInvalid, match="io_processes=-1 must be between 0"):
         rigs.config_file(io_processes=-1)
+
+
+def test_movers_encrypt_with_the_active_key_and_read_nothing_without_it(rigs: Rigs, tmp_path: Path) -> None:
+    keys_dir = tmp_path / "keys"
+    keys_dir.mkdir()
+    (keys_dir / "k1").write_bytes(bytes(range(32)))
+    live = tmp_path / "live.json"
+    live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
+    settings = {"io_processes": 2, "keys_dir": str(keys_dir), "live_file": str(live)}
+    rigs.make(**settings).offload(keys(5))
+
+    assert rigs.make(**settings).serve(keys(5)).hit_blocks == 5
+    header = decode_header(rigs.block_file(key(1)).read_bytes())
+    assert isinstance(header, Header)
+    assert header.seal.key_id == "k1"
+    assert rigs.make(io_processes=2).serve(keys(5), "keyless").hit_blocks == 0
