@@ -33,6 +33,18 @@ _PROBE_PERIOD_SECONDS: Final = 5
 # owes us no sleep command.
 _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
 
+# Asks at the address that the engine is told to listen on: to Linux, 0.0.0.0 is this machine. With -S, the packages of
+# the image, which take their time to be found, stay away.
+_READY_COMMAND: Final = [
+    "python3",
+    "-S",
+    "-m",
+    "kvtier_connector.ready",
+    f"--state={names.ENGINE_STATE}",
+    "--host=0.0.0.0",
+    f"--port={names.HTTP_PORT}",
+]
+
 
 def deployment(plan: TierPlan) -> Manifest:
     """Return the Deployment of the tier's engines."""
@@ -136,9 +148,13 @@ def _engine_container(plan: TierPlan) -> Manifest:
         "env": _env(plan),
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}],
         "resources": pods.engine_resources(plan),
+        # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
+        # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
-            **_health(),
-            "timeoutSeconds": 5,
+            "exec": {"command": [*_READY_COMMAND]},
+            "periodSeconds": _PROBE_PERIOD_SECONDS,
+            # A start of Python on a node that is busy loading a model, and the engine's own answer.
+            "timeoutSeconds": 10,
             "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
         },
         "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},

@@ -190,6 +190,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
+            state_dir=names.ENGINE_STATE,
         )
     )
     return TierPlan(

@@ -115,6 +115,19 @@ def engines_own_the_directory(look: Look) -> Problem | None:
     )
 
 
+def volume_answers(look: Look) -> Problem | None:
+    """No engine serves without the volume because that did not answer it."""
+    without = [pod.name for pod in look.snapshot.pods if pod.report is not None and pod.report.is_detached]
+    if not without:
+        return None
+    return Problem(
+        reason=Reason.DETACHED,
+        message=f"pod {listed(without)} serves without the volume, which did not answer or did not let it in, and "
+        f"goes on trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` has the system's words; see that the "
+        "volume is mounted, reachable and writable for the user and group of the pods",
+    )
+
+
 def active_key_is_there(look: Look) -> Problem | None:
     """Every engine has the key that blocks are to be encrypted with."""
     without = [pod.name for pod in look.snapshot.pods if pod.report is not None and pod.report.is_key_missing]
@@ -145,6 +158,7 @@ def janitor_is_not_hindered(look: Look) -> Problem | None:
 BUDGET: Final[tuple[Check, ...]] = (janitor_reports, volume_is_counted, budget_holds, brake_is_off, volume_has_room)
 HEALTH: Final[tuple[Check, ...]] = (
     engines_own_the_directory,
+    volume_answers,
     active_key_is_there,
     janitor_reports,
     janitor_is_not_hindered,

@@ -91,6 +91,7 @@ class Reason(enum.Enum):
         "Stranger",
         "An engine was refused by the directory of its generation, which belongs to another identity.",
     )
+    DETACHED = "Detached", "An engine serves without the volume, which did not answer it when it started."
     KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
     CANARY_LOADED = "CanaryLoaded", "A replica loaded from the volume what another one had computed."
     CANARY_FOUND = "CanaryFound", "A replica found on the volume what another one had computed, and computed it anyway."
