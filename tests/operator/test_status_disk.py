@@ -87,6 +87,15 @@ def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_diffe
     assert "another dtype, model_name" in found["message"]
 
 
+def test_an_engine_that_the_volume_did_not_answer_is_named() -> None:
+    alone = replace(READY_POD, name="llama-engine-1", report=EngineReport(is_detached=True))
+    heard = replace(READY_POD, report=EngineReport())
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(heard, alone))))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Detached")
+    assert "pod llama-engine-1 serves without the volume" in found["message"]
+    assert "kubectl logs llama-engine-1 -c engine" in found["message"]
+
+
 ENCRYPTED = spec.parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
 
 

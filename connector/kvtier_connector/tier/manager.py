@@ -131,6 +131,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._jobs: dict[int, Job] = {}
         self._completed: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._finished: list[Job] = []
+        self._orphans: set[int] = set()
         self._missed: dict[str, set[bytes]] = {}
         self._undecided: set[str] = set()
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -250,6 +251,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._chains.of(req_context).note_used(self._volume.store, self._slots.row_bytes)
+        self._orphans.update(job.job_id for job in self._jobs.values() if job.request == req_context.req_id)
         self._lookups.forget(req_context.req_id)
         self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
@@ -320,6 +322,8 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
+        is_orphan = job.job_id in self._orphans
+        self._orphans.discard(job.job_id)
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
         if job.hung and job.cause == metrics.DEADLINE:
             self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
@@ -329,7 +333,8 @@ class SharedVolumeTier(SecondaryTierManager):
             landed = len(done) if is_success or job.cause == metrics.DEADLINE else 0
             self._gate.end_load(job.job_id, len(job.blocks), landed=landed)
             is_done = frozenset(done)
-            self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
+            if not is_orphan:
+                self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:
                 self._volume.store.forget(block.name)
         else:

@@ -75,6 +75,32 @@ def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
     assert engine.there(range(10)) == [0, 1, 2, 5]
 
 
+def test_nothing_is_evicted_before_the_pins_could_be_read_but_what_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    rig.clock.move(DAY)
+    engine.put(*range(5, 10))
+    (rig.dir / "pins.json").write_text("{")
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY / 2)
+    assert "pins.json" in rig.sweep(keeper).problems[0]
+    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
+    (rig.dir / "pins.json").unlink()
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) < 5
+
+
+def test_pins_above_the_budget_keep_nothing_that_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY)
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) == 10
+    rig.clock.move(2 * DAY)
+    rig.sweep(keeper)
+    assert engine.there(range(10)) == []
+
+
 def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
@@ -226,6 +252,18 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> Non
     assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
 
 
+def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    engine.put(*range(5, 9))
+    shutil.rmtree(engine.root / "journal")
+    rig.clock.move(2 * DAY)
+    assert rig.sweep(rig.keeper()).blocks == 9
+
+
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     rig.engine().put(*range(5))
     first = rig.keeper()
@@ -286,6 +324,16 @@ def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
     assert (quarantine / "x").exists()
 
 
+def test_quarantined_files_do_not_outlive_the_time_to_live(rig: Rig) -> None:
+    quarantine = rig.engine().root / "quarantine"
+    quarantine.mkdir()
+    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
+        (quarantine / name).write_bytes(b"123")
+        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert [path.name for path in quarantine.iterdir()] == ["young"]
+
+
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1, tenant="alice")
@@ -320,6 +368,20 @@ def test_a_brake_of_a_janitor_that_died_ends_by_itself(rig: Rig) -> None:
     assert brake.refresh() is Mode.READ_ONLY
     rig.clock.move(600)
     assert brake.mode is Mode.READ_WRITE
+
+
+def test_a_brake_is_renewed_although_the_clock_of_the_janitor_went_back(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    rig.clock.ns -= int(DAY * 1e9)
+    rig.sweep(keeper)
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    assert brake.refresh() is Mode.READ_ONLY
+    rig.clock.move(600)
+    assert brake.refresh() is Mode.READ_WRITE
 
 
 def test_a_new_volume_is_no_problem(rig: Rig) -> None:
