@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 def default_images() -> list[ImageProfile]:
-    """Return what our own images hold: the packages, found where this interpreter finds them; and the operator's start."""
+    """Return what our own images hold, found where this interpreter finds it, and how the operator's starts."""
     paths = []
     for package in ("kvtier_connector", "kvtier_operator"):
         found = importlib.util.find_spec(package)
