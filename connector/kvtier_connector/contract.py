@@ -90,6 +90,12 @@ class ConnectorConfig:
     live_file: str = ""
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
+    state_dir: str = ""
+    """Directory of the pod in which an engine says, for its startup probe, whether it serves with the volume; empty
+    means that nobody asks."""
+    attach_grace_seconds: float = 60.0
+    """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
+    without, until the volume answers."""
 
     cost_aware: bool = True
     """Whether a hit is computed instead where that is measured to be quicker than loading it."""
@@ -131,6 +137,8 @@ class ConnectorConfig:
             (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
             (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
             (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
+            (self.state_dir == "" or self.state_dir.startswith("/"), "state_dir", "must be an absolute path"),
+            (self.attach_grace_seconds > 0, "attach_grace_seconds", "must be more than 0"),
         )
         for is_valid, name, remedy in checks:
             if not is_valid:

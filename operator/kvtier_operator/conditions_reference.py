@@ -91,6 +91,8 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "DiskWithinBudget": (
         Reason.WITHIN_BUDGET,
         Reason.OVER_BUDGET,
+        Reason.BRAKED,
+        Reason.VOLUME_FULL,
         Reason.COUNTING,
         Reason.JANITOR_STARTING,
         Reason.JANITOR_WAITING,
@@ -99,10 +101,12 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "DiskHealthy": (
         Reason.HEALTHY,
         Reason.JANITOR_HINDERED,
-        Reason.BRAKED,
-        Reason.VOLUME_FULL,
         Reason.STRANGER,
+        Reason.DETACHED,
         Reason.KEY_MISSING,
+        Reason.JANITOR_STARTING,
+        Reason.JANITOR_WAITING,
+        Reason.JANITOR_DISABLED,
     ),
     "SharedCacheVerified": (
         Reason.CANARY_LOADED,
@@ -170,6 +174,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.BRAKED: "Raise the budget, or let the claim grow.",
     Reason.VOLUME_FULL: "Let the claim grow, or remove what else is on it.",
     Reason.STRANGER: "Compare `tier.json` on the volume with the engine; another model must use another directory.",
+    Reason.DETACHED: "See that the volume is mounted, reachable and writable; engines take it up by themselves.",
     Reason.KEY_MISSING: "Put the active key into the Secret.",
     Reason.CANARY_MISSED: "Compare `vllm:kvtier_disk_misses_total` of both pods; see that they mount one volume.",
     Reason.CANARY_NOT_STORED: "`vllm:kvtier_disk_shed_stores_total` says why; or set `spec.disk.mode` to ReadWrite.",

@@ -36,6 +36,12 @@ class _Stand(NamedTuple):
     """Changes when somebody writes what we might have written."""
 
 
+class _Unheard(NamedTuple):
+    since: float
+    seen_at: float
+    """When it was last read so. What is gone is never read again, and its last event may have come before the list."""
+
+
 class Lookout:
     """Remembers versions, of every object of every tier: some hundred bytes each."""
 
@@ -50,7 +56,7 @@ class Lookout:
         self._clock = clock
         self._lock = threading.Lock()
         self._heard: dict[_Where, str] = {}
-        self._unheard: dict[_Where, tuple[str, float]] = {}
+        self._unheard: dict[_Where, _Unheard] = {}
         self._standing: dict[_Where, _Stand] = {}
         self._applied: dict[_Where, tuple[_Stand, bytes]] = {}
 
@@ -67,12 +73,12 @@ class Lookout:
                 self._heard[where] = metadata.get("resourceVersion", "")
 
     def longest_unheard(self) -> tuple[float, str]:
-        """Return for how many seconds a change stands that no watch told of, and which object changed."""
+        """Return over how many seconds a change was read that no watch told of, and which object changed."""
         with self._lock:
             if not self._unheard:
                 return 0.0, ""
-            where, (_, since) = min(self._unheard.items(), key=lambda item: item[1][1])
-            return self._clock() - since, f"{where.kind} {where.namespace}/{where.name}"
+            where, (since, seen_at) = max(self._unheard.items(), key=lambda item: item[1].seen_at - item[1].since)
+            return seen_at - since, f"{where.kind} {where.namespace}/{where.name}"
 
     def found(self, body: Manifest) -> None:
         """Take note of an object as it was just read."""
@@ -85,9 +91,10 @@ class Lookout:
                 return  # a user's own claim, say: watches of ours do not tell of it
             if where.kind not in self._watched_kinds or self._heard.get(where) == version:
                 self._unheard.pop(where, None)
-            elif where not in self._unheard:
-                # An event on its way looks the same: only what stays unheard for minutes says something.
-                self._unheard[where] = (version, self._clock())
+            else:
+                # An event on its way looks the same: only what is read so again after minutes says something.
+                now, known = self._clock(), self._unheard.get(where)
+                self._unheard[where] = _Unheard(now if known is None else known.since, now)
 
     def is_applied(self, manifest: Manifest, *, over: str) -> _Stand | None:
         """Return how the object stands if this was applied to it last and nobody has written it since."""

@@ -35,7 +35,8 @@ def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, storage: Mappi
     if job.key and job.key != key and not job.is_foreign:
         cluster.delete(_key(plan), plan.tier.namespace, uid=job.uid)
     elif not job.uid:
-        cluster.apply(preflight(plan, key), over=None)
+        is_bound = snapshot.claim is not None and snapshot.claim.phase == "Bound"
+        cluster.apply(preflight(plan, key, places_volume=plan.is_on_one_node and not is_bound), over=None)
     return judge(key, storage, job)
 
 

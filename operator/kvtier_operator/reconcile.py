@@ -17,9 +17,19 @@ from kvtier_operator import manifests, names, preflights, status
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
 from kvtier_operator.gather import MOUNT_PATIENCE, gather
-from kvtier_operator.inventory import Inventory
+from kvtier_operator.inventory import FRESH_SECONDS, Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.plan import Refusal, TierPlan, decide, decisions, make_generation, make_plan, shares, sizing_of
+from kvtier_operator.plan import (
+    Refusal,
+    RefusalReason,
+    TierPlan,
+    decide,
+    decisions,
+    make_generation,
+    make_plan,
+    shares,
+    sizing_of,
+)
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.janitor import JANITOR_IMAGE
@@ -36,6 +46,10 @@ Clock = Callable[[], datetime]
 
 JOB_SECONDS: Final = 15.0
 """How often the Job that tries a volume is looked at; what its pods do is heard of at once."""
+
+_UNTIL_NODES_CHANGE: Final = frozenset(
+    {RefusalReason.NODES_UNKNOWN, RefusalReason.NO_NODE_MATCHES, RefusalReason.DOES_NOT_FIT}
+)
 
 PATIENCE: Final = 3
 """Failures in a row after which a failure that may pass by itself is shown in the status."""
@@ -182,9 +196,12 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
 
 
 def _again_after(view: status.View) -> float | None:
-    """Jobs are not watched, and neither are the Events that say why a pod does not start."""
-    if view.preflight is not None and view.preflight.state in {State.RUNNING, State.FAILED}:
+    """Jobs and nodes are not watched, and neither are the Events that say why a pod does not start."""
+    is_paused = view.spec is not None and view.spec.paused
+    if view.preflight is not None and view.preflight.state in {State.RUNNING, State.FAILED} and not is_paused:
         return JOB_SECONDS
+    if view.refusal is not None and view.refusal.reason in _UNTIL_NODES_CHANGE:
+        return FRESH_SECONDS
     pods = () if view.snapshot is None else view.snapshot.pods
     return MOUNT_PATIENCE.total_seconds() if any(pod.is_held_up for pod in pods) else None
 

@@ -18,6 +18,8 @@ _SIGNIFICANT_BITS: Final = 8
 _HOUR: Final = 3600
 _REFUSED: Final = re.compile(rb"^vllm:kvtier_disk_refused\{([^}]*)\} (\S+)", re.MULTILINE)
 _KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0*)?\s*$", re.MULTILINE)
+_INACTIVE: Final = re.compile(rb"^vllm:kvtier_disk_active\{[^}]*\} 0(\.0*)?\s*$", re.MULTILINE)
+_BYPASSED: Final = re.compile(rb"^vllm:kvtier_disk_mode\{[^}]*\} 2(\.0*)?\s*$", re.MULTILINE)
 _FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
 _MOST_WORDS: Final = 200
 """Characters of a field's name or a problem that a message repeats."""
@@ -31,6 +33,8 @@ class EngineReport:
     """Fields of the cache identity by which the directory belongs to somebody else; empty where it does not."""
     is_key_missing: bool = False
     """Blocks are to be encrypted, and the active key is not there or is none."""
+    is_detached: bool = False
+    """It serves without the volume, which it was not refused by and is not told to leave alone."""
 
 
 def read_usage(body: bytes) -> Usage:
@@ -67,7 +71,12 @@ def read_metrics(body: bytes) -> EngineReport:
         field = _FIELD.search(labels)
         if field is not None and float(value) > 0:
             refused.add(field[1][:_MOST_WORDS].decode(errors="replace"))
-    return EngineReport(refused=tuple(sorted(refused)), is_key_missing=_KEY_MISSING.search(body) is not None)
+    is_inactive = _INACTIVE.search(body) is not None and _BYPASSED.search(body) is None
+    return EngineReport(
+        refused=tuple(sorted(refused)),
+        is_key_missing=_KEY_MISSING.search(body) is not None,
+        is_detached=is_inactive and not refused,
+    )
 
 
 def rounded(number: int) -> int:

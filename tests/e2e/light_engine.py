@@ -2,7 +2,8 @@
 """Stands for ``vllm.entrypoints.openai.api_server`` in tests of the volume: the real store behind a few HTTP requests.
 
 ``/store/NAME`` writes a block, ``/load/NAME`` reads it, ``/state`` tells how the engine sees the volume. Nothing else
-of vLLM is done, so an engine starts in a second and needs neither a model nor memory.
+of vLLM is done, so an engine starts in a second and needs neither a model nor memory. With STAND_IN_WAITS=1, it behaves
+as if the volume did not answer until ``/attach`` is asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import unquote
 
 from kvtier_connector import contract
 from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import Hit
 from kvtier_connector.store.layout import BlockKey
@@ -34,13 +36,18 @@ class Engine:
         self.config = config
         self.lock = threading.Lock()
         self.refused = ""
+        self.report = Report(config.state_dir, config.tier)
+        self.report.begin("the volume has not answered yet")
         self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
         facts = {"engine.stand_in": os.environ.get("STAND_IN", "")}
         try:
             identity.claim(Path(config.root), {**config.identity, **facts}, config.digest)
         except IdentityMismatch as error:
             self.refused = error.field
+            self.report.serve_without(str(error))
         self.follow()
+        if not self.refused and os.environ.get("STAND_IN_WAITS") != "1":
+            self.report.attach()
 
     def follow(self) -> contract.LiveSettings:
         """Take over the live settings."""
@@ -61,6 +68,8 @@ class Engine:
         """Answer one request."""
         with self.lock:
             live = self.follow()
+            if request == "attach":
+                self.report.attach()
             key = BlockKey(hashlib.sha256(name.encode()).digest(), 0)
             payload = memoryview(bytearray(hashlib.sha256(name.encode()).digest() * (PAYLOAD_BYTES // 32)))
             if request == "store":

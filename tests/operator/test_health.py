@@ -107,8 +107,16 @@ def test_a_change_that_no_watch_tells_of_grows_old() -> None:
     look.found(version(2))
     clock.now = 200
     look.found(version(3))
-    clock.now = 301
-    assert look.longest_unheard() == (301.0, f"ConfigMap {NAMESPACE}/c")
+    assert look.longest_unheard() == (200.0, f"ConfigMap {NAMESPACE}/c")
+
+
+def test_what_was_read_just_before_it_was_gone_is_not_waited_for() -> None:
+    look, clock = lookout()
+    look.heard(version(1), is_deleted=False)
+    look.heard(version(2), is_deleted=True)
+    look.found(version(1))  # a list that was answered before
+    clock.now = 5000
+    assert look.longest_unheard()[0] == 0
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])

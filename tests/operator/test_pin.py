@@ -175,6 +175,15 @@ def test_no_pod_is_made_from_a_field_that_is_said_to_roll_nothing(path: tuple[st
     assert texts[0] == texts[1]
 
 
+def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
+    cluster = FakeCluster(tier(model={"config": {"x": "y" * (200 << 10)}}))
+    assert run(cluster, OLD).failure is None
+    found = cluster.look(DEPLOYMENT)
+    assert found is not None
+    assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
+    assert run(cluster, OLD).written == ()
+
+
 def test_what_is_rendered_offline_carries_no_note() -> None:
     plan = make_unchecked_plan(spec.parse(tier()), names.tier_ref(tier()), connector_image=OLD)
     assert all(names.ANNOTATION_RENDERED not in each["metadata"].get("annotations", {}) for each in render(plan))

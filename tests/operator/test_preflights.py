@@ -244,6 +244,34 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
     job = cluster.look(JOB)
     assert job is not None
     pod = job["spec"]["template"]["spec"]
-    assert (pod["nodeSelector"], pod["tolerations"]) == (placed["nodeSelector"], placed["tolerations"])
+    of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod["nodeSelector"] == placed["nodeSelector"]
+    assert pod["tolerations"] == [*placed["tolerations"], of_devices]  # type: ignore[misc]
     assert pod["affinity"] == {"nodeAffinity": {"x": {}}}
     assert "nvidia.com/gpu" not in str(pod["containers"][0]["resources"])
+
+
+@pytest.mark.parametrize(("phase", "asks"), [("Pending", True), ("Bound", False)])
+def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks: bool) -> None:
+    volume = {"claim": {"accessModes": ["ReadWriteOnce"], "size": "10Gi"}}
+    cluster = FakeCluster(tier(replicas=1, volume=volume, **ALWAYS))
+    run(cluster)
+    cluster.edit(CLAIM, {"status": {"phase": phase}})
+    run(cluster)
+    job = cluster.look(JOB)
+    assert job is not None
+    requests = job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert ("nvidia.com/gpu" in requests, requests["memory"] == "81Gi") == (asks, asks)
+
+
+@pytest.mark.parametrize("mode", ["ReadOnly", "Bypass"])
+def test_a_volume_that_is_not_written_is_not_tried_and_holds_up_no_engine(mode: str) -> None:
+    cluster = FakeCluster(tier(disk={"mode": mode}, **ALWAYS))
+    for _ in range(2):
+        run(cluster)
+    assert JOB not in cluster.existing()
+    assert DEPLOYMENT in cluster.existing()
+    assert f"spec.disk.mode is {mode}" in condition(cluster, "StorageChecked")["message"]
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "ReadWrite"}}})
+    run(cluster)
+    assert JOB in cluster.existing()

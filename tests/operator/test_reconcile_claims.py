@@ -13,8 +13,11 @@ from tiers import (
     DEPLOYMENT,
     JANITOR,
     NAMESPACE,
+    RUNNING,
     TIER_KEY,
+    pod,
     tier,
+    waiting,
 )
 
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected
@@ -143,3 +146,19 @@ def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one
     cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", mode))
     assert run(cluster).failure is None
     assert ("affinity" in cluster.look(JANITOR)["spec"]["template"]["spec"]) is is_beside
+
+
+def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_waits_for() -> None:
+    volume = {"claim": None, "existingClaim": "mine"}
+    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", "ReadWriteOnce"))
+    run(cluster)
+    key = ObjectKey(api_version="v1", kind="Pod", name="moved")
+    stuck = pod("moved", cluster.look(DEPLOYMENT)["spec"]["template"], **waiting("ContainerCreating"))
+    stuck["metadata"] |= {"uid": "pod-moved", "creationTimestamp": "2026-01-01T11:00:00Z"}
+    cluster.put(stuck)
+    cluster.events_about("pod-moved", {"reason": "FailedAttachVolume", "message": "Multi-Attach error for volume"})
+    run(cluster)
+    assert cluster.look(JANITOR)["spec"]["replicas"] == 0
+    cluster.edit(key, {"status": RUNNING})
+    run(cluster)
+    assert cluster.look(JANITOR)["spec"]["replicas"] == 1

@@ -87,6 +87,15 @@ def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_diffe
     assert "another dtype, model_name" in found["message"]
 
 
+def test_an_engine_that_the_volume_did_not_answer_is_named() -> None:
+    alone = replace(READY_POD, name="llama-engine-1", report=EngineReport(is_detached=True))
+    heard = replace(READY_POD, report=EngineReport())
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(heard, alone))))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Detached")
+    assert "pod llama-engine-1 serves without the volume" in found["message"]
+    assert "kubectl logs llama-engine-1 -c engine" in found["message"]
+
+
 ENCRYPTED = spec.parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
 
 
@@ -191,3 +200,10 @@ def test_the_status_fits_its_schema() -> None:
 
     found = report(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
+
+
+def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> None:
+    pods = (replace(READY_POD, report=EngineReport(refused=("generation",))),)
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=pods)))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Stranger")
+    assert "the rollout replaces it" in found["message"]

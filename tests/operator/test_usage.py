@@ -79,6 +79,26 @@ def test_an_engine_without_its_key_says_so(value: bytes, is_missing: bool) -> No
     assert usage.read_metrics(body).is_key_missing is is_missing
 
 
+ACTIVE = b'vllm:kvtier_disk_active{engine="0",model_name="m"} %d.0\n'
+MODE = b'vllm:kvtier_disk_mode{engine="0",model_name="m"} %d.0\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "is_detached"),
+    [
+        (ACTIVE % 1 + MODE % 0, False),
+        (ACTIVE % 0 + MODE % 0, True),
+        (ACTIVE % 0 + MODE % 1, True),
+        (ACTIVE % 1 + (ACTIVE % 0).replace(b'"0"', b'"1"') + MODE % 0, True),
+        (ACTIVE % 0 + MODE % 2, False),
+        (ACTIVE % 0 + METRICS, False),
+    ],
+    ids=["attached", "detached", "detached and read-only", "one of two", "told to bypass", "refused"],
+)
+def test_an_engine_that_serves_without_the_volume_says_so(body: bytes, is_detached: bool) -> None:
+    assert usage.read_metrics(body).is_detached is is_detached
+
+
 @pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n"])
 def test_metrics_without_a_refusal_tell_of_none(body: bytes) -> None:
     assert usage.read_metrics(body) == EngineReport()

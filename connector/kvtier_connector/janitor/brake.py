@@ -45,7 +45,8 @@ class BrakeWriter:
         lasting_ns = int(LEASE_SECONDS * 1e9)
         written = self._written
         is_said = written is not None and bool(written.reason) == bool(reason)
-        if is_said and (not reason or (written is not None and written.until_ns - now_ns > lasting_ns * 2 // 3)):
+        # More than it lasts is left only if the clock went back: for the engines it has run out by then.
+        if is_said and (not reason or (written and lasting_ns * 2 // 3 < written.until_ns - now_ns <= lasting_ns)):
             return
         brake = Brake(Mode.READ_ONLY, reason, now_ns + lasting_ns) if reason else RELEASED
         self._write(encode_brake(brake))

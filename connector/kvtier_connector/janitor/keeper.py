@@ -7,6 +7,7 @@ A fault of the volume is a problem that is stated until it is over; whatever els
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +78,7 @@ class Keeper:
         self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
         self._generations: list[Generation] = []
         self._retirement = Retirement(self._dir, fs=fs, clock=clock, own_writers=lambda: self._news.tokens)
-        self._pins: dict[str, bytes] = {}
+        self._pins: dict[str, bytes] | None = None
         self._quarantined: dict[str, Sum] = {}
         self._space = Space()
         self._is_hurried = False
@@ -101,7 +102,10 @@ class Keeper:
             snapshot = load(self._ledger, Path(self._dir), fs=self._fs)
             if snapshot is not None:
                 self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
-                self._patrol.walked_ns = snapshot.walked_ns
+                # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
+                age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
+                is_current = 0 <= age_seconds < self.config.journal_age_seconds
+                self._patrol.walked_ns = snapshot.walked_ns if is_current else 0
                 self._saved_changes = self._ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -123,7 +127,8 @@ class Keeper:
         self._is_hurried = False
         if is_time:
             self._look()
-        if is_time or self._eviction is not None:
+        # What a step had no time for is heard in the next one, and not only when it is time to look again.
+        if is_time or self._eviction is not None or not self._has_heard_all:
             self._listen(has_time)
         self._meet()
         if self._has_heard_all:
@@ -145,6 +150,7 @@ class Keeper:
         is_busy = (
             self._is_hurried
             or self._eviction is not None
+            or not self._has_heard_all
             or (not self._patrol.is_counted and "walk" not in self._problems)
         )
         wake = min(self._next_look, self._patrol.next_at)
@@ -211,8 +217,10 @@ class Keeper:
             self._state_missing(0)
             return
         # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
-        situation = (self._ledger.changes, self.config, tuple(self._pins.values()), self._space.free_bytes)
-        if situation == self._fruitless:
+        pins = tuple((self._pins or {}).values())
+        is_expired = is_due(Limits(expire_before=limits.expire_before), used={}, oldest_ns=self._extremes.oldest_ns)
+        situation = (self._ledger.changes, self.config, pins, self._space.free_bytes)
+        if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
         self._state_missing(choice.missing_bytes)
@@ -292,7 +300,7 @@ class Keeper:
             self.tallies.removed_leftovers["partial"] += files
         if self._now() < self._next_tidy:
             return
-        self._next_tidy = self._now() + min(_TIDY_SECONDS, config.quarantine_age_seconds, config.journal_age_seconds)
+        self._next_tidy = self._now() + min(_TIDY_SECONDS, self._quarantine_seconds(), config.journal_age_seconds)
         with self._problems.trying("tidy"):
             for digest in self._digests():
                 self._tidy_generation(digest, now_ns)
@@ -302,7 +310,7 @@ class Keeper:
 
     def _tidy_generation(self, digest: str, now_ns: int) -> None:
         root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
-        before_ns = now_ns - int(config.quarantine_age_seconds * 1e9)
+        before_ns = now_ns - int(self._quarantine_seconds() * 1e9)
         quarantine = sweep_quarantine(self._fs, root, before_ns=before_ns)
         self._quarantined[digest] = quarantine.kept
         removed = self.tallies.removed_leftovers
@@ -310,6 +318,10 @@ class Keeper:
         removed["journal"] += sweep_journals(self._fs, root, age_seconds=config.journal_age_seconds, now_ns=now_ns)
         busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
         removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)
+
+    def _quarantine_seconds(self) -> float:
+        """Return how long damaged files stay: what they hold has a time to live, too."""
+        return min(self.config.quarantine_age_seconds, self.config.ttl_seconds or math.inf)
 
     def _save_if_due(self) -> None:
         is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0
@@ -329,13 +341,13 @@ class Keeper:
     def _choose(self, limits: Limits) -> Choice:
         order = self._retirement.order(self._generations, self.config)
         blocks, rows = make_blocks(
-            self._ledger, order=order, pins=set(self._pins.values()), is_aging=limits.expire_before is not None
+            self._ledger, order=order, pins=set((self._pins or {}).values()), is_aging=limits.expire_before is not None
         )
         choice = choose(blocks, limits)
         return replace(choice, rows=rows[choice.rows])
 
     def _limits(self) -> Limits:
-        return make_limits(
+        limits = make_limits(
             self.config,
             self._space,
             tenants=self._ledger.tenants,
@@ -343,6 +355,8 @@ class Keeper:
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
+        # Pins that were never read may hold any block, but not against its time to live.
+        return limits if self._pins is not None else Limits(expire_before=limits.expire_before)
 
     def _other_bytes(self) -> int:
         return sum(each.bytes for each in self._quarantined.values())

@@ -169,7 +169,9 @@ class BrakeFile(_WatchedFile):
     @property
     def mode(self) -> Mode:
         """What the janitor leaves to the engines now."""
-        return self._brake.mode if self._clock() < self._brake.until_ns else Mode.READ_WRITE
+        left_ns = self._brake.until_ns - self._clock()
+        # More than the longest is left only if the clock went back since the file was read.
+        return self._brake.mode if 0 < left_ns <= int(LONGEST_BRAKE_SECONDS * 1e9) else Mode.READ_WRITE
 
     @property
     def reason(self) -> str:

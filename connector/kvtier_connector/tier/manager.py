@@ -90,6 +90,7 @@ class SharedVolumeTier(SecondaryTierManager):
         enable_kv_events: bool = False,  # noqa: FBT002
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
+        generation: str = "",
         **unknown: Any,
     ) -> None:
         """Build the tier and start its threads; the engine starts even if the volume cannot be used.
@@ -102,6 +103,7 @@ class SharedVolumeTier(SecondaryTierManager):
             enable_kv_events: Publish a BlockStored event for each block written, if the engine publishes events.
             locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
             backpressure_detector: vLLM's, if configured; it sees how long stores take.
+            generation: Digest of the blocks that this engine is started for, if the document may have moved on.
             unknown: Anything else in the tier's configuration, which is refused.
 
         Raises:
@@ -110,7 +112,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if unknown:
             raise ConfigInvalid(
                 f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
-                "it takes config_file, enable_kv_events, locality and backpressure"
+                "it takes config_file, generation, enable_kv_events, locality and backpressure"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
@@ -131,6 +133,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._jobs: dict[int, Job] = {}
         self._completed: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._finished: list[Job] = []
+        self._orphans: set[int] = set()
         self._missed: dict[str, set[bytes]] = {}
         self._undecided: set[str] = set()
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -141,7 +144,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_closed = False
         revision = str(config.identity.get("model_revision", "main"))
         facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes, revision=revision)
-        self._volume = Volume(config, {**config.identity, **facts}, self.fs)
+        self._volume = Volume(config, {**config.identity, **facts}, self.fs, generation=generation)
         probe_seconds = min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds)
         self._pool = WorkerPool(
             config.io_threads,
@@ -250,6 +253,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._chains.of(req_context).note_used(self._volume.store, self._slots.row_bytes)
+        self._orphans.update(job.job_id for job in self._jobs.values() if job.request == req_context.req_id)
         self._lookups.forget(req_context.req_id)
         self._gate.forget(req_context.req_id)
         self._budget.release(req_context.req_id)
@@ -320,6 +324,8 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def _close_job(self, job: Job) -> JobResult:
         del self._jobs[job.job_id]
+        is_orphan = job.job_id in self._orphans
+        self._orphans.discard(job.job_id)
         done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
         if job.hung and job.cause == metrics.DEADLINE:
             self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
@@ -329,7 +335,8 @@ class SharedVolumeTier(SecondaryTierManager):
             landed = len(done) if is_success or job.cause == metrics.DEADLINE else 0
             self._gate.end_load(job.job_id, len(job.blocks), landed=landed)
             is_done = frozenset(done)
-            self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
+            if not is_orphan:
+                self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
             for block in job.hung:
                 self._volume.store.forget(block.name)
         else:

@@ -4,7 +4,8 @@
 Whatever waits for the volume or for a mounted file runs on threads of its own: one claims the directory and walks it,
 one tells other engines and hears from them and the janitor, one reads the live settings. They are apart because each
 can hang, and the live settings must be heard of most when the volume hangs. Until the directory is claimed, and for
-ever if it belongs to somebody else, the tier is inert: every lookup is a miss.
+ever if it belongs to somebody else, the tier is inert: every lookup is a miss. A new engine gets no requests until it
+is known which of both it is, or the volume has not answered for the time of grace.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from kvtier_connector.contract import ConnectorConfig
+from kvtier_connector.contract import CONFIG_FILE, ConnectorConfig
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
+from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
@@ -31,7 +33,10 @@ logger = init_logger("vllm.kvtier.volume")
 RETRY_SECONDS = 30.0
 UNREADABLE = "tier.json"
 """Stands for a field where the whole description of the directory cannot be understood."""
+GENERATION = "generation"
+"""Stands for a field where the settings are not those that the engine was started for."""
 LIVE_SECONDS = 5.0
+BYPASSED = "the mode is Bypass"
 
 
 class Volume:
@@ -40,9 +45,19 @@ class Volume:
     The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field`; anybody reads them.
     """
 
-    def __init__(self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem) -> None:
-        """Store the settings; call `start`. `claimed` is what `tier.json` must say."""
+    def __init__(
+        self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem, *, generation: str = ""
+    ) -> None:
+        """Store the settings; call `start`.
+
+        Args:
+            config: the settings of the tier.
+            claimed: what `tier.json` must say.
+            fs: the system calls.
+            generation: digest of the blocks that the engine was started for; empty where nobody said.
+        """
         self._config = config
+        self._generation = generation
         self._claimed = dict(claimed)
         self._fs = fs
         self.store = SharedStore(
@@ -66,6 +81,9 @@ class Volume:
         self._refused_field = ""
         self._settled = threading.Event()
         self._closed = threading.Event()
+        self._report = Report(config.state_dir, config.tier)
+        self._patience = threading.Timer(config.attach_grace_seconds, self._give_up)
+        self._patience.name, self._patience.daemon = "kvtier-patience", True
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}
         if config.live_file or config.keys_dir:
             work["live"] = self._watch
@@ -76,6 +94,9 @@ class Volume:
 
     def start(self, wait_seconds: float) -> None:
         """Begin to open it, and wait this long at most for the first answer."""
+        # Before the engine can answer anybody, so that the startup probe waits for all engines of the pod.
+        self._tell(lambda: self._report.begin(self._refusal))
+        self._patience.start()
         for thread in self._threads:
             thread.start()
         if not self._settled.wait(wait_seconds):
@@ -89,6 +110,8 @@ class Volume:
     def close(self, timeout_seconds: float) -> None:
         """Stop; a thread that hangs in a system call is left behind."""
         self._closed.set()
+        self._patience.cancel()
+        self._tell(self._report.end)
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             if thread.ident is not None:
@@ -196,9 +219,21 @@ class Volume:
             logger.warning("kvtier %s: %s", self._config.tier, self._brake_file.problem)
 
     def _claim(self) -> bool:
+        if self._generation not in {"", self._config.digest}:
+            # An old pod whose container was restarted in a rollout: its blocks must not open the new generation.
+            self._refused_field = GENERATION
+            self._refuse(
+                IdentityMismatch(
+                    f"this engine was started for generation {self._generation} and {CONFIG_FILE} is of "
+                    f"{self._config.digest}: the spec changed meanwhile; the rollout replaces the pod, or delete it"
+                )
+            )
+            return False
         while not self._closed.is_set():
             if not self.mode.may_load:
-                self._refusal = "the mode is Bypass"
+                if self._refusal != BYPASSED:
+                    self._refusal = BYPASSED
+                    self._tell(lambda: self._report.serve_without(BYPASSED))
                 self._settled.set()
                 self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds))
                 continue
@@ -207,6 +242,7 @@ class Volume:
             except IdentityMismatch as error:
                 self._refused_field = error.field or UNREADABLE
                 self._refuse(error)
+                self._tell(lambda: self._report.serve_without(self._refusal))
                 return False
             except StoreUnavailable as error:
                 self._refuse(error)
@@ -218,6 +254,7 @@ class Volume:
             self._refusal = ""
             self._is_readable = True
             self._is_writable = self._max_bytes == 0
+            self._tell(self._report.attach)
             return True
         return False
 
@@ -227,6 +264,27 @@ class Volume:
             # Once, not at every retry.
             logger.error("kvtier %s: serving without the disk tier: %s", self._config.tier, message)
         self._refusal = message
+
+    def _give_up(self) -> None:
+        reason, seconds = self._refusal, self._config.attach_grace_seconds
+
+        def serve() -> None:
+            if self._report.give_up(reason):
+                logger.error(
+                    "kvtier %s: after %.0f s, serving without the disk tier until the volume answers: %s",
+                    self._config.tier,
+                    seconds,
+                    reason,
+                )
+
+        self._tell(serve)
+
+    def _tell(self, say: Callable[[], object]) -> None:
+        try:
+            say()
+        except OSError as error:
+            # The probe goes on waiting, and says for what.
+            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400
 
     def _walk(self) -> None:
         try:

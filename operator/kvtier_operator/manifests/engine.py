@@ -14,8 +14,6 @@ from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.pin import make_pin
 from kvtier_operator.spec.disk import Encryption
 
-NO_ACCELERATOR: Final = "none"
-
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
 
@@ -25,11 +23,27 @@ REQUEST_DRAIN_SECONDS: Final = 60
 TEARDOWN_SECONDS: Final = 20
 """What vLLM takes to end its workers, and the connector to finish the writes it has begun."""
 
+LONGEST_NOTE: Final = 192 << 10
+"""Bytes of the note on what the pods were made from: an object takes 256 KiB of annotations, and none beyond. Without
+it, the next version of the operator renders the pods anew."""
+
 _PROBE_PERIOD_SECONDS: Final = 5
 
 # python3 is there because the engine is started with it; a native sleep action needs Kubernetes 1.30, and a stock image
 # owes us no sleep command.
 _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
+
+# Asks at the address that the engine is told to listen on: to Linux, 0.0.0.0 is this machine. With -S, the packages of
+# the image, which take their time to be found, stay away.
+_READY_COMMAND: Final = [
+    "python3",
+    "-S",
+    "-m",
+    "kvtier_connector.ready",
+    f"--state={names.ENGINE_STATE}",
+    "--host=0.0.0.0",
+    f"--port={names.HTTP_PORT}",
+]
 
 
 def deployment(plan: TierPlan) -> Manifest:
@@ -41,7 +55,9 @@ def deployment(plan: TierPlan) -> Manifest:
     metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
     if plan.is_recorded:
         pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
-        metadata["annotations"][names.ANNOTATION_RENDERED] = pin.encode()
+        note = pin.encode()
+        if len(note) <= LONGEST_NOTE:
+            metadata["annotations"][names.ANNOTATION_RENDERED] = note
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -131,10 +147,14 @@ def _engine_container(plan: TierPlan) -> Manifest:
         "args": _args(plan),
         "env": _env(plan),
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}],
-        "resources": _resources(plan),
+        "resources": pods.engine_resources(plan),
+        # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
+        # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
-            **_health(),
-            "timeoutSeconds": 5,
+            "exec": {"command": [*_READY_COMMAND]},
+            "periodSeconds": _PROBE_PERIOD_SECONDS,
+            # A start of Python on a node that is busy loading a model, and the engine's own answer.
+            "timeoutSeconds": 10,
             "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
         },
         "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},
@@ -199,23 +219,6 @@ def _env(plan: TierPlan) -> list[Manifest]:
     # Names are unique, as server-side apply demands. What must not be overridden was refused with the spec.
     merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
     return list(merged.values())
-
-
-def _resources(plan: TierPlan) -> Manifest:
-    engine = plan.spec.engine
-    memory = quantity.format_bytes(plan.sizing.memory_bytes)
-    devices = (
-        {}
-        if engine.accelerator.resource == NO_ACCELERATOR
-        else {engine.accelerator.resource: str(engine.accelerator.per_pod)}
-    )
-    storage = quantity.format_bytes(engine.ephemeral_bytes or plan.sizing.ephemeral_bytes)
-    limit = {} if engine.ephemeral_bytes is None else {"ephemeral-storage": storage}
-    return {
-        "requests": {"cpu": engine.cpu, "memory": memory, "ephemeral-storage": storage, **devices},
-        # Request equals limit: pinned pages cannot be reclaimed, so a node must never promise them twice.
-        "limits": {"memory": memory, **limit, **devices},
-    }
 
 
 def _volumes(plan: TierPlan) -> list[Manifest]:

@@ -106,7 +106,8 @@ def _deployment(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "kind": "Deployment",
         "metadata": _metadata(plan),
         "spec": {
-            "replicas": 1,
+            # An engine that was moved waits for the volume; the janitor comes back beside it.
+            "replicas": 0 if plan.is_janitor_in_the_way else 1,
             "selector": {"matchLabels": names.selector(plan.tier, _COMPONENT)},
             # The Lease keeps two from acting at a time; a second one would only wait for the first to go.
             "strategy": {"type": "Recreate"},
@@ -133,8 +134,9 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "terminationGracePeriodSeconds": 30,
         # The user and group of the engines: it removes what they wrote.
         "securityContext": pods.security_context(template),
-        # A node under disk pressure is where it is needed most.
-        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}],
+        # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines,
+        # and a volume of one node is only there.
+        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *pods.tolerations(plan)],
         **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
         **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
         "containers": [_container(plan, janitor_plan)],

@@ -19,13 +19,20 @@ KEPT_SECONDS: Final = 300
 """A Job that has failed is made anew after this long: the fault may have been removed."""
 
 
-def preflight(plan: TierPlan, key: str) -> Manifest:
-    """Return the Job. It runs where engines may run and as their user: it may be the first to use the claim."""
+def preflight(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
+    """Return the Job. It runs where engines may run and as their user.
+
+    Args:
+        plan: what the tier becomes.
+        key: what its result is valid for.
+        places_volume: the volume may be made where its first user runs, and stay there. Then that user asks for all
+            that an engine asks for: on a node without room for one, the volume would keep every engine from starting.
+    """
     template = plan.spec.engine.pod_template
     node_affinity = (template.affinity or {}).get("nodeAffinity")
     optional = {
         "nodeSelector": dict(template.node_selector),
-        "tolerations": list(template.tolerations),
+        "tolerations": pods.tolerations(plan),
         "affinity": {"nodeAffinity": node_affinity} if node_affinity else {},
         "priorityClassName": template.priority_class_name,
         "imagePullSecrets": list(template.image_pull_secrets),
@@ -52,7 +59,7 @@ def preflight(plan: TierPlan, key: str) -> Manifest:
                     "enableServiceLinks": False,
                     "securityContext": pods.security_context(template),
                     **{field: value for field, value in optional.items() if value},
-                    "containers": [_container(plan)],
+                    "containers": [_container(plan, places_volume=places_volume)],
                     "volumes": [
                         {"name": "blocks", "persistentVolumeClaim": {"claimName": plan.claim_name}},
                         {"name": "scratch", "emptyDir": {}},
@@ -63,14 +70,15 @@ def preflight(plan: TierPlan, key: str) -> Manifest:
     }
 
 
-def _container(plan: TierPlan) -> Manifest:
+def _container(plan: TierPlan, *, places_volume: bool) -> Manifest:
     parts = (names.VOLUME_MOUNT, plan.spec.volume.path.strip("/"), f"{plan.tier.namespace}.{plan.tier.name}")
+    little = {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}}
     return {
         "name": names.PREFLIGHT_CONTAINER,
         "image": plan.connector_image,
         "command": ["python3", "-m", "kvtier_connector.preflight"],
         "args": ["--root", "/".join(part for part in parts if part), "--result", RESULT_FILE],
-        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": pods.engine_resources(plan) if places_volume else little,
         "terminationMessagePath": RESULT_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pods.hardened(),

@@ -72,6 +72,8 @@ class TierPlan:
     janitor: JanitorPlan | None
     is_on_one_node: bool = False
     """Whether only pods of one node can mount the volume."""
+    is_janitor_in_the_way: bool = False
+    """Whether an engine cannot mount a volume of one node, which the janitor may hold on another one."""
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
@@ -92,7 +94,15 @@ def make_plan(
         return decisions
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
     is_on_one_node = snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
-    plan = replace(plan, restart=restart, is_recorded=True, is_on_one_node=plan.is_on_one_node or is_on_one_node)
+    is_on_one_node = is_on_one_node or plan.is_on_one_node
+    plan = replace(
+        plan,
+        restart=restart,
+        is_recorded=True,
+        is_on_one_node=is_on_one_node,
+        is_janitor_in_the_way=is_on_one_node
+        and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods),
+    )
     pin = decode_pin(snapshot.engines.rendered)
     return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin, janitor_image)
 
@@ -180,6 +190,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
+            state_dir=names.ENGINE_STATE,
         )
     )
     return TierPlan(

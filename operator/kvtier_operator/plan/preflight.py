@@ -18,6 +18,8 @@ from kvtier_operator.snapshot import Snapshot
 from kvtier_operator.spec import TierSpec
 
 ALWAYS: Final = "Always"
+_WRITTEN: Final = "ReadWrite"
+"""The mode in which engines need what a preflight asks for."""
 
 _MEASURED: Final = (
     "directIo",
@@ -88,11 +90,13 @@ def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -
     """Return what is known without looking at any Job; None where one must be looked at."""
     key = key_of(spec, snapshot)
     if spec.proof.preflight != ALWAYS:
-        return Preflight(state=State.OFF)
+        return Preflight(state=State.OFF, detail="spec.proof.preflight is Never")
     if not key:
         return Preflight(state=State.WAITING)
     if storage.get("key") == key and storage.get("problem") is None and "key" in storage:
         return Preflight(state=State.PASSED, key=key)
+    if spec.disk.mode != _WRITTEN:
+        return Preflight(state=State.OFF, detail=f"spec.disk.mode is {spec.disk.mode}: nothing is written there")
     return None
 
 

@@ -178,7 +178,7 @@ class VolumeMount(ApiModel):
     """Whether mounts made later show on the other side."""
 
 
-OWN_MOUNTS: Final = re.compile(r"^/+(tmp/*|dev/shm/*|((var/+lib|etc|opt)/+kvtier(-keys)?(/.*)?)?)$")
+OWN_MOUNTS: Final = re.compile(r"^/+(tmp(/*|/+kvtier(/.*)?)|dev/shm/*|((var/+lib|etc|opt)/+kvtier(-keys)?(/.*)?)?)$")
 """Mount paths that the operator takes."""
 
 OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
@@ -189,8 +189,8 @@ OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|inst
 
 MOUNTS_ARE_FREE: Final = Rule(
     cel=f"self.all(mount, !mount.mountPath.matches(r'{OWN_MOUNTS.pattern}'))",
-    message="a mountPath is taken: /, /tmp, /dev/shm, /var/lib/kvtier, /etc/kvtier, /etc/kvtier-keys and /opt/kvtier "
-    "are the operator's; mount somewhere else, such as /tmp/hf for the model cache or /mnt",
+    message="a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, /var/lib/kvtier, /etc/kvtier, /etc/kvtier-keys and "
+    "/opt/kvtier are the operator's; mount somewhere else, such as /tmp/hf for the model cache or /mnt",
     check=lambda mounts: not any(OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
 )
 

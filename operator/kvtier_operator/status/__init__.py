@@ -249,8 +249,14 @@ def _timed(
         old = before.get(condition["type"], {})
         has_flipped = old.get("status") != condition["status"] or "lastTransitionTime" not in old
         time = now if has_flipped else old["lastTransitionTime"]
-        timed.append({**condition, "observedGeneration": generation, "lastTransitionTime": time})
+        message = condition["message"][:LONGEST_MESSAGE]
+        timed.append({**condition, "message": message, "observedGeneration": generation, "lastTransitionTime": time})
     return timed
+
+
+LONGEST_MESSAGE: Final = 4096
+"""Characters of a condition's message. Some quote others at length, and the API server takes no status with one that is
+longer than 32768."""
 
 
 def _generation(current: Generation) -> dict[str, str]:

@@ -14,7 +14,7 @@ from kvtier_operator.plan import nodes, shares
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 from kvtier_operator.status import crashes, disk
-from kvtier_operator.status.problems import Check, Look, Problem, quoted
+from kvtier_operator.status.problems import Check, Look, Problem, listed, quoted
 from kvtier_operator.status.reasons import Reason
 
 
@@ -68,6 +68,13 @@ def claim_has_its_size(look: Look) -> Problem | None:
         message=f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}",
         is_met=True,
     )
+
+
+def engines_are_wanted(look: Look) -> Problem | None:
+    """There is something to find a node for: a tier scaled to nothing may have let its nodes go."""
+    if look.spec.replicas > 0 or _alive(look.snapshot):
+        return None
+    return Problem(reason=Reason.NO_ENGINES, message="spec.replicas is 0: nothing needs a node", is_known=False)
 
 
 def a_node_is_large_enough(look: Look) -> Problem | None:
@@ -285,7 +292,7 @@ def seeds_agree(look: Look) -> Problem | None:
     wanted = (look.spec.hash.seed, look.spec.hash.algorithm)
     strays = [pod for pod in alive if (pod.hash_seed, pod.hash_algorithm) != wanted]
     if strays:
-        found = ", ".join(f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays)
+        found = listed([f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays])
         return Problem(
             reason=Reason.SEEDS_DIFFER,
             message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
@@ -298,7 +305,12 @@ def seeds_agree(look: Look) -> Problem | None:
 
 
 VOLUME: Final[tuple[Check, ...]] = (claim_exists, claim_is_bound, claim_has_its_size)
-SIZING: Final[tuple[Check, ...]] = (a_node_is_large_enough, engines_fit, engines_were_scheduled)
+SIZING: Final[tuple[Check, ...]] = (
+    engines_are_wanted,
+    a_node_is_large_enough,
+    engines_fit,
+    engines_were_scheduled,
+)
 SEEDS: Final[tuple[Check, ...]] = (seeds_agree,)
 ENGINES: Final[tuple[Check, ...]] = (
     pods_can_be_created,

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvtier_connector.contract_usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.snapshot import Janitor
-from kvtier_operator.status.problems import Check, Look, Problem, quoted
+from kvtier_operator.status.problems import Check, Look, Problem, listed, quoted
 from kvtier_operator.status.reasons import Reason
 
 _TOLERANCE: Final = 1.02
@@ -99,12 +99,32 @@ def engines_own_the_directory(look: Look) -> Problem | None:
     if not strays:
         return None
     fields = sorted({field for pod in strays if pod.report is not None for field in pod.report.refused})
+    if fields == ["generation"]:
+        return Problem(
+            reason=Reason.STRANGER,
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
+            "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
+            "replaces it; if it stays, delete the pod",
+        )
     return Problem(
         reason=Reason.STRANGER,
-        message=f"pod {', '.join(pod.name for pod in strays)} serves without the volume: tier.json of its generation "
+        message=f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
         f"says another {', '.join(fields)}. Blocks of one model are never served to another: where the spec names a "
         "moving thing, name a fixed one (a commit in spec.model.revision, a digest in spec.engine.image), which starts "
         "a generation of its own; or remove the generation with `kvtier purge --generation`",
+    )
+
+
+def volume_answers(look: Look) -> Problem | None:
+    """No engine serves without the volume because that did not answer it."""
+    without = [pod.name for pod in look.snapshot.pods if pod.report is not None and pod.report.is_detached]
+    if not without:
+        return None
+    return Problem(
+        reason=Reason.DETACHED,
+        message=f"pod {listed(without)} serves without the volume, which did not answer or did not let it in, and "
+        f"goes on trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` has the system's words; see that the "
+        "volume is mounted, reachable and writable for the user and group of the pods",
     )
 
 
@@ -116,7 +136,7 @@ def active_key_is_there(look: Look) -> Problem | None:
         return None
     return Problem(
         reason=Reason.KEY_MISSING,
-        message=f"pod {', '.join(without)} stores nothing: Secret {encryption.secret_name} has no entry "
+        message=f"pod {listed(without)} stores nothing: Secret {encryption.secret_name} has no entry "
         f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key: 32 bytes, as they are, as 64 "
         "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints; the kubelet brings a change of the "
         "Secret within a minute or two",
@@ -138,6 +158,7 @@ def janitor_is_not_hindered(look: Look) -> Problem | None:
 BUDGET: Final[tuple[Check, ...]] = (janitor_reports, volume_is_counted, budget_holds, brake_is_off, volume_has_room)
 HEALTH: Final[tuple[Check, ...]] = (
     engines_own_the_directory,
+    volume_answers,
     active_key_is_there,
     janitor_reports,
     janitor_is_not_hindered,

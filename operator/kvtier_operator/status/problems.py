@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier_operator import names
@@ -69,3 +69,12 @@ Check = Callable[[Look], Problem | None]
 def quoted(message: str) -> str:
     """Return somebody else's words as the end of a sentence of ours; nothing where there are none."""
     return f": {message}" if message else ""
+
+
+_MOST_LISTED = 5
+
+
+def listed(items: Sequence[str]) -> str:
+    """Return the first few of them, and how many there are beside: a tier has up to a thousand pods."""
+    more = f" and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
+    return ", ".join(items[:_MOST_LISTED]) + more

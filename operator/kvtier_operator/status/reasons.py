@@ -73,7 +73,10 @@ class Reason(enum.Enum):
     PREFLIGHT_PASSED = "PreflightPassed", "The volume was tried and can be used."
     PREFLIGHT_RUNNING = "PreflightRunning", "The volume is being tried."
     PREFLIGHT_FAILED = "PreflightFailed", "The volume was tried and cannot be used."
-    PREFLIGHT_OFF = "PreflightOff", "spec.proof.preflight is Never."
+    PREFLIGHT_OFF = (
+        "PreflightOff",
+        "Nobody tries the volume: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
+    )
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
@@ -88,6 +91,7 @@ class Reason(enum.Enum):
         "Stranger",
         "An engine was refused by the directory of its generation, which belongs to another identity.",
     )
+    DETACHED = "Detached", "An engine serves without the volume, which did not answer it when it started."
     KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
     CANARY_LOADED = "CanaryLoaded", "A replica loaded from the volume what another one had computed."
     CANARY_FOUND = "CanaryFound", "A replica found on the volume what another one had computed, and computed it anyway."

@@ -23,7 +23,7 @@ def judge(view: View, previous: Mapping[str, Any]) -> Problem:
     job = f"Job {names.preflight(view.tier)}"
     match found.state:
         case State.OFF:
-            return _unknown(Reason.PREFLIGHT_OFF, "spec.proof.preflight is Never")
+            return _unknown(Reason.PREFLIGHT_OFF, found.detail)
         case State.WAITING:
             return _unknown(Reason.PREFLIGHT_RUNNING, "there is no claim to try yet")
         case State.RUNNING:

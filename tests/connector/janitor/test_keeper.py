@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
+from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.live import BrakeFile
@@ -34,6 +36,26 @@ def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_pre
     keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)
     assert rig.sweep(keeper).blocks == 6
     assert engine.there(range(10)) == list(range(6))
+
+
+def test_journals_that_take_longer_than_a_step_are_heard_in_the_next_ones(rig: Rig) -> None:
+    for number in range(20):
+        rig.engine().put(number)
+
+    def now() -> float:
+        # Time goes on, so that one step hears a few of the journals.
+        rig.clock.seconds += 0.2
+        return rig.clock.seconds
+
+    keeper = Keeper(replace(rig.config, sweep_seconds=1e6), clock=lambda: rig.clock.ns, now=now)
+    keeper.open()
+    pauses = [keeper.step() for _ in range(20)]
+    assert keeper.is_idle
+    assert pauses[0] == 0.0
+    rig.clock.move(1e6)
+    keeper.step()
+    assert keeper.report is not None
+    assert keeper.report.usage.blocks == 20
 
 
 def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig) -> None:
@@ -73,6 +95,32 @@ def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
     write_pins(rig.dir, {"system": key(2).hash})
     rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4))
     assert engine.there(range(10)) == [0, 1, 2, 5]
+
+
+def test_nothing_is_evicted_before_the_pins_could_be_read_but_what_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    rig.clock.move(DAY)
+    engine.put(*range(5, 10))
+    (rig.dir / "pins.json").write_text("{")
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY / 2)
+    assert "pins.json" in rig.sweep(keeper).problems[0]
+    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
+    (rig.dir / "pins.json").unlink()
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) < 5
+
+
+def test_pins_above_the_budget_keep_nothing_that_outlived_its_time(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, ttl_seconds=DAY)
+    rig.sweep(keeper)
+    assert len(engine.there(range(10))) == 10
+    rig.clock.move(2 * DAY)
+    rig.sweep(keeper)
+    assert engine.there(range(10)) == []
 
 
 def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
@@ -226,6 +274,18 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> Non
     assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
 
 
+def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    engine.put(*range(5, 9))
+    shutil.rmtree(engine.root / "journal")
+    rig.clock.move(2 * DAY)
+    assert rig.sweep(rig.keeper()).blocks == 9
+
+
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     rig.engine().put(*range(5))
     first = rig.keeper()
@@ -250,6 +310,36 @@ def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig) ->
         keeper.step()
     assert keeper.report is not None
     assert keeper.report.usage.blocks == 0
+
+
+class Listed(WatchedFs):
+    """Counts the directories of blocks that were listed."""
+
+    def __init__(self) -> None:
+        self.directories = 0
+
+    def before(self, call: str, path: str | None) -> None:
+        self.directories += call == "scandir" and path is not None and "/blocks/" in path
+
+
+def test_the_walk_over_days_lists_few_directories_at_a_time_and_gets_through(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    for number in range(256):
+        (engine.root / "blocks" / "abc" / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+    fs = Listed()
+    keeper = rig.keeper(fs, verify_seconds=1000.0)
+    rig.sweep(keeper)
+    fs.directories = 0
+    listed = []
+    for _ in range(1000):
+        rig.clock.move(1)
+        before = fs.directories
+        keeper.step()
+        listed.append(fs.directories - before)
+    assert max(listed) <= 17
+    assert sum(listed) >= 256
+    assert all(sum(listed[start : start + 30]) <= 30 * 6 + 17 for start in range(len(listed) - 30))
 
 
 def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
@@ -286,6 +376,16 @@ def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
     assert (quarantine / "x").exists()
 
 
+def test_quarantined_files_do_not_outlive_the_time_to_live(rig: Rig) -> None:
+    quarantine = rig.engine().root / "quarantine"
+    quarantine.mkdir()
+    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
+        (quarantine / name).write_bytes(b"123")
+        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert [path.name for path in quarantine.iterdir()] == ["young"]
+
+
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1, tenant="alice")
@@ -320,6 +420,20 @@ def test_a_brake_of_a_janitor_that_died_ends_by_itself(rig: Rig) -> None:
     assert brake.refresh() is Mode.READ_ONLY
     rig.clock.move(600)
     assert brake.mode is Mode.READ_WRITE
+
+
+def test_a_brake_is_renewed_although_the_clock_of_the_janitor_went_back(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    write_pins(rig.dir, {"all": key(9).hash})
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    rig.clock.ns -= int(DAY * 1e9)
+    rig.sweep(keeper)
+    brake = BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns)
+    assert brake.refresh() is Mode.READ_ONLY
+    rig.clock.move(600)
+    assert brake.refresh() is Mode.READ_WRITE
 
 
 def test_a_new_volume_is_no_problem(rig: Rig) -> None:

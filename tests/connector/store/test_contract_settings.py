@@ -29,6 +29,8 @@ def test_a_document_without_the_stores_settings_is_read_and_written_back() -> No
         ("min_reuse", 0),
         ("min_reuse", 101),
         ("live_file", "live.json"),
+        ("state_dir", "kvtier"),
+        ("attach_grace_seconds", 0),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(field: str, value: object) -> None:

@@ -225,6 +225,13 @@ def test_a_brake_of_a_wrong_clock_ends_too(brake_file: BrakeFile, tmp_path: Path
     assert brake_file.refresh() is Mode.READ_WRITE
 
 
+def test_a_brake_ends_although_the_clock_went_back(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
+    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60))))
+    assert brake_file.refresh() is Mode.READ_ONLY
+    clock.ns = clock.after(-86_400)
+    assert brake_file.refresh() is Mode.READ_WRITE
+
+
 def test_half_a_brake_keeps_the_last_one_and_is_reported(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
     path = tmp_path / "brake.json"
     whole = encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60)))

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rig import ROW_BYTES, Rig, Rigs, key, keys, offloading_config, payload, wait_until
+from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, payload, wait_until
 from vllm.v1.kv_offload.base import LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -105,6 +105,37 @@ def test_a_damaged_block_is_written_anew_when_it_was_computed_again(rigs: Rigs) 
     repairer.offload(keys(2))
 
     assert rigs.make().serve(keys(2)).hit_blocks == 2
+
+
+def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_next_one_of_that_name(rigs: Rigs) -> None:
+    wanted = keys(3)
+    rigs.make().offload(wanted)
+    damaged = rigs.block_file(key(1))
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    rig = rigs.make(refresh_seconds=0.1)
+    aborted, attempts = rig.request("same name"), itertools.count()
+    note_positions(aborted, wanted)
+
+    def is_loading() -> bool:
+        rig.find_prefix(wanted, aborted)
+        rig.end_step()
+        return rig.tier.has_pending_work()
+
+    wait_until(is_loading, "the load is under way")
+    rig.finish(aborted)
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_misses", "checksum") == 1
+    rigs.make(refresh_seconds=0.1).offload(wanted)
+
+    def is_known_again() -> bool:
+        other = rig.request(f"other {next(attempts)}")
+        found = rig.tier.lookup(key(1), other)
+        rig.finish(other)
+        return found is LookupResult.HIT
+
+    wait_until(is_known_again, "the block is known to be there again")
+    assert rig.serve(wanted, "same name").hit_blocks == 3
 
 
 def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
