@@ -127,7 +127,8 @@ class Keeper:
         self._is_hurried = False
         if is_time:
             self._look()
-        if is_time or self._eviction is not None:
+        # What a step had no time for is heard in the next one, and not only when it is time to look again.
+        if is_time or self._eviction is not None or not self._has_heard_all:
             self._listen(has_time)
         self._meet()
         if self._has_heard_all:
@@ -149,6 +150,7 @@ class Keeper:
         is_busy = (
             self._is_hurried
             or self._eviction is not None
+            or not self._has_heard_all
             or (not self._patrol.is_counted and "walk" not in self._problems)
         )
         wake = min(self._next_look, self._patrol.next_at)
