@@ -33,6 +33,7 @@ CLUSTER = {
 }
 """Commands about tiers, which the operator has, and what they do."""
 
+_EXTRAS = {_COMMANDS: "janitor", _OPERATOR: "operator"}
 _USAGE = "usage: kvtier COMMAND [-h] ...\n"
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"; there are {known}\n")
         return 2
     module_name, _ = STORAGE.get(name, (_OPERATOR, ""))
-    extra = "operator" if module_name == _OPERATOR else "connector"
+    extra = _EXTRAS.get(module_name, "connector")
     module = _load(module_name, name, extra)
     if module is None:
         return 1

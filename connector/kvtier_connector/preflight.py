@@ -3,7 +3,8 @@
 
 Runs once, as the engines' user, in a Job. It writes, renames and reads a bounded amount in a directory of its own and
 removes it. The result is one JSON object, on standard output and in the file that the kubelet takes a container's last
-words from. Exit status: 0 the volume can be used, 1 it cannot.
+words from. Exit status: 0 the volume can be used, 1 it cannot. Like the installer it runs in the connector's image, so
+it needs Python and nothing else.
 """
 
 from __future__ import annotations

@@ -197,6 +197,18 @@ def test_a_word_that_is_no_command_is_refused_with_those_there_are(words: list[s
     assert (done.returncode, said in done.stderr, "purge" in done.stderr) == (2, True, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("check", "blake3", "connector"), ("gc", "numpy", "janitor"), ("plan", "yaml", "operator")],
+)
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(name: str, missing: str, extra: str) -> None:
+    done = kvtier(name, "--help", blocked=(missing,))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"kvtier {name}: {missing} is not installed; pip install 'kvtier[{extra}]'\n",
+    )
+
+
 def test_an_image_without_the_operator_says_so() -> None:
     done = kvtier("render", "x.yaml", blocked=("kvtier_operator",))
     assert (done.returncode, "kvtier_operator is not installed" in done.stderr) == (1, True)

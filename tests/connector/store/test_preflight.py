@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +51,14 @@ def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: p
     assert found["problem"] == ""
     assert json.loads(capsys.readouterr().out) == found
     assert len(result.read_bytes()) < 4096
+
+
+@pytest.mark.parametrize("module", ["preflight", "install", "ready"])
+def test_what_runs_in_an_image_without_packages_needs_none(module: str) -> None:
+    connector = str(Path(preflight.__file__).parents[1])
+    run = [sys.executable, "-S", "-c", f"import kvtier_connector.{module}"]
+    done = subprocess.run(run, env={"PYTHONPATH": connector}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Failing(FileSystem):
