@@ -248,7 +248,7 @@ class SharedVolumeTier(SecondaryTierManager):
             self._budget.release(request)
         for request in context.preempted_req_ids:
             self._gate.interrupt(request)
-            self._budget.release(request)
+            self._budget.preempt(request)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
