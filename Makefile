@@ -17,7 +17,9 @@ demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the pr
 	@exec $(RUN) kvtier_demo --data "$(DATA)/demo"
 
 test: venv ## every test that needs no GPU and no Docker
-	$(RUN) pytest tests -m "not gpu"
+	@# Engines take both processors each; everything else waits more than it computes.
+	$(RUN) pytest tests -m "not gpu and not engine" --numprocesses 2 --dist loadfile
+	$(RUN) pytest tests -m "engine and not gpu"
 
 check: venv lint types imports fresh ## what CI checks besides the tests
 

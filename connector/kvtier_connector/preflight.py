@@ -3,7 +3,8 @@
 
 Runs once, as the engines' user, in a Job. It writes, renames and reads a bounded amount in a directory of its own and
 removes it. The result is one JSON object, on standard output and in the file that the kubelet takes a container's last
-words from. Exit status: 0 the volume can be used, 1 it cannot.
+words from. Exit status: 0 the volume can be used, 1 it cannot. Like the installer it runs in the connector's image, so
+it needs Python and nothing else.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ THREADS = 4
 RENAMES = 50
 STATS = 100
 
+_PREFIX = ".preflight-"
+_ABANDONED_SECONDS = 3600.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -74,10 +78,11 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
         most_seconds: How long writing, and then reading, may take; what was moved by then is what counts.
         fs: The system calls.
     """
-    directory = str(root / f".preflight-{new_token()}")
+    directory = str(root / f"{_PREFIX}{new_token()}")
     try:
         _make(fs, root, directory)
         try:
+            _remove_abandoned(fs, root)
             return _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
         finally:
             _remove(fs, directory)
@@ -232,6 +237,15 @@ def _remove(fs: FileSystem, directory: str) -> None:
         for entry in fs.scandir(directory):
             fs.unlink(entry.path)
         fs.rmdir(directory)
+
+
+def _remove_abandoned(fs: FileSystem, root: Path) -> None:
+    """Remove what earlier tries left that were killed; one that is at work is younger."""
+    with contextlib.suppress(OSError):
+        for entry in fs.scandir(str(root)):
+            is_one = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+            if is_one and fs.stat(entry.path).st_mtime < time.time() - _ABANDONED_SECONDS:
+                _remove(fs, entry.path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

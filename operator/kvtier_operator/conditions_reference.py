@@ -91,6 +91,8 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "DiskWithinBudget": (
         Reason.WITHIN_BUDGET,
         Reason.OVER_BUDGET,
+        Reason.BRAKED,
+        Reason.VOLUME_FULL,
         Reason.COUNTING,
         Reason.JANITOR_STARTING,
         Reason.JANITOR_WAITING,
@@ -99,11 +101,12 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "DiskHealthy": (
         Reason.HEALTHY,
         Reason.JANITOR_HINDERED,
-        Reason.BRAKED,
-        Reason.VOLUME_FULL,
         Reason.STRANGER,
         Reason.DETACHED,
         Reason.KEY_MISSING,
+        Reason.JANITOR_STARTING,
+        Reason.JANITOR_WAITING,
+        Reason.JANITOR_DISABLED,
     ),
     "SharedCacheVerified": (
         Reason.CANARY_LOADED,

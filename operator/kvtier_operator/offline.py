@@ -23,7 +23,10 @@ def read_documents(file: str) -> list[Any]:
         SpecInvalid: it is not YAML.
         OSError: it cannot be read.
     """
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecInvalid(file, f"is not text in UTF-8: {error}") from error
     try:
         return [item for document in yaml.safe_load_all(text) if document is not None for item in _items(document)]
     except yaml.YAMLError as error:

@@ -90,9 +90,14 @@ def read_nodes(file: str | None) -> Nodes | None:
     # The client of the cluster takes a second to import, which the rest does not need.
     from kvtier_operator.inventory import from_objects  # noqa: PLC0415
 
-    found = from_objects(item for item in offline.read_documents(file) if isinstance(item, dict))
+    remedy = "kubectl get nodes,pods -A -o yaml prints what belongs there"
+    documents = offline.read_documents(file)
+    try:
+        found = from_objects(item for item in documents if isinstance(item, dict))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SpecInvalid(file, f"holds a node or a pod that cannot be read ({error!r}): {remedy}") from error
     if not found.nodes:
-        raise SpecInvalid(file, "holds no nodes: kubectl get nodes,pods -A -o yaml prints what belongs there")
+        raise SpecInvalid(file, f"holds no nodes: {remedy}")
     return found
 
 

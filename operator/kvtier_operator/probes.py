@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from kvtier_operator.deadlines import within
+
 logger = logging.getLogger(__name__)
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -72,20 +74,16 @@ def fetch(address: Address) -> bytes:
     Raises:
         OSError: no answer, a status other than 200, or one that is too slow or too long.
     """
-    deadline = time.monotonic() + DEADLINE_SECONDS
     connection = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_SECONDS)
     try:
-        connection.request("GET", address.path, headers={"Connection": "close"})
-        answer = connection.getresponse()
-        if answer.status != http.HTTPStatus.OK:
-            raise OSError(f"answers {answer.status} {answer.reason}")
-        body = b""
-        while piece := answer.read1(64 << 10):
-            body += piece
+        with within(connection, DEADLINE_SECONDS):
+            connection.request("GET", address.path, headers={"Connection": "close"})
+            answer = connection.getresponse()
+            if answer.status != http.HTTPStatus.OK:
+                raise OSError(f"answers {answer.status} {answer.reason}")
+            body = answer.read(MOST_BYTES + 1)
             if len(body) > MOST_BYTES:
                 raise OSError(f"answers more than {MOST_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError("answers too slowly")
     except http.client.HTTPException as error:
         raise OSError(f"does not speak HTTP: {type(error).__name__}") from error
     else:

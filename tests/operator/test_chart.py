@@ -195,3 +195,21 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: Api
     until(lambda: api.get("deployments.apps", NAMESPACE, name) is None)
     assert api.list("clusterroles.rbac.authorization.k8s.io") == []
     assert len(api.list("kvcachetiers.kvtier.dev")) == 1
+
+
+def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> None:
+    values = {
+        "podLabels": {"app.kubernetes.io/name": "other", "team": "a"},
+        "podSecurityContext": {"runAsUser": 7, "runAsNonRoot": False},
+        "nameOverride": "9",
+    }
+    deployment = next(each for each in render(values) if each["kind"] == "Deployment")
+    template, selector = deployment["spec"]["template"], deployment["spec"]["selector"]["matchLabels"]
+    assert template["metadata"]["labels"] == {**selector, "team": "a"}
+    assert selector["app.kubernetes.io/name"] == "9"
+    assert template["spec"]["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 7,
+        "runAsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }

@@ -101,6 +101,7 @@ def test_each_engine_core_of_a_pod_gets_its_part() -> None:
     [
         ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
         ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
+        ({}, {"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, True),
         ({"tolerations": [{"operator": "Exists"}]}, {"taints": [{"key": "gpu", "effect": "NoExecute"}]}, True),
         (
             {"tolerations": [{"key": "gpu", "value": "b", "effect": "NoSchedule"}]},

@@ -99,11 +99,16 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     text.write_text("{")
     numbers = tmp_path / "numbers.json"
     numbers.write_text("[1]")
+    binary, node = tmp_path / "image.png", tmp_path / "node.yaml"
+    binary.write_bytes(b"\x89PNG\xff")
+    node.write_text("{apiVersion: v1, kind: Node, metadata: {}}")
     share = write(tmp_path / "share.yaml", tier(cpu={"size": None, "fraction": "60%"}))
     return {
         "no JSON": ([file, "--config", str(text)], "text.json: is not JSON: "),
         "no config": ([file, "--config", str(numbers)], "is not a model's config.json: that is one JSON object"),
         "no nodes": ([file, "--nodes", file], "holds no nodes: kubectl get nodes,pods -A -o yaml prints"),
+        "no text": ([str(binary)], "is not text in UTF-8"),
+        "a broken node": ([file, "--nodes", str(node)], "holds a node or a pod that cannot be read (KeyError('name'))"),
         "two files": ([file, file], "takes one FILE; to compare two, add --diff"),
         "three files": (["--diff", file, file, file], "takes OLD and NEW, or one FILE"),
         "a share of nothing": ([share], "spec.cpu.fraction: is a share of nodes that nobody has shown"),
@@ -111,7 +116,17 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
 
 
 @pytest.mark.parametrize(
-    "mistake", ["no JSON", "no config", "no nodes", "two files", "three files", "a share of nothing"]
+    "mistake",
+    [
+        "no JSON",
+        "no config",
+        "no nodes",
+        "no text",
+        "a broken node",
+        "two files",
+        "three files",
+        "a share of nothing",
+    ],
 )
 def test_what_cannot_be_planned_is_said_in_words(
     mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -182,3 +184,24 @@ def test_a_bad_answer_is_refused(port: int, path: str, says: str) -> None:
 def test_nobody_listening_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="refused"):
         fetch(Address(host="127.0.0.1", port=1, path="/"))
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "DEADLINE_SECONDS", 0.5)
+    is_over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.sendall(said)
+            while not is_over.wait(0.05):
+                client.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        with pytest.raises(TimeoutError, match="too slowly"):
+            fetch(Address(host="127.0.0.1", port=listener.getsockname()[1], path="/"))
+        is_over.set()
+        thread.join()

@@ -145,7 +145,8 @@ def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one
     volume = {"claim": None, "existingClaim": "mine"}
     cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", mode))
     assert run(cluster).failure is None
-    assert ("affinity" in cluster.look(JANITOR)["spec"]["template"]["spec"]) is is_beside
+    found = cluster.look(JANITOR)["spec"]["template"]["spec"]
+    assert ("affinity" in found, "nvidia.com/gpu" in str(found["tolerations"])) == (is_beside, is_beside)
 
 
 def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_waits_for() -> None:

@@ -200,3 +200,10 @@ def test_the_status_fits_its_schema() -> None:
 
     found = report(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
+
+
+def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> None:
+    pods = (replace(READY_POD, report=EngineReport(refused=("generation",))),)
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=pods)))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Stranger")
+    assert "the rollout replaces it" in found["message"]

@@ -13,6 +13,7 @@ from test_status import (
     READY_POD,
     REF,
     SPEC,
+    STARTING,
     VIEW,
     conditions,
 )
@@ -21,7 +22,7 @@ from tiers import tier
 from kvtier_operator import spec, status
 from kvtier_operator.plan import Decisions, decide
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.snapshot import Node, Nodes, Pod
+from kvtier_operator.snapshot import Engines, Node, Nodes, Pod
 
 
 def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
@@ -96,3 +97,24 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
     assert found["status"] == "True"
     assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
     assert "more than 56" in found["message"]
+
+
+def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
+    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
+    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    assert found["Ready"]["status"] == "True"
+    assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
+
+
+def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
+    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=(), nodes=Nodes(nodes=()))
+    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    assert (found["Ready"]["status"], found["SizingFits"]["status"]) == ("True", "Unknown")
+
+
+def test_a_message_stays_short_however_many_pods_there_are_and_however_much_others_say() -> None:
+    strays = tuple(replace(READY_POD, name=f"llama-engine-{number}", hash_seed="7") for number in range(1000))
+    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=strays)))["HashSeedConsistent"]
+    assert "llama-engine-4 (7, sha256_cbor) and 995 more; no block of theirs" in found["message"]
+    talkative = replace(HEALTHY, engines=replace(STARTING, problem="x" * 100_000))
+    assert all(len(each["message"]) <= 4096 for each in conditions(replace(VIEW, snapshot=talkative)).values())

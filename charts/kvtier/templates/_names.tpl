@@ -22,8 +22,8 @@
 {{- end -}}
 
 {{- define "kvtier.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "kvtier.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "kvtier.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_connector.janitor.ledger import Ledger, Rows
-from kvtier_connector.janitor.policy import Blocks, Flags, Ints
+from kvtier_connector.janitor.policy import Blocks, Flags, Ints, link
 from kvtier_connector.store.layout import MAX_HASH_BYTES
 
 
@@ -28,7 +28,7 @@ def make_blocks(
         pins: Hashes that people want to keep.
         is_aging: Whether it matters when blocks were created.
     """
-    rows = np.flatnonzero(ledger.rows["is_alive"])
+    rows = np.flatnonzero(ledger.rows["is_alive"]).astype(np.int32)
     living = ledger.rows
 
     def column(name: str, kind: type) -> NDArray[np.int64]:
@@ -39,12 +39,14 @@ def make_blocks(
     for number, digest in enumerate(ledger.generations):
         if digest in order:
             ages[number] = order.index(digest)
+    # Narrow types, and names that are gone before the other columns come: a million blocks are decided on in little
+    # memory.
+    position = column("position", np.int32)
+    before = link(living["name"][rows], living["parent"][rows], position)
     used = column("used", np.int64)
     blocks = Blocks(
-        name=living["name"][rows],
-        parent=living["parent"][rows],
-        # Narrow types: a million blocks shall be decided on in little memory.
-        position=column("position", np.int32),
+        before=before,
+        position=position,
         size=column("size", np.int64),
         created=column("created", np.int64) if is_aging else used,
         used=used,
@@ -95,10 +97,11 @@ class Extremes:
             return
         self._changes, self._next_at = self._ledger.changes, self._now() + self._seconds
         rows = self._ledger.rows
-        rows = rows if rows["is_alive"].all() else rows[rows["is_alive"]]
-        self.oldest_ns = int(rows["created"].min()) if rows.size else None
+        # Column by column: all columns of the living would be as much memory as the ledger.
+        alive = np.flatnonzero(rows["is_alive"]).astype(np.int32)
+        self.oldest_ns = int(rows["created"][alive].min()) if alive.size else None
         latest = np.zeros(max(1, len(self._ledger.generations)), np.int64)
-        np.maximum.at(latest, rows["generation"], rows["used"])
+        np.maximum.at(latest, rows["generation"][alive], rows["used"][alive])
         self.last_used_ns = {number: int(used) for number, used in enumerate(latest) if used}
 
 

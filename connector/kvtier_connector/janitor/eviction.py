@@ -71,10 +71,11 @@ class Eviction:
         self._next = end
         victims = [self._victim(row) for row in rows if self._may_go(row, reason)]
         try:
-            fates = remove_victims(self._pool, self._fs, victims)
+            fates = remove_victims(self._pool, self._fs, self._chains(victims))
         except OSError:
             self._spare(victim.row for victim in victims)
             raise
+        # Refused, or before one that was written anew.
         kept = {victim.row for victim in victims} - {fate.row for fate in fates}
         self._spare([*kept, *(fate.row for fate in fates if fate.rewritten_ns)])
         for fate in fates:
@@ -93,6 +94,21 @@ class Eviction:
         digest = self._ledger.generations[int(each["generation"])]
         path = f"{self._tier_dir}/{digest}/{block_path(self._ledger.key(row))}"
         return Victim(row, path, max(int(each["created"]), int(each["used"])))
+
+    def _chains(self, victims: list[Victim]) -> list[list[Victim]]:
+        """Put those together that continue one another, in the order of the decision: the end of a prefix first."""
+        chains: list[list[Victim]] = []
+        chain_of: dict[int, int] = {}
+        for victim in reversed(victims):
+            parent = int(self._ledger.rows["parent"][victim.row])
+            chain = chain_of.get(self._ledger.find_name(parent)) if parent else None
+            if chain is None:
+                chain = len(chains)
+                chains.append([])
+            chain_of[victim.row] = chain
+            chains[chain].append(victim)
+        # The least recently used prefix first, too.
+        return [chain[::-1] for chain in reversed(chains)]
 
     def _note(self, fate: Fate, reason: Reason, is_told: Callable[[str], bool]) -> None:
         each = self._ledger.rows[fate.row]

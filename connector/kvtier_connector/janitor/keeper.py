@@ -7,6 +7,7 @@ A fault of the volume is a problem that is stated until it is over; whatever els
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,8 @@ class Keeper:
         self._is_hurried = False
         if is_time:
             self._look()
-        if is_time or self._eviction is not None:
+        # What a step had no time for is heard in the next one, and not only when it is time to look again.
+        if is_time or self._eviction is not None or not self._has_heard_all:
             self._listen(has_time)
         self._meet()
         if self._has_heard_all:
@@ -148,6 +150,7 @@ class Keeper:
         is_busy = (
             self._is_hurried
             or self._eviction is not None
+            or not self._has_heard_all
             or (not self._patrol.is_counted and "walk" not in self._problems)
         )
         wake = min(self._next_look, self._patrol.next_at)
@@ -297,7 +300,7 @@ class Keeper:
             self.tallies.removed_leftovers["partial"] += files
         if self._now() < self._next_tidy:
             return
-        self._next_tidy = self._now() + min(_TIDY_SECONDS, config.quarantine_age_seconds, config.journal_age_seconds)
+        self._next_tidy = self._now() + min(_TIDY_SECONDS, self._quarantine_seconds(), config.journal_age_seconds)
         with self._problems.trying("tidy"):
             for digest in self._digests():
                 self._tidy_generation(digest, now_ns)
@@ -307,7 +310,7 @@ class Keeper:
 
     def _tidy_generation(self, digest: str, now_ns: int) -> None:
         root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
-        before_ns = now_ns - int(config.quarantine_age_seconds * 1e9)
+        before_ns = now_ns - int(self._quarantine_seconds() * 1e9)
         quarantine = sweep_quarantine(self._fs, root, before_ns=before_ns)
         self._quarantined[digest] = quarantine.kept
         removed = self.tallies.removed_leftovers
@@ -315,6 +318,10 @@ class Keeper:
         removed["journal"] += sweep_journals(self._fs, root, age_seconds=config.journal_age_seconds, now_ns=now_ns)
         busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
         removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)
+
+    def _quarantine_seconds(self) -> float:
+        """Return how long damaged files stay: what they hold has a time to live, too."""
+        return min(self.config.quarantine_age_seconds, self.config.ttl_seconds or math.inf)
 
     def _save_if_due(self) -> None:
         is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0

@@ -38,8 +38,8 @@ ROW = np.dtype(
 
 _MOST_NEW = 1 << 16
 """Rows that are found through a dict, before the sorted names are made anew."""
-_MOST_GONE = 1 << 18
-"""Blocks whose removal is remembered, so that older news of them do not bring them back."""
+_MOST_GONE = 1 << 16
+"""So many blocks' removals are remembered, and up to twice as many, lest older news of them bring them back."""
 _EPOCHS = 250
 _MOST_GENERATIONS = 256
 _NAME_BITS = (1 << 64) - 1
@@ -87,6 +87,7 @@ class Ledger:
         self._places: NDArray[np.int32] = np.zeros(0, np.int32)
         self._new: dict[int, int] = {}
         self._gone: dict[int, int] = {}
+        self._gone_earlier: dict[int, int] = {}
         self._salts: dict[tuple[int, int, int], int] = {}
         self._sums: dict[tuple[int, int], Sum] = {}
 
@@ -151,7 +152,7 @@ class Ledger:
         doubtful = []
         for record in records:
             name = self._name(generation, record.key, record.key.hash)
-            if record.time_ns <= self._gone.get(name, -1):
+            if record.time_ns <= self._gone_ns(name):
                 continue
             row = self.find_name(name)
             if record.op == Op.GONE:
@@ -220,8 +221,8 @@ class Ledger:
             self._new.pop(int(each["name"]), None)
             if gone_ns is not None:
                 self._gone[int(each["name"])] = gone_ns
-        while len(self._gone) > _MOST_GONE:
-            del self._gone[next(iter(self._gone))]
+                if len(self._gone) >= _MOST_GONE:
+                    self._gone, self._gone_earlier = {}, self._gone
 
     def begin_walk(self) -> None:
         """Begin to see every block that a walk finds."""
@@ -271,6 +272,10 @@ class Ledger:
             mine = alive & (pairs == pair)
             self._sums[pair >> 32, pair & 0xFFFFFFFF] = Sum(int(np.count_nonzero(mine)), int(rows["size"][mine].sum()))
         self._sort()
+
+    def _gone_ns(self, name: int) -> int:
+        gone_ns = self._gone.get(name)
+        return self._gone_earlier.get(name, -1) if gone_ns is None else gone_ns
 
     def _store(self, name: int, row: int, generation: int, record: Record, size: int) -> None:
         if row < 0:

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, a directory now and then."""
+"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, some directories at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 
 from kvtier_connector.janitor.ledger import Ledger
-from kvtier_connector.janitor.walk import Found, Met, Piece, find_pieces, list_piece, meet_all
+from kvtier_connector.janitor.walk import (
+    Found,
+    Met,
+    Piece,
+    find_pieces,
+    list_directories,
+    list_files,
+    list_piece,
+    meet_all,
+)
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
 
 _MEET_AT_ONCE = 512
+_PIECES_AT_ONCE = 64
+_DIRECTORIES_AT_ONCE = 16
+"""Of the walk over days: a step for a small part of the time, so that it costs the same at any time."""
+_DIRECTORIES_PER_SECOND = 6.0
+"""What the walk over days looks at, at most, however long it takes then: a directory is five system calls."""
 
 
 class Patrol:
@@ -39,10 +54,15 @@ class Patrol:
         self._clock = clock
         self._now = now
         self._pieces: deque[Piece] = deque()
+        self._piece = Piece("", "")
+        self._directories: deque[str] = deque()
+        """Those of `_piece` that the walk over days has yet to look at."""
         self._is_walking = False
         self._began_ns = 0
         self._next_at = now()
+        self._pause_of_piece = 0.0
         self._pause = 0.0
+        """Seconds between two steps of the walk over days; 0 for the one as fast as it goes."""
         self.walked_ns = walked_ns
         """When the last complete walk began; 0 before the first."""
         self.partials: deque[str] = deque(maxlen=1 << 16)
@@ -70,7 +90,7 @@ class Patrol:
             self._is_walking = False
             self._next_at = self._now() + 60.0
             raise
-        if not self._pieces and self._is_walking:
+        if not self._pieces and not self._directories and self._is_walking:
             self._ledger.end_walk(self._began_ns)
             self._is_walking = False
             self.walked_ns = self._began_ns
@@ -87,22 +107,32 @@ class Patrol:
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
         self._pieces = deque(piece for digest in digests for piece in find_pieces(self._fs, self._tier_dir, digest))
+        self._directories.clear()
         self._began_ns = self._clock()
-        self._pause = verify_seconds / max(1, len(self._pieces)) if self.is_counted else 0.0
+        self._pause = self._pause_of_piece = verify_seconds / max(1, len(self._pieces)) if self.is_counted else 0.0
         self._is_walking = True
         self._ledger.begin_walk()
         if not self._pieces:
             self._next_at = self._now() + (verify_seconds if self.is_counted else 0.0)
 
     def _walk(self, may_go_on: Callable[[], bool]) -> None:
+        if self._pause:
+            self._look_at_some()
+            return
         while self._pieces and may_go_on():
-            count = 1 if self._pause else 64
-            some = [self._pieces.popleft() for _ in range(min(count, len(self._pieces)))]
+            some = [self._pieces.popleft() for _ in range(min(_PIECES_AT_ONCE, len(self._pieces)))]
             for found in self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some):
                 self._compare(found)
-            if self._pause:
-                self._next_at = self._now() + self._pause
-                return
+
+    def _look_at_some(self) -> None:
+        """Look at the next few directories of a walk over days, and say when to look at more."""
+        if not self._directories and self._pieces:
+            self._piece = self._pieces.popleft()
+            self._directories.extend(list_directories(self._fs, self._tier_dir, self._piece))
+            self._pause = self._pause_of_piece / max(1, math.ceil(len(self._directories) / _DIRECTORIES_AT_ONCE))
+        some = [self._directories.popleft() for _ in range(min(_DIRECTORIES_AT_ONCE, len(self._directories)))]
+        self._compare(list_files(self._fs, self._tier_dir, self._piece, some))
+        self._next_at = self._now() + max(self._pause, len(some) / _DIRECTORIES_PER_SECOND)
 
     def _compare(self, found: Found) -> None:
         digest = found.piece.generation

@@ -33,8 +33,8 @@ class Reason(enum.Enum):
 class Blocks:
     """What is known of each block; all arrays have one length."""
 
-    name: NDArray[np.uint64]
-    parent: NDArray[np.uint64]
+    before: Ints
+    """Row of the block before it in its prefix, -1 where that is not among them; see `link`."""
     position: Ints
     size: Ints
     created: Ints
@@ -86,19 +86,23 @@ def link(name: NDArray[np.uint64], parent: NDArray[np.uint64], position: Ints) -
     A link to a block that does not stand before it in the prefix makes no sense and is left out, so there is no circle.
     """
     if name.size == 0:
-        return np.zeros(0, np.int64)
-    order = np.argsort(name, kind="stable")
-    at = np.minimum(np.searchsorted(name, parent, sorter=order), name.size - 1)
-    rows = order[at]
-    is_link = (name[rows] == parent) & (parent != 0) & (position[rows] < position)
-    return np.where(is_link, rows, -1).astype(np.int32)
+        return np.zeros(0, np.int32)
+    # Narrow types, and nothing kept longer than needed: a million blocks are decided on in little memory.
+    order = np.argsort(name, kind="stable").astype(np.int32)
+    rows = np.searchsorted(name, parent, sorter=order).astype(np.int32)
+    np.minimum(rows, name.size - 1, out=rows)
+    rows = order[rows]
+    del order
+    rows[name[rows] != parent] = -1
+    rows[(parent == 0) | (position[rows] >= position)] = -1
+    return rows
 
 
 def spread(values: NDArray[Any], parents: Ints, position: Ints) -> NDArray[Any]:
     """Return for each block the largest value among it and all that continues it."""
     spread_values = values.copy()
-    linked = np.flatnonzero(parents >= 0)
-    linked = linked[np.argsort(-position[linked], kind="stable")]
+    linked = np.flatnonzero(parents >= 0).astype(np.int32)
+    linked = linked[np.argsort(-position[linked], kind="stable").astype(np.int32)]
     # The blocks of one position at a time, the last first: each has heard of all that continues it by then.
     bounds = np.flatnonzero(np.diff(position[linked])) + 1
     for rows in np.split(linked, bounds):
@@ -108,12 +112,12 @@ def spread(values: NDArray[Any], parents: Ints, position: Ints) -> NDArray[Any]:
 
 def choose(blocks: Blocks, limits: Limits) -> Choice:
     """Decide which blocks go."""
-    parents = link(blocks.name, blocks.parent, blocks.position)
-    used = spread(blocks.used, parents, blocks.position)
-    is_held = spread(blocks.is_pinned, parents, blocks.position) if blocks.is_pinned.any() else blocks.is_pinned
-    del parents  # a million blocks are decided on in little memory
-    order = np.lexsort((-blocks.position, used, -blocks.age))
-    picker = _Picker(blocks, order[~is_held[order]])
+    used = spread(blocks.used, blocks.before, blocks.position)
+    order = np.lexsort((-blocks.position, used, -blocks.age)).astype(np.int32)
+    del used  # a million blocks are decided on in little memory
+    if blocks.is_pinned.any():
+        order = order[~spread(blocks.is_pinned, blocks.before, blocks.position)[order]]
+    picker = _Picker(blocks, order)
     if limits.expire_before is not None:
         picker.take_expired(np.flatnonzero(blocks.created < limits.expire_before))
     missing = 0
@@ -138,7 +142,7 @@ class _Picker:
     def __init__(self, blocks: Blocks, order: Ints) -> None:
         self._blocks = blocks
         self._order = order
-        self.is_taken: Flags = np.zeros(blocks.name.size, np.bool_)
+        self.is_taken: Flags = np.zeros(blocks.size.size, np.bool_)
         self._rows: list[Ints] = []
         self._reasons: list[Reason] = []
 
@@ -147,7 +151,7 @@ class _Picker:
 
     def take(self, wanted: int, reason: Reason, *, among: Flags | None = None, most: int | None = None) -> int:
         """Take just as many blocks as have `wanted` bytes, never more than `most`; return what is missing."""
-        rows = self._order[~self.is_taken[self._order]]
+        rows = self._order[~self.is_taken[self._order]] if self._rows else self._order
         if among is not None:
             rows = rows[among[rows]]
         sums = np.cumsum(self._blocks.size[rows])

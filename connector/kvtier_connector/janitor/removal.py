@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes files: victims one by one, each looked at again just before, and whole generations a step at a time.
+"""Removes files: victims chain by chain, each looked at again just before, and whole generations a step at a time.
 
 Nothing here decides. Every function may be interrupted at any system call and called again.
 """
@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, 
 _ALTERED_SECONDS = 30.0
 """A file that is so much younger than what is known of it was written anew: clocks differ, writes take time."""
 _BUNDLE = 64
+_MOST_REFUSALS = 8
+"""Of one bundle: a few files that cannot be removed must not keep all others, and a volume that refuses all will."""
 _BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
@@ -44,17 +46,21 @@ class Fate(NamedTuple):
     """When somebody wrote it anew meanwhile: it stays; 0 if nobody did."""
 
 
-def remove_victims(pool: Executor, fs: FileSystem, victims: Iterable[Victim]) -> list[Fate]:
-    """Remove files, several at once; raise OSError at the end if the volume refused one, after trying all the others.
+def remove_victims(pool: Executor, fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> list[Fate]:
+    """Remove files, several chains at once; raise OSError at the end if the volume refused all that was tried.
+
+    Args:
+        pool: What works on several chains at once.
+        fs: The system calls.
+        chains: Of each one is removed after the other, and none after one that stays: so a process that dies, or a
+            file that was written anew, leaves no block without those before it.
 
     Returns:
-        What became of those that the volume did not refuse, in their order.
+        What became of those that were tried and that the volume did not refuse.
     """
-    all_victims = list(victims)
-    bundles = [all_victims[start : start + _BUNDLE] for start in range(0, len(all_victims), _BUNDLE)]
     fates: list[Fate] = []
     failed: list[OSError] = []
-    for some, error in pool.map(lambda bundle: _remove_bundle(fs, bundle), bundles):
+    for some, error in pool.map(lambda bundle: _remove_bundle(fs, bundle), _bundles(chains)):
         fates += some
         failed += [] if error is None else [error]
     if failed and not fates:
@@ -62,15 +68,37 @@ def remove_victims(pool: Executor, fs: FileSystem, victims: Iterable[Victim]) ->
     return fates
 
 
-def _remove_bundle(fs: FileSystem, victims: list[Victim]) -> tuple[list[Fate], OSError | None]:
+def _bundles(chains: Iterable[Sequence[Victim]]) -> Iterator[list[Sequence[Victim]]]:
+    """Put short chains together, since to hand over work takes time, too."""
+    bundle: list[Sequence[Victim]] = []
+    count = 0
+    for chain in chains:
+        bundle.append(chain)
+        count += len(chain)
+        if count >= _BUNDLE:
+            yield bundle
+            bundle, count = [], 0
+    if bundle:
+        yield bundle
+
+
+def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[list[Fate], OSError | None]:
     fates: list[Fate] = []
-    for victim in victims:
-        try:
-            fates.append(_remove(fs, victim))
-        except OSError as error:
+    refusals: list[OSError] = []
+    for chain in chains:
+        for victim in chain:
+            try:
+                fate = _remove(fs, victim)
+            except OSError as error:
+                refusals.append(error)
+                break
+            fates.append(fate)
+            if fate.rewritten_ns:
+                break
+        if len(refusals) == _MOST_REFUSALS:
             # The next ones would most likely wait for the same answer.
-            return fates, error
-    return fates, None
+            break
+    return fates, refusals[0] if refusals else None
 
 
 def _remove(fs: FileSystem, victim: Victim) -> Fate:

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """What a piece holds."""
+    """What a piece holds, or some directories of it."""
 
     piece: Piece
     keys: list[BlockKey] = field(default_factory=list)
@@ -88,13 +88,20 @@ def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> list[Piece]:
 
 def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
     """Return what the piece holds; raise OSError if it cannot be looked at."""
+    return list_files(fs, tier_dir, piece, list_directories(fs, tier_dir, piece))
+
+
+def list_directories(fs: FileSystem, tier_dir: str, piece: Piece) -> list[str]:
+    """Return the directories of blocks of a piece, relative to the generation's root; raise OSError likewise."""
+    entries = list_own(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
+    return [f"{piece.path}/{entry.name}" for entry in entries if _is_directory(entry, 2)]
+
+
+def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterable[str]) -> Found:
+    """Return what some directories of the piece hold; raise OSError if they cannot be looked at."""
     found = Found(piece)
-    root = f"{tier_dir}/{piece.generation}"
-    for directory in list_own(fs, f"{root}/{piece.path}"):
-        if not _is_directory(directory, 2):
-            continue
-        path = f"{piece.path}/{directory.name}"
-        for entry in _entries(fs, f"{root}/{path}"):
+    for path in directories:
+        for entry in _entries(fs, f"{tier_dir}/{piece.generation}/{path}"):
             key = parse_block_path(f"{path}/{entry.name}")
             if key is not None:
                 found.keys.append(key)

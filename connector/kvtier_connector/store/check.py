@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
+from kvtier_connector.store.checksums import HAS_AES
 from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
@@ -47,7 +48,8 @@ EXPLAINED = {
     Fault.KEY: f"it holds another block than its name says; {_MOVED}",
     Fault.LENGTH: "it is longer than its header says; readers compute the block again",
     Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
-    Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; a later release may serve it",
+    Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; "
+    + ("a later release may serve it" if HAS_AES else "the package cryptography is missing: pip install cryptography"),
     Fault.KEY_MISSING: "it is encrypted with a key that is not here",
     Fault.KEY_WRONG: "it is encrypted with another key than the one of this name here",
     Fault.CLEAR: "it is not encrypted, and readers believe encrypted blocks only",

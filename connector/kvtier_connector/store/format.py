@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kvtier_connector.store.checksums import CHECKSUM_BYTES, DEFAULT_ALGORITHM, Algorithm
 from kvtier_connector.store.layout import (
+    ALIGNMENT,
     MAX_HASH_BYTES,
     MAX_KEY_ID_CHARACTERS,
     MAX_TENANT_CHARACTERS,
@@ -24,8 +25,6 @@ from kvtier_connector.store.layout import (
     is_valid_lineage,
 )
 
-ALIGNMENT = 4096
-"""Size of the header, and what O_DIRECT needs of a buffer's address and of a payload's length."""
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
 FORMAT_VERSION = 2

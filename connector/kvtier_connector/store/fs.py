@@ -16,8 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 
-from kvtier_connector.store.format import ALIGNMENT, HEADER_BYTES
-from kvtier_connector.store.layout import partial_path
+from kvtier_connector.store.layout import ALIGNMENT, partial_path
 
 FILE_MODE = 0o640
 """The group is that of the pods of one tier: engines and the janitor may run as different users."""
@@ -135,7 +134,7 @@ def new_token() -> str:
 
 def new_page() -> memoryview:
     """Return an aligned page for one header, private to this process even after a fork."""
-    return memoryview(mmap.mmap(-1, HEADER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return memoryview(mmap.mmap(-1, ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def is_page_aligned(view: memoryview) -> bool:

@@ -203,6 +203,8 @@ class _Tail:
 
     offset: int
     stalls: int = 0
+    is_met: bool = False
+    """Whether it was read once."""
     is_over: bool = False
     """Nothing will be added: its writer has begun the next segment, or a later release wrote it."""
 
@@ -279,17 +281,20 @@ class JournalReader:
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
         last = {name.writer: name.number for name in names}
-        for name in names:
-            if name not in self._tails:
-                self._last_records[name.writer] = self._now()
         self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
         for name, tail in self._tails.items():
             if tail.is_over:
                 continue
             try:
                 for records in self._follow(name, tail):
-                    self._last_records[name.writer] = self._now()
+                    # Who only removes, as the janitor does, takes no room.
+                    if any(record.op != Op.GONE for record in records):
+                        self._last_records[name.writer] = self._now()
                     yield records
+                if not tail.is_met and tail.offset <= RECORD_BYTES:
+                    # It has said nothing yet, but that it is there.
+                    self._last_records[name.writer] = self._now()
+                tail.is_met = True
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -301,7 +306,7 @@ class JournalReader:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be read: {failed}") from failed
 
     def count_active(self, since: float) -> int:
-        """Return how many writers were heard of since then, on the clock that was passed in; forget the others."""
+        """Return how many that may write were heard of since then, on the clock passed in; forget the others."""
         self._last_records = {writer: at for writer, at in self._last_records.items() if at >= since}
         return len(self._last_records)
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from kvtier_connector.contract import KEY_ID_PATTERN, TENANT_PATTERN
 
+ALIGNMENT = 4096
+"""Size of a file's header, and what O_DIRECT needs of a buffer's address and of a payload's length."""
 BLOCKS = "blocks"
 """Directory of the block files."""
 QUARANTINE = "quarantine"

@@ -69,6 +69,8 @@ class PromotionBudget:
         """Those that found no room, with their arrival."""
         self._first_arrival: float = math.inf
         """Of those in the line: whoever came before may take room before them."""
+        self._preempted: set[str] = set()
+        """vLLM does not say when these are scheduled again."""
         self._fetched = 0
         self._offered = 0
         self._window_began: int | None = None
@@ -110,7 +112,7 @@ class PromotionBudget:
         """Note that the blocks are being fetched."""
         account = self._account(request)
         fetched = frozenset(keys)
-        if account.began is None:
+        if account.began is None and request not in self._preempted:
             account.began = self._fetched
         self._fetched += len(fetched)
         self._offered -= len(account.offered & fetched)
@@ -135,10 +137,19 @@ class PromotionBudget:
     def release(self, request: str) -> None:
         """Close the account: the request is scheduled and its blocks are on the GPU, or it is gone."""
         self._leave_line(request)
+        self._preempted.discard(request)
         account = self._accounts.pop(request, None)
         if account is not None:
             self._offered -= len(account.offered)
             self._move_window()
+
+    def preempt(self, request: str) -> None:
+        """Close the account. What the request fetches to go on keeps nobody from fetching, since its end is not told.
+
+        It is the first that vLLM schedules again; should its blocks be evicted before, it computes them.
+        """
+        self.release(request)
+        self._preempted.add(request)
 
     def _queue(self, account: _Account, request: str) -> Admission:
         now = self._clock()
@@ -165,7 +176,9 @@ class PromotionBudget:
         return account
 
     def _is_anybody_else_holding(self, request: str) -> bool:
-        return any(account.fetched or account.offered for name, account in self._accounts.items() if name != request)
+        return any(
+            account.began is not None or account.offered for name, account in self._accounts.items() if name != request
+        )
 
     def _move_window(self) -> None:
         self._window_began = min(

@@ -90,6 +90,7 @@ class SharedVolumeTier(SecondaryTierManager):
         enable_kv_events: bool = False,  # noqa: FBT002
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
+        generation: str = "",
         **unknown: Any,
     ) -> None:
         """Build the tier and start its threads; the engine starts even if the volume cannot be used.
@@ -102,6 +103,7 @@ class SharedVolumeTier(SecondaryTierManager):
             enable_kv_events: Publish a BlockStored event for each block written, if the engine publishes events.
             locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
             backpressure_detector: vLLM's, if configured; it sees how long stores take.
+            generation: Digest of the blocks that this engine is started for, if the document may have moved on.
             unknown: Anything else in the tier's configuration, which is refused.
 
         Raises:
@@ -110,7 +112,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if unknown:
             raise ConfigInvalid(
                 f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
-                "it takes config_file, enable_kv_events, locality and backpressure"
+                "it takes config_file, generation, enable_kv_events, locality and backpressure"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
@@ -142,7 +144,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_closed = False
         revision = str(config.identity.get("model_revision", "main"))
         facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes, revision=revision)
-        self._volume = Volume(config, {**config.identity, **facts}, self.fs)
+        self._volume = Volume(config, {**config.identity, **facts}, self.fs, generation=generation)
         probe_seconds = min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds)
         self._pool = WorkerPool(
             config.io_threads,
@@ -246,7 +248,7 @@ class SharedVolumeTier(SecondaryTierManager):
             self._budget.release(request)
         for request in context.preempted_req_ids:
             self._gate.interrupt(request)
-            self._budget.release(request)
+            self._budget.preempt(request)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:

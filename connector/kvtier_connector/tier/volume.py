@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from kvtier_connector.contract import ConnectorConfig
+from kvtier_connector.contract import CONFIG_FILE, ConnectorConfig
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
@@ -33,6 +33,8 @@ logger = init_logger("vllm.kvtier.volume")
 RETRY_SECONDS = 30.0
 UNREADABLE = "tier.json"
 """Stands for a field where the whole description of the directory cannot be understood."""
+GENERATION = "generation"
+"""Stands for a field where the settings are not those that the engine was started for."""
 LIVE_SECONDS = 5.0
 BYPASSED = "the mode is Bypass"
 
@@ -43,9 +45,19 @@ class Volume:
     The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field`; anybody reads them.
     """
 
-    def __init__(self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem) -> None:
-        """Store the settings; call `start`. `claimed` is what `tier.json` must say."""
+    def __init__(
+        self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem, *, generation: str = ""
+    ) -> None:
+        """Store the settings; call `start`.
+
+        Args:
+            config: the settings of the tier.
+            claimed: what `tier.json` must say.
+            fs: the system calls.
+            generation: digest of the blocks that the engine was started for; empty where nobody said.
+        """
         self._config = config
+        self._generation = generation
         self._claimed = dict(claimed)
         self._fs = fs
         self.store = SharedStore(
@@ -207,6 +219,16 @@ class Volume:
             logger.warning("kvtier %s: %s", self._config.tier, self._brake_file.problem)
 
     def _claim(self) -> bool:
+        if self._generation not in {"", self._config.digest}:
+            # An old pod whose container was restarted in a rollout: its blocks must not open the new generation.
+            self._refused_field = GENERATION
+            self._refuse(
+                IdentityMismatch(
+                    f"this engine was started for generation {self._generation} and {CONFIG_FILE} is of "
+                    f"{self._config.digest}: the spec changed meanwhile; the rollout replaces the pod, or delete it"
+                )
+            )
+            return False
         while not self._closed.is_set():
             if not self.mode.may_load:
                 if self._refusal != BYPASSED:

@@ -57,13 +57,18 @@ Result = TypeVar("Result")
 
 
 def default_images() -> list[ImageProfile]:
-    """Return what our own images hold: the packages, found where this interpreter finds them."""
+    """Return what our own images hold, found where this interpreter finds it, and how the operator's starts."""
     paths = []
     for package in ("kvtier_connector", "kvtier_operator"):
         found = importlib.util.find_spec(package)
         if found is not None and found.submodule_search_locations:
             paths.append(str(Path(found.submodule_search_locations[0]).parent))
-    return [ImageProfile(prefix="ghcr.io/kvtier/", environment={"PYTHONPATH": os.pathsep.join(paths)})]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    command = ("python3", "-m", "kvtier_connector.command")
+    return [
+        ImageProfile(prefix="ghcr.io/kvtier/", environment=environment),
+        ImageProfile(prefix="ghcr.io/kvtier/operator:", environment=environment, entrypoint=command),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ def kv_transfer_config(plan: TierPlan) -> str:
                     "type": "SharedVolumeTier",
                     "module_path": "kvtier_connector.tier.manager",
                     "config_file": f"{names.CONFIG_MOUNT}/{contract.CONFIG_FILE}",
+                    # The file follows the spec while a pod of before it may still be restarted.
+                    "generation": plan.generation.digest,
                 }
             ],
         },

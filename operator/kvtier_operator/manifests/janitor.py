@@ -134,9 +134,8 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "terminationGracePeriodSeconds": 30,
         # The user and group of the engines: it removes what they wrote.
         "securityContext": pods.security_context(template),
-        # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines,
-        # and a volume of one node is only there.
-        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *pods.tolerations(plan)],
+        # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
+        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *_tolerations(plan)],
         **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
         **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
         "containers": [_container(plan, janitor_plan)],
@@ -146,6 +145,11 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
             {"name": "scratch", "emptyDir": {"sizeLimit": "16Mi"}},
         ],
     }
+
+
+def _tolerations(plan: TierPlan) -> list[Manifest]:
+    # Elsewhere, it has no business on nodes with devices; a volume of one node may be nowhere else.
+    return pods.tolerations(plan) if plan.is_on_one_node else list(plan.spec.engine.pod_template.tolerations)
 
 
 def _beside_the_engine(plan: TierPlan) -> Manifest:

@@ -33,9 +33,17 @@ def may_run_on(spec: TierSpec, node: Node) -> bool:
         node.is_open
         and all(node.labels.get(key) == value for key, value in template.node_selector.items())
         and _is_affine(template.affinity or {}, node)
-        and all(_is_tolerated(taint, template.tolerations) for taint in node.taints)
+        and all(_is_tolerated(taint, template.tolerations) or _is_of_device(spec, taint) for taint in node.taints)
         and node.devices.get(spec.engine.accelerator.resource, 0) >= devices_wanted(spec)
     )
+
+
+def _is_of_device(spec: TierSpec, taint: Mapping[str, str]) -> bool:
+    """Tell whether a taint keeps away who does not ask for the device: Kubernetes lets in who does, if it is set up so.
+
+    Where it is not, the scheduler says so.
+    """
+    return devices_wanted(spec) > 0 and taint.get("key") == spec.engine.accelerator.resource
 
 
 def devices_wanted(spec: TierSpec) -> int:

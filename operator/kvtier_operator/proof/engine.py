@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvtier_operator import names
+from kvtier_operator.deadlines import within
 from kvtier_operator.proof.exposition import Reading, read
 
 METRICS_SECONDS: Final = 5.0
@@ -86,14 +87,15 @@ class HttpEngine:
     def _ask(self, method: str, path: str, body: Any, seconds: float) -> bytes:
         connection = http.client.HTTPConnection(self._address, names.HTTP_PORT, timeout=seconds)
         try:
-            connection.request(
-                method,
-                path,
-                body=None if body is None else json.dumps(body),
-                headers={"Content-Type": "application/json", "Connection": "close"},
-            )
-            answer = connection.getresponse()
-            data = answer.read(MOST_BYTES)
+            with within(connection, seconds):
+                connection.request(
+                    method,
+                    path,
+                    body=None if body is None else json.dumps(body),
+                    headers={"Content-Type": "application/json", "Connection": "close"},
+                )
+                answer = connection.getresponse()
+                data = answer.read(MOST_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"does not answer {path} ({type(error).__name__})") from error
         finally:

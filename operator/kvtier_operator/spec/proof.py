@@ -28,4 +28,5 @@ class Proof(ApiModel):
     preflight: Literal["Always", "Never"] = "Always"
     """Whether a Job tries a new claim before the first engine starts on it: permissions, atomic renames, free space,
     speed. It takes a minute at most and writes up to 256 MiB for that time. `status.storage` and the condition
-    `StorageChecked` show what it found; engines that run already are never held up."""
+    `StorageChecked` show what it found; engines that run already are never held up. Nothing is tried while `disk.mode`
+    keeps engines from writing."""

@@ -99,6 +99,13 @@ def engines_own_the_directory(look: Look) -> Problem | None:
     if not strays:
         return None
     fields = sorted({field for pod in strays if pod.report is not None for field in pod.report.refused})
+    if fields == ["generation"]:
+        return Problem(
+            reason=Reason.STRANGER,
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
+            "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
+            "replaces it; if it stays, delete the pod",
+        )
     return Problem(
         reason=Reason.STRANGER,
         message=f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "

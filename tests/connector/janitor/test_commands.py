@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,45 @@ def test_blocks_are_looked_after_without_the_operators_libraries(engine: Engine,
 def test_the_operators_commands_work_without_those_of_the_janitor() -> None:
     done = kvtier("version", blocked=("numpy", "blake3", "vllm", "torch", "cryptography"))
     assert (done.returncode, done.stderr) == (0, "")
-    listed = kvtier("--help", blocked=("numpy", "blake3", "vllm", "torch"))
-    assert listed.returncode == 0
-    assert all(name in listed.stdout for name in (*command.STORAGE, "render"))
+
+
+@pytest.mark.parametrize("blocked", [("numpy", "blake3", "vllm", "torch"), ("kvtier_operator", "yaml", "pydantic")])
+def test_every_command_is_listed_whatever_is_installed(blocked: tuple[str, ...]) -> None:
+    listed = kvtier("--help", blocked=blocked)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert all(f"  {name} " in listed.stdout for name in (*command.STORAGE, *command.CLUSTER))
+
+
+def test_the_operators_commands_that_are_listed_are_those_it_has() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier_operator", "--help"], capture_output=True, text=True, check=True
+    )
+    assert set(re.findall(r"^    ([a-z]+)  ", done.stdout, re.MULTILINE)) == {*command.CLUSTER, "check"}
+
+
+@pytest.mark.parametrize(("words", "said"), [([], "a command is missing"), (["prune"], "prune is unknown")])
+def test_a_word_that_is_no_command_is_refused_with_those_there_are(words: list[str], said: str) -> None:
+    done = kvtier(*words, blocked=())
+    assert (done.returncode, said in done.stderr, "purge" in done.stderr) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("check", "blake3", "connector"), ("gc", "numpy", "janitor"), ("plan", "yaml", "operator")],
+)
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(name: str, missing: str, extra: str) -> None:
+    done = kvtier(name, "--help", blocked=(missing,))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"kvtier {name}: {missing} is not installed; pip install 'kvtier[{extra}]'\n",
+    )
+
+
+def test_an_image_without_the_operator_says_so() -> None:
+    done = kvtier("render", "x.yaml", blocked=("kvtier_operator",))
+    assert (done.returncode, "kvtier_operator is not installed" in done.stderr) == (1, True)
+
+
+def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(engine: Engine, rig: Rig) -> None:
+    done = kvtier("check", str(rig.dir), blocked=("cryptography",))
+    assert (done.returncode, "pip install cryptography" in done.stdout) == (1, True)

@@ -12,6 +12,7 @@ from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key
 
 from kvtier_connector.store.check import check
+from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.live import BrakeFile
 from kvtier_connector.store.mode import Mode
 
@@ -68,6 +69,15 @@ def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
     for _ in range(4):
         keeper.step()
     assert {0, 1, 2} <= set(engine.there(range(10)))
+
+
+def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    keeper = rig.keeper(RefusesOne(key(0).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
+    for _ in range(4):
+        keeper.step()
+    assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
 
 
 def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: Rig) -> None:
@@ -135,3 +145,27 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         assert not old.root.exists() or not list(old.root.iterdir())
         step += 4
     assert step > 50
+
+
+def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig) -> None:
+    engine = rig.engine()
+    # More than one thread takes at a time.
+    engine.put_chain(*range(100))
+    engine.put_chain(*range(100, 110))
+    keeper = rig.keeper(RefusesOne(key(90).hash.hex()), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
+    keeper.step()
+    for _ in range(5):
+        rig.clock.move(10)
+        keeper.step()
+    assert engine.there(range(100)) == list(range(91))
+    assert engine.there(range(100, 110)) == []
+
+
+def test_what_was_written_anew_keeps_all_before_it(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(5))
+    path = engine.root / block_path(key(3))
+    os.utime(path, ns=(rig.clock.ns, rig.clock.ns + 60 * 10**9))
+    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
+    keeper.step()
+    assert engine.there(range(5)) == list(range(4))

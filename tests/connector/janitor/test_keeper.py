@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
+from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.live import BrakeFile
@@ -34,6 +36,26 @@ def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_pre
     keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)
     assert rig.sweep(keeper).blocks == 6
     assert engine.there(range(10)) == list(range(6))
+
+
+def test_journals_that_take_longer_than_a_step_are_heard_in_the_next_ones(rig: Rig) -> None:
+    for number in range(20):
+        rig.engine().put(number)
+
+    def now() -> float:
+        # Time goes on, so that one step hears a few of the journals.
+        rig.clock.seconds += 0.2
+        return rig.clock.seconds
+
+    keeper = Keeper(replace(rig.config, sweep_seconds=1e6), clock=lambda: rig.clock.ns, now=now)
+    keeper.open()
+    pauses = [keeper.step() for _ in range(20)]
+    assert keeper.is_idle
+    assert pauses[0] == 0.0
+    rig.clock.move(1e6)
+    keeper.step()
+    assert keeper.report is not None
+    assert keeper.report.usage.blocks == 20
 
 
 def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig) -> None:
@@ -290,6 +312,36 @@ def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig) ->
     assert keeper.report.usage.blocks == 0
 
 
+class Listed(WatchedFs):
+    """Counts the directories of blocks that were listed."""
+
+    def __init__(self) -> None:
+        self.directories = 0
+
+    def before(self, call: str, path: str | None) -> None:
+        self.directories += call == "scandir" and path is not None and "/blocks/" in path
+
+
+def test_the_walk_over_days_lists_few_directories_at_a_time_and_gets_through(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    for number in range(256):
+        (engine.root / "blocks" / "abc" / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+    fs = Listed()
+    keeper = rig.keeper(fs, verify_seconds=1000.0)
+    rig.sweep(keeper)
+    fs.directories = 0
+    listed = []
+    for _ in range(1000):
+        rig.clock.move(1)
+        before = fs.directories
+        keeper.step()
+        listed.append(fs.directories - before)
+    assert max(listed) <= 17
+    assert sum(listed) >= 256
+    assert all(sum(listed[start : start + 30]) <= 30 * 6 + 17 for start in range(len(listed) - 30))
+
+
 def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1)
@@ -322,6 +374,16 @@ def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
     rig.sweep(keeper)
     assert rig.sweep(keeper).quarantined == 1
     assert (quarantine / "x").exists()
+
+
+def test_quarantined_files_do_not_outlive_the_time_to_live(rig: Rig) -> None:
+    quarantine = rig.engine().root / "quarantine"
+    quarantine.mkdir()
+    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
+        (quarantine / name).write_bytes(b"123")
+        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    rig.sweep(rig.keeper(ttl_seconds=DAY))
+    assert [path.name for path in quarantine.iterdir()] == ["young"]
 
 
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:

@@ -28,9 +28,10 @@ class Tree:
         positions: list[int] = []
         for parent in self.parents:
             positions.append(0 if parent < 0 else positions[parent] + 1)
+        names = np.arange(1, len(self.parents) + 1, dtype=np.uint64)
+        parents = np.array([parent + 1 for parent in self.parents], np.uint64)
         return Blocks(
-            name=np.arange(1, len(self.parents) + 1, dtype=np.uint64),
-            parent=np.array([parent + 1 for parent in self.parents], np.uint64),
+            before=link(names, parents, np.array(positions, np.int64)),
             position=np.array(positions, np.int64),
             size=np.array(self.size, np.int64),
             created=np.array(self.created, np.int64),
@@ -181,7 +182,7 @@ def test_what_has_outlived_its_time_goes_pinned_or_used_or_not(tree: Tree, befor
 @settings(max_examples=40, deadline=None)
 def test_a_prefix_is_as_young_as_the_youngest_that_continues_it(tree: Tree) -> None:
     blocks = tree.blocks()
-    spread_used = spread(blocks.used, link(blocks.name, blocks.parent, blocks.position), blocks.position)
+    spread_used = spread(blocks.used, blocks.before, blocks.position)
     for row in range(len(tree.parents)):
         assert spread_used[row] == max(tree.used[other] for other in (row, *tree.continued_by(row)))
 

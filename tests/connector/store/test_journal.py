@@ -315,6 +315,22 @@ def test_old_journals_are_removed_and_young_ones_stay(tmp_path: Path) -> None:
     assert [path for path, _, _ in list_journals(tmp_path)] == [paths[1]]
 
 
+def test_writers_count_from_their_empty_journal_on_and_those_that_only_remove_do_not(tmp_path: Path) -> None:
+    reader = JournalReader(tmp_path, now=lambda: 5.0)
+    reader.start()
+    silent, storing, removing = (make_writer(tmp_path) for _ in range(3))
+    note(storing, 1)
+    removing.append(Op.GONE, key(1), 0)
+    for writer in (silent, storing, removing):
+        writer.flush()
+    assert sum(len(batch) for batch in reader.read()) == 2
+    assert reader.count_active(0.0) == 2
+    note(removing, 2)
+    removing.flush()
+    assert sum(len(batch) for batch in reader.read()) == 1
+    assert reader.count_active(0.0) == 3
+
+
 @pytest.mark.parametrize("call", ["scandir", "open", "preadv"])
 def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_path: Path, call: str) -> None:
     reader = JournalReader(tmp_path)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,17 @@ def test_a_good_volume_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list((tmp_path / "serving.llama").iterdir()) == []
 
 
+def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    old, young, other = (tmp_path / name for name in (".preflight-1", ".preflight-2", "4f1c"))
+    for directory in (old, young, other):
+        directory.mkdir()
+        (directory / "0").write_bytes(b"123")
+    for directory in (old, other):
+        os.utime(directory, (0, 0))
+    assert attempt(tmp_path).problem == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".preflight-2", "4f1c"]
+
+
 def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "termination-log"
     arguments = ["--root", str(tmp_path / "t"), "--bytes", str(4 * MIB), "--result", str(result)]
@@ -38,6 +51,14 @@ def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: p
     assert found["problem"] == ""
     assert json.loads(capsys.readouterr().out) == found
     assert len(result.read_bytes()) < 4096
+
+
+@pytest.mark.parametrize("module", ["preflight", "install", "ready"])
+def test_what_runs_in_an_image_without_packages_needs_none(module: str) -> None:
+    connector = str(Path(preflight.__file__).parents[1])
+    run = [sys.executable, "-S", "-c", f"import kvtier_connector.{module}"]
+    done = subprocess.run(run, env={"PYTHONPATH": connector}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Failing(FileSystem):

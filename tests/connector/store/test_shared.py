@@ -19,7 +19,7 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalReader
+from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import NO_LINEAGE, QUARANTINE, Lineage, block_path
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.shared import SharedStore
@@ -210,6 +210,17 @@ def test_a_process_that_does_not_hear_of_the_others_stops_at_its_share(root: Pat
     deaf.synchronize()
     stored = [deaf.put(key(number), payload(number)) for number in range(1, 60)]
     assert stored.count(Stored(BLOCK_BYTES)) == 59 // 4
+
+
+def test_who_only_removes_has_no_share_of_the_room(root: Path) -> None:
+    store = engine(root, max_bytes=60 * BLOCK_BYTES)
+    janitor = JournalWriter(root)
+    for number in range(100, 103):
+        janitor.append(Op.GONE, key(number), 0)
+        janitor.flush()
+        store.synchronize()
+    stored = [store.put(key(number), payload(number)) for number in range(60)]
+    assert stored.count(Stored(BLOCK_BYTES)) == 60
 
 
 def test_a_probe_asks_for_unknown_keys_in_order_and_ends_at_the_first_absent_one(root: Path) -> None:

@@ -114,6 +114,30 @@ def test_a_request_that_is_scheduled_gives_no_room_while_an_older_one_waits() ->
     assert admitted(budget, "another", 80, first=200) == 80
 
 
+def test_a_preempted_request_that_goes_on_keeps_no_room_until_it_ends() -> None:
+    budget = PromotionBudget(100)
+    budget.preempt("a")
+    assert fetched(budget, "a", 80) == 80
+    # Scheduled again, of which nobody tells.
+    assert fetched(budget, "b", 80, first=100) == 80
+    assert budget.admit(key(0), "a") is Admission.COMPUTE
+    budget.release("b")
+    assert admitted(budget, "c", 100, first=200) == 80
+    assert budget.waiting == 0
+
+
+def test_a_preempted_request_waits_its_turn_like_any_other_and_is_forgotten_when_it_ends() -> None:
+    budget = PromotionBudget(100)
+    fetched(budget, "b", 80)
+    budget.preempt("a")
+    assert budget.admit(key(100), "a") is Admission.WAIT
+    budget.end_step()
+    budget.release("a")
+    budget.release("b")
+    assert fetched(budget, "a", 80, first=100) == 80
+    assert budget.admit(key(0), "b") is Admission.WAIT
+
+
 def test_the_smallest_tier_takes_one_block() -> None:
     assert admitted(PromotionBudget(1), "r", 5) == 1
 

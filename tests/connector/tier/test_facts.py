@@ -118,6 +118,16 @@ def test_a_stranger_is_refused_with_the_field_in_a_metric(rigs: Rigs) -> None:
     assert len(list(rigs.root.rglob("*.kvb"))) == 2
 
 
+def test_an_engine_that_was_started_for_another_generation_leaves_the_volume_alone(rigs: Rigs) -> None:
+    old = rigs.make(options={"generation": "0" * 16})
+    assert old.metric("vllm:kvtier_disk_refused", "generation") == 1
+    old.offload(keys(2))
+    assert not rigs.root.exists()
+    new = rigs.make(options={"generation": rigs.root.name})
+    new.offload(keys(2))
+    assert len(list(rigs.root.rglob("*.kvb"))) == 2
+
+
 def test_a_directory_of_another_format_is_refused_by_that_name(rigs: Rigs) -> None:
     claim(rigs.root, {}, "d1gest")
     path = rigs.root / "tier.json"

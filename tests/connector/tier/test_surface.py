@@ -64,6 +64,7 @@ def test_vllm_finds_the_tier_by_the_configuration_that_the_operator_writes() -> 
         "type": "SharedVolumeTier",
         "module_path": "kvtier_connector.tier.manager",
         "config_file": "/etc/kvtier/connector.json",
+        "generation": "0123456789abcdef",
     }
     assert SecondaryTierFactory.get_tier_class(config) is SharedVolumeTier
 

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,8 +69,9 @@ def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
     assert json.loads(bench.ask("env", "/argv")) == ["--color=red", "--unknown=$(NOBODY)"]
 
 
-def test_a_pod_that_asks_for_the_token_of_its_account_reaches_the_cluster(bench: Bench) -> None:
-    bench.pod("client", server(), automountServiceAccountToken=True)
+@pytest.mark.parametrize("asked", [{"automountServiceAccountToken": True}, {"serviceAccountName": "operator"}])
+def test_a_pod_that_asks_for_the_token_of_its_account_reaches_the_cluster(bench: Bench, asked: dict[str, Any]) -> None:
+    bench.pod("client", server(), **asked)
     until(lambda: bench.is_ready("client"))
     assert bench.environment("client")["KUBECONFIG"] == str(bench.cluster.kubeconfig)
 

@@ -63,7 +63,8 @@ def _base_environment(services: PodServices, mounts: Mounts) -> dict[str, str]:
     """Return what every container has; nothing else of the caller's environment gets through."""
     machine = {name: os.environ[name] for name in _FROM_THE_MACHINE if name in os.environ}
     # Nobody is asked who they are here, so the account's token is the cluster's address.
-    is_client = services.sources.pod["spec"].get("automountServiceAccountToken") is True
+    spec = services.sources.pod["spec"]
+    is_client = spec.get("automountServiceAccountToken", spec.get("serviceAccountName", "default") != "default")
     account = {"KUBECONFIG": str(services.node.kubeconfig)} if is_client else {}
     return {
         "PATH": os.environ.get("PATH", os.defpath),
