@@ -274,13 +274,6 @@ def test_a_pod_on_its_way_out_is_no_problem() -> None:
     assert found["Ready"]["status"] == "True"
 
 
-def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
-    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
-    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
-    assert found["Ready"]["status"] == "True"
-    assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
-
-
 def test_an_invalid_spec_names_its_field_and_stalls() -> None:
     view = status.View(
         generation=3, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec.cpu.size", "must be at least 1Mi")

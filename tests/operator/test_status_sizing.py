@@ -99,6 +99,13 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
     assert "more than 56" in found["message"]
 
 
+def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
+    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
+    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    assert found["Ready"]["status"] == "True"
+    assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
+
+
 def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
     nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=(), nodes=Nodes(nodes=()))
     found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))

@@ -97,10 +97,11 @@ class Extremes:
             return
         self._changes, self._next_at = self._ledger.changes, self._now() + self._seconds
         rows = self._ledger.rows
-        rows = rows if rows["is_alive"].all() else rows[rows["is_alive"]]
-        self.oldest_ns = int(rows["created"].min()) if rows.size else None
+        # Column by column: all columns of the living would be as much memory as the ledger.
+        alive = np.flatnonzero(rows["is_alive"]).astype(np.int32)
+        self.oldest_ns = int(rows["created"][alive].min()) if alive.size else None
         latest = np.zeros(max(1, len(self._ledger.generations)), np.int64)
-        np.maximum.at(latest, rows["generation"], rows["used"])
+        np.maximum.at(latest, rows["generation"][alive], rows["used"][alive])
         self.last_used_ns = {number: int(used) for number, used in enumerate(latest) if used}
 
 

@@ -21,6 +21,8 @@ from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, 
 _ALTERED_SECONDS = 30.0
 """A file that is so much younger than what is known of it was written anew: clocks differ, writes take time."""
 _BUNDLE = 64
+_MOST_REFUSALS = 8
+"""Of one bundle: a few files that cannot be removed must not keep all others, and a volume that refuses all will."""
 _BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
@@ -82,17 +84,21 @@ def _bundles(chains: Iterable[Sequence[Victim]]) -> Iterator[list[Sequence[Victi
 
 def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[list[Fate], OSError | None]:
     fates: list[Fate] = []
+    refusals: list[OSError] = []
     for chain in chains:
         for victim in chain:
             try:
                 fate = _remove(fs, victim)
             except OSError as error:
-                # The next ones would most likely wait for the same answer.
-                return fates, error
+                refusals.append(error)
+                break
             fates.append(fate)
             if fate.rewritten_ns:
                 break
-    return fates, None
+        if len(refusals) == _MOST_REFUSALS:
+            # The next ones would most likely wait for the same answer.
+            break
+    return fates, refusals[0] if refusals else None
 
 
 def _remove(fs: FileSystem, victim: Victim) -> Fate:

@@ -71,6 +71,15 @@ def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
     assert {0, 1, 2} <= set(engine.there(range(10)))
 
 
+def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    keeper = rig.keeper(RefusesOne(key(0).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
+    for _ in range(4):
+        keeper.step()
+    assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
+
+
 def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: Rig) -> None:
     rig.engine().put(1)
     first = rig.keeper()
