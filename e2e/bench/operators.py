@@ -60,7 +60,7 @@ def scale(folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float
             list(pool.map(lambda number: cluster.call("POST", TIERS, tier(f"t{number:04}")), range(tiers)))
         created = time.monotonic() - began
         peak = _Peak(process)
-        until(lambda: sum(map(is_final, cluster.tiers())) == tiers, seconds=limit_seconds, pause=2)
+        until(_Finals(cluster, tiers), seconds=limit_seconds, pause=0.5)
         final, cpu = time.monotonic() - began, process.cpu_seconds() - cpu_before
         requests = dict(cluster.requests)
         _settle(cluster)
@@ -97,6 +97,21 @@ def _settle(cluster: BenchCluster, *, quiet_seconds: float = 10, limit_seconds: 
         elif time.monotonic() - since > quiet_seconds:
             return
         time.sleep(0.5)
+
+
+class _Finals:
+    """Tells whether all tiers are final; who asks for all of them again and again keeps the server from its work."""
+
+    def __init__(self, cluster: BenchCluster, tiers: int) -> None:
+        self._cluster, self._tiers, self._next = cluster, tiers, 0
+
+    def __call__(self) -> bool:
+        while self._next < self._tiers:
+            if not is_final(self._cluster.call("GET", f"{TIERS}/t{self._next:04}")):
+                return False
+            self._next += 1
+        self._next = 0  # none may have fallen back meanwhile
+        return sum(map(is_final, self._cluster.tiers())) == self._tiers
 
 
 class _Peak:

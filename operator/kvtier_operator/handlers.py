@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
 from kvtier_operator.probes import Probes
 from kvtier_operator.proof.monitor import Proofs
+from kvtier_operator.recent import Recent
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
 from kvtier_operator.workqueue import Done, WorkQueue
@@ -43,6 +44,9 @@ LIST_SECONDS: Final = 60.0
 
 STUCK_SECONDS: Final = 600.0
 """After how long without any progress the operator calls itself dead; longer than any pass can take."""
+
+FRESH_SECONDS: Final = 60.0
+"""For how long what was read of a tier, and watched since, is not read again."""
 
 DEAF_SECONDS: Final = 300.0
 """For how long a change may stand that no watch told of; several lists must have shown it."""
@@ -78,6 +82,14 @@ _WATCHED_KINDS: Final = frozenset(
 )
 
 
+_KEPT_KINDS: Final = _WATCHED_KINDS - {names.KIND, "Deployment", "Pod"} | {names.LEASE_KIND}
+"""What a pass need not read again each time.
+
+A Deployment and its pods are compared with each other, and each watch tells in its own time: they are read one after
+the other. Of a Lease only its being there matters, so no watch need tell of it.
+"""
+
+
 class Operator:
     """Connects kopf's events with passes over tiers.
 
@@ -96,7 +108,8 @@ class Operator:
     ) -> None:
         """Store what a pass needs; `run` starts everything."""
         self._settings = settings
-        self._lookout = Lookout(_WATCHED_KINDS)
+        self._recent = Recent(_KEPT_KINDS, seconds=min(FRESH_SECONDS, settings.resync_seconds / 4))
+        self._lookout = Lookout(_WATCHED_KINDS, recent=self._recent)
         self._cluster = WatchfulCluster(cluster, self._lookout)
         self._beat = Beat()
         self._stop_flag: threading.Event | None = None
@@ -199,6 +212,9 @@ class Operator:
     async def _on_child(
         self, namespace: str | None, labels: Mapping[str, str], body: Mapping[str, Any], **details: Any
     ) -> None:
+        if details["type"] is None:
+            # From the list that a watch begins with: what was deleted before it is told by nobody.
+            self._recent.forget_all()
         self._lookout.heard(body, is_deleted=details["type"] == "DELETED")
         tier = labels.get(names.LABEL_TIER)
         if tier is not None:
@@ -221,6 +237,7 @@ class Operator:
             return Done(retry_after=error.retry_after or STUCK_SECONDS)
 
     def _list_tiers(self) -> Done:
+        self._recent.forget_old()
         bodies: list[Manifest] = []
         for scope in self._settings.namespaces or ("",):
             for found in self._cluster.list(names.API_VERSION, names.KIND, namespace=scope, selector=""):
@@ -243,6 +260,9 @@ class Operator:
             attempt=attempt,
             probes=self._probes,
         )
+        if outcome.failure is not None or not outcome.exists:
+            # What a failed pass took for true may be why it failed.
+            self._recent.forget(key.namespace, key.name)
         self._claim_users.note(key, outcome.existing_claim)
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
@@ -258,12 +278,23 @@ class Operator:
         self._metrics.count_pass(outcome=ended, seconds=seconds, written_kinds=kinds)
 
 
+class _NoDiffs(kopf.AnnotationsDiffBaseStorage):
+    """Compares nothing: no handler of ours asks what changed, and kopf would copy each object twice to tell."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
+        """Return nothing."""
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        """Know nothing."""
+
+
 def _kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     # Nothing is kept in the objects, so these prefixes only matter should a handler ever need them: none of kopf's own.
     settings.persistence.finalizer = f"{names.GROUP}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
+    settings.persistence.diffbase_storage = _NoDiffs(prefix=names.GROUP)
     settings.posting.enabled = False
     # Namespaces are given and the CRD comes with the operator: no right to watch either is needed.
     settings.scanning.disabled = True

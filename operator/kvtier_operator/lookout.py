@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from kvtier_operator import names
 from kvtier_operator.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.recent import Recent, which_of
 
 
 class _Where(NamedTuple):
@@ -45,11 +46,18 @@ class _Unheard(NamedTuple):
 class Lookout:
     """Remembers versions, of every object of every tier: some hundred bytes each."""
 
-    def __init__(self, watched_kinds: frozenset[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        watched_kinds: frozenset[str],
+        *,
+        recent: Recent | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Know nothing yet.
 
         Args:
             watched_kinds: kinds whose changes a watch should tell.
+            recent: lists that are read again and again within moments; None reads them each time.
             clock: seconds that only grow.
         """
         self._watched_kinds = watched_kinds
@@ -59,9 +67,12 @@ class Lookout:
         self._unheard: dict[_Where, _Unheard] = {}
         self._standing: dict[_Where, _Stand] = {}
         self._applied: dict[_Where, tuple[_Stand, bytes]] = {}
+        self.recent = recent or Recent(frozenset(), seconds=0.0)
+        """What stands of the tiers that passes are about now."""
 
     def heard(self, body: Mapping[str, Any], *, is_deleted: bool) -> None:
         """Take note of what a watch told."""
+        self.recent.heard(body, is_deleted=is_deleted)
         metadata = body["metadata"]
         where = _Where(body["kind"], metadata.get("namespace", ""), metadata["name"])
         with self._lock:
@@ -123,7 +134,6 @@ class WatchfulCluster:
         """Stand before that cluster."""
         self._cluster = cluster
         self._lookout = lookout
-        self.delete = cluster.delete
         self.patch_status = cluster.patch_status
         self.post_event = cluster.post_event
         self.events = cluster.events
@@ -136,8 +146,18 @@ class WatchfulCluster:
         return found
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
-        """Return the objects that carry the labels of the selector, and note how they stand."""
-        found = self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
+        """Return the objects that carry the labels of the selector, and note how they stand.
+
+        What was read a moment ago, and watched since, is not read again.
+        """
+        recent, which = self._lookout.recent, which_of(kind, namespace=namespace, selector=selector)
+        found = None if which is None else recent.get(which)
+        if found is None:
+            if which is not None:
+                recent.begin(which)
+            found = self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
+            if which is not None:
+                recent.end(which, found)
         for body in found:
             self._lookout.found(body)
         return found
@@ -149,7 +169,13 @@ class WatchfulCluster:
             return {**manifest, "metadata": metadata}
         result = self._cluster.apply(manifest, over=over)
         self._lookout.applied(manifest, result)
+        self._lookout.recent.heard(result, is_deleted=False)
         return result
+
+    def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
+        """Delete that incarnation of the object; whether it goes at once is for the next read to tell."""
+        self._lookout.recent.forget_kind(key.kind, namespace)
+        self._cluster.delete(key, namespace, uid=uid)
 
 
 def _where(manifest: Manifest) -> _Where:
@@ -162,10 +188,14 @@ def _stand(body: Manifest) -> _Stand:
     if body["kind"] not in _BUSY:
         return _Stand(metadata["uid"], version, version)
     ours = [metadata.get(field) for field in ("generation", "labels", "annotations", "ownerReferences")]
+    if body["kind"] == names.CLAIM_KIND:
+        # It has no generation. Whoever binds it names the volume in its spec, beside what is ours.
+        spec = body.get("spec") or {}
+        ours += [spec.get("resources"), spec.get("accessModes"), spec.get("storageClassName")]
     return _Stand(metadata["uid"], version, json.dumps(ours, sort_keys=True))
 
 
-_BUSY: Final = frozenset({"Deployment", "Lease"})
+_BUSY: Final = frozenset({"Deployment", "Lease", names.CLAIM_KIND})
 """Kinds whose versions move all the time: by a status, or by the janitor that holds the Lease."""
 
 

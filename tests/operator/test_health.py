@@ -161,7 +161,10 @@ def test_what_was_applied_last_is_not_applied_again_until_somebody_touches_it() 
     assert [apply({**manifest, "data": {"a": "c"}}), apply({**manifest, "data": {"a": "c"}})] == [1, 0]
 
 
-@pytest.mark.parametrize(("kind", "is_repeated"), [("Lease", False), ("Deployment", False), ("ConfigMap", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_repeated"),
+    [("Lease", False), ("Deployment", False), ("PersistentVolumeClaim", False), ("ConfigMap", True)],
+)
 def test_what_others_write_all_the_time_is_no_reason_to_apply_again(kind: str, is_repeated: bool) -> None:
     look, _ = lookout()
     manifest = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "c", "namespace": NAMESPACE}}
