@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Engine, Rig, key
+from tier_dir import BLOCK_BYTES, Rig, key
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
@@ -157,108 +155,6 @@ def test_tenants_without_a_quota_of_their_own_have_the_default(rig: Rig) -> None
     engine.put(*range(20, 30))
     usage = rig.sweep(rig.keeper(default_quota_bytes=4 * BLOCK_BYTES, low_watermark=0.5))
     assert {tenant.tenant: tenant.blocks for tenant in usage.tenants} == {"": 10, "alice": 2}
-
-
-def test_older_generations_go_before_the_current_one(rig: Rig) -> None:
-    old, new = rig.engine("bb"), rig.engine("aa")
-    new.put(*range(5))
-    old.put(*range(5))
-    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6))
-    assert (len(old.there(range(5))), len(new.there(range(5)))) == (1, 5)
-
-
-def test_a_generation_beyond_those_to_keep_is_removed_when_nobody_uses_it(rig: Rig) -> None:
-    oldest, older, current = rig.engine("cc"), rig.engine("bb"), rig.engine("aa")
-    for engine, age in ((oldest, 3 * DAY), (older, 2 * DAY), (current, 0.0)):
-        engine.put(*range(3))
-        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
-            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    usage = rig.sweep(rig.keeper(keep_previous=1))
-    assert not oldest.root.exists()
-    assert older.root.exists()
-    assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
-    assert usage.blocks == 6
-
-
-def test_a_generation_in_use_is_not_removed(rig: Rig) -> None:
-    used = rig.engine("bb")
-    rig.engine("aa")
-    used.put(1)
-    rig.sweep(rig.keeper(keep_previous=0))
-    assert used.has(1)
-
-
-def test_a_generation_with_somebody_elses_file_in_it_is_not_removed_but_stated(rig: Rig) -> None:
-    old = rig.engine("bb")
-    rig.engine("aa")
-    (old.root / "notes.txt").write_text("mine")
-    rig.clock.move(DAY)
-    usage = rig.sweep(rig.keeper(keep_previous=0))
-    assert (old.root / "notes.txt").exists()
-    assert "notes.txt" in usage.problems[0]
-
-
-def test_somebody_elses_file_in_one_generation_does_not_keep_the_others(rig: Rig) -> None:
-    older, old = rig.engine("cc"), rig.engine("bb")
-    rig.engine("aa")
-    (old.root / "notes.txt").write_text("mine")
-    for engine, age in ((older, 3 * DAY), (old, 2 * DAY)):
-        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
-            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    usage = rig.sweep(rig.keeper(keep_previous=0))
-    assert (old.root / "notes.txt").exists()
-    assert not older.root.exists()
-    assert "notes.txt" in usage.problems[0]
-
-
-@pytest.mark.parametrize(
-    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f"x.{'0' * 32}.partial"]
-)
-def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, place: str) -> None:
-    old = rig.engine("bb")
-    rig.engine("aa")
-    other = tmp_path / "other" / "blocks"
-    other.mkdir(parents=True)
-    (other / "precious").write_text("mine")
-    shutil.rmtree(old.root / place, ignore_errors=True)
-    (old.root / place).parent.mkdir(exist_ok=True)
-    (old.root / place).symlink_to(other.parent if place.startswith("tenants") else other)
-    rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper(keep_previous=0))
-    assert (other / "precious").exists()
-    assert not old.root.exists()
-
-
-def test_a_link_planted_in_the_place_of_the_quarantine_takes_nothing_else_with_it(rig: Rig, tmp_path: Path) -> None:
-    engine = rig.engine()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "precious").write_text("mine")
-    (engine.root / "quarantine").symlink_to(other)
-    rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper())
-    assert (other / "precious").exists()
-
-
-def test_a_link_planted_among_the_blocks_is_not_walked(rig: Rig) -> None:
-    engine, other = rig.engine(), Engine(rig.dir.parent / "ns.other", "aa", rig.clock)
-    other.put(*range(4))
-    (engine.root / "blocks").mkdir()
-    for directory in (other.root / "blocks").iterdir():
-        (engine.root / "blocks" / directory.name).symlink_to(directory)
-    shutil.rmtree(other.root / "journal")
-    rig.clock.move(DAY)
-    usage = rig.sweep(rig.keeper(ttl_seconds=3600.0))
-    assert usage.blocks == 0
-    assert other.there(range(4)) == [0, 1, 2, 3]
-
-
-def test_the_current_generation_is_never_removed(rig: Rig) -> None:
-    engine = rig.engine("aa")
-    engine.put(1)
-    rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper(keep_previous=0))
-    assert engine.has(1)
 
 
 def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> None:
