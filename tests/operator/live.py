@@ -132,18 +132,18 @@ class Controllers:
                 name = claim["metadata"]["name"]
                 client.merge(CORE, "persistentvolumeclaims", name, {"status": {"phase": "Bound"}}, sub="/status")
         wanted: dict[str, dict[str, Any]] = {}
+        reports: dict[str, dict[str, Any]] = {}
         for deployment in client.items(APPS, "deployments"):
             wanted |= self._pods(deployment)
             count = deployment["spec"]["replicas"]
-            status = {
+            status: dict[str, Any] = {
                 "observedGeneration": deployment["metadata"]["generation"],
                 "replicas": count,
                 "updatedReplicas": count,
                 "readyReplicas": count,
             }
             if any(deployment.get("status", {}).get(key) != value for key, value in status.items()):
-                name = deployment["metadata"]["name"]
-                client.merge(APPS, "deployments", name, {"status": status}, sub="/status")
+                reports[deployment["metadata"]["name"]] = {"status": status}
         jobs = {f"{job['metadata']['name']}-0": job for job in client.items(BATCH, "jobs")}
         wanted |= {name: _pod_of(job, name) for name, job in jobs.items() if not _is_left_alone(job)}
         live = {pod["metadata"]["name"] for pod in client.items(CORE, "pods")}
@@ -152,12 +152,15 @@ class Controllers:
         for name in wanted.keys() - live:
             client.call("POST", client.path(CORE, "pods"), wanted[name])
             conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
-            status: dict[str, Any] = {"conditions": conditions}
+            status = {"conditions": conditions}
             if name in jobs:
                 ended = {"exitCode": 0, "message": '{"problem": "", "read_bytes_per_second": 1048576}'}
                 container = {"name": "preflight", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
                 status = {"phase": "Succeeded", "containerStatuses": [{**container, "state": {"terminated": ended}}]}
             client.merge(CORE, "pods", name, {"status": status}, sub="/status")
+        # Last, for a rollout is only complete once the pods it replaces are gone.
+        for name, report in reports.items():
+            client.merge(APPS, "deployments", name, report, sub="/status")
 
     def _pods(self, deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
         template, metadata = deployment["spec"]["template"], deployment["metadata"]
