@@ -137,12 +137,12 @@ class DeploymentController(Controller):
             self._sets.forget(each)
 
     async def _report(self, deployment: Json, new: Json | None) -> None:
-        current = self.own.get(key_of(deployment)) or deployment
+        """Report about the Deployment that was synced: what came meanwhile was not observed."""
         sets = self._sets.controlled_by(uid_of(deployment))
         fresh = None if new is None else self._sets.get(key_of(new))
-        status = deployment_status.status_of(current, sets=sets, new=fresh, now=timestamp())
-        await self.write_status(current, status)
-        if (seconds := deployment_status.seconds_to_deadline(current, status)) is not None:
+        status = deployment_status.status_of(deployment, sets=sets, new=fresh, now=timestamp())
+        await self.write_status(deployment, status)
+        if (seconds := deployment_status.seconds_to_deadline(deployment, status)) is not None:
             self.enqueue_after(key_of(deployment), seconds)
 
     def _tell(self, deployment: Json, message: str) -> None:
