@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import ssl
 import threading
@@ -28,7 +29,11 @@ PATH: Final = "/validate"
 _LONGEST_BODY_BYTES: Final = 8 << 20
 _SLOWEST_CLIENT_SECONDS: Final = 10.0
 
-Judge = Callable[[dict[str, Any], dict[str, Any] | None], Verdict]
+_TIMEOUT: Final = re.compile(r"(?:^|&)timeout=([0-9]{1,3})s(?:&|$)")
+_USUAL_TIMEOUT_SECONDS: Final = 5.0
+
+Judge = Callable[[dict[str, Any], dict[str, Any] | None, float], Verdict]
+"""Given the new object, the old one, and the seconds that it may take to read what decides."""
 
 
 class WebhookServer:
@@ -146,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _judged(self, new: dict[str, Any], old: dict[str, Any] | None) -> Verdict:
         try:
-            return type(self).judge(new, old)
+            return type(self).judge(new, old, _patience(self.path) / 2)
         except Exception:
             # An edge: a bug of ours must not stand between a person and their cluster.
             logger.exception("A write could not be judged; it is admitted.")
@@ -162,6 +167,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log no requests: they are in the API server's audit log."""
+
+
+def _patience(path: str) -> float:
+    """Return how many seconds the API server waits for the answer: it adds that to the query."""
+    found = _TIMEOUT.search(path.partition("?")[2])
+    return float(found[1]) if found is not None and int(found[1]) else _USUAL_TIMEOUT_SECONDS
 
 
 def _response(uid: str, verdict: Verdict) -> dict[str, Any]:
