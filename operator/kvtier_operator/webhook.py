@@ -16,12 +16,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from kvtier_operator.admission import Verdict
 from kvtier_operator.errors import SettingsInvalid
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class WebhookServer:
     Threads: one accepts and looks after the certificate; each connection has another one.
     """
 
-    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = "0.0.0.0") -> None:  # noqa: S104
+    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = EVERYWHERE) -> None:
         """Load the certificate and listen; `start` starts to answer.
 
         Raises:
@@ -55,7 +56,7 @@ class WebhookServer:
             pass
 
         Handler.judge = staticmethod(judge)
-        self._server = _Server((host, port), Handler, self._pair)
+        self._server = _Server(host, port, Handler, self._pair)
         self._thread = threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True)
 
     @property
@@ -107,11 +108,9 @@ class _Pair:
         self._loaded, self.problem = times, None
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
-        super().__init__(address, handler)
+class _Server(HttpServer):
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
+        super().__init__(host, port, handler)
         self._pair = pair
 
     def get_request(self) -> tuple[socket.socket, Any]:
