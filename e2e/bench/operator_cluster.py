@@ -191,7 +191,13 @@ class BenchCluster:
     def _pod(self, core: str, name: str, of: Json) -> None:
         metadata, template = of["metadata"], of["spec"]["template"]
         owner = {"apiVersion": of["apiVersion"], "kind": of["kind"], "name": metadata["name"], "uid": metadata["uid"]}
-        made = {**template["metadata"], "name": name, "ownerReferences": [owner]}
+        made = {**template["metadata"], "name": name, "ownerReferences": [{**owner, "controller": True}]}
+        if of["kind"] == "Deployment":
+            # Of its ReplicaSet there is nothing but the name that its pods carry; they go with the Deployment.
+            stamp = f"{hash(json.dumps(template, sort_keys=True)) & 0xFFFFFFFF:x}"
+            made["labels"] = {**made["labels"], "pod-template-hash": stamp}
+            replica_set = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{metadata['name']}-{stamp}"}
+            made["ownerReferences"] = [{**owner, **replica_set, "controller": True}]
         try:
             self.call(
                 "POST",
