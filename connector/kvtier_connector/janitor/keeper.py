@@ -30,6 +30,7 @@ from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
 from kvtier_connector.janitor.retirement import Retirement
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
 from kvtier_connector.janitor.tidy import sweep_beside, sweep_journals, sweep_quarantine, sweep_tenants
+from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,12 @@ class Keeper:
             is_lasting: Whether it keeps ledger and brake on the volume; what runs once beside a janitor does not.
         """
         self.config = config
-        self._fs = fs
+        self._dir = str(Path(config.tier_dir))
+        self._fs = fs = Beneath(fs, self._dir)
         self._clock = clock
         self._now = now
         self._may_act = may_act
         self._is_lasting = is_lasting
-        self._dir = config.tier_dir
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self._ledger = Ledger()
         self._news = News(self._dir, self._ledger, fs=fs, clock=clock)
