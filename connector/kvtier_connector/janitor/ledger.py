@@ -126,6 +126,10 @@ class Ledger:
             self.tenants.append(name)
         return number
 
+    def tenant_number(self, name: str) -> int:
+        """Return the number of a tenant, -1 if none of its blocks was ever seen."""
+        return self._tenant_numbers.get(name, -1)
+
     def find(self, generation: int, key: BlockKey) -> int:
         """Return the row of a block, -1 if it is not known."""
         return self.find_name(self._name(generation, key, key.hash))
@@ -204,9 +208,9 @@ class Ledger:
         self.touched.append(row)
         self.changes += 1
 
-    def see(self, row: int) -> None:
-        """Note that the walk found the block."""
-        self._rows["epoch"][row] = self.epoch
+    def see(self, rows: int | NDArray[np.signedinteger[Any]]) -> None:
+        """Note that the walk found the blocks."""
+        self._rows["epoch"][rows] = self.epoch
 
     def forget(self, rows: Iterable[int], *, gone_ns: int | None = None) -> None:
         """Note that blocks are not on the volume; news of them that are not younger than `gone_ns` are ignored."""
