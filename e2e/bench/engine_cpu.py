@@ -34,15 +34,10 @@ def main() -> None:
         lifeboat=None,
         shape=models.TINY,
         engine={
-            "model": str(model),
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "bfloat16",
+            **models.engine_arguments(model),
             "max_model_len": 4224,
             # The CPU build takes this share of a NUMA node's memory for its own cache.
             "gpu_memory_utilization": 0.1,
-            "seed": 0,
-            "enable_prefix_caching": True,
         },
         seeds_weights=False,
         backends=options.backends,

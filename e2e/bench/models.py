@@ -83,6 +83,18 @@ def prompt_ids(seed: int, tokens: int, vocabulary: int) -> list[int]:
     return [chooser.randrange(FIRST_TOKEN, vocabulary) for _ in range(tokens - len(end))] + end
 
 
+def engine_arguments(model: Path) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs that every engine of the benchmarks shares."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "enable_prefix_caching": True,
+    }
+
+
 def write_config(directory: Path, shape: Shape) -> None:
     """Write a model without weights, for vLLM's dummy loader."""
     directory.mkdir(parents=True, exist_ok=True)

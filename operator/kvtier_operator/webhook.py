@@ -37,7 +37,7 @@ class WebhookServer:
     Threads: one accepts and looks after the certificate; each connection has another one.
     """
 
-    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = "0.0.0.0") -> None:  # noqa: S104
+    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = "0.0.0.0") -> None:  # noqa: S104  the API server is outside
         """Load the certificate and listen; `start` starts to answer.
 
         Raises:

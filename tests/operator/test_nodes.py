@@ -10,7 +10,7 @@ import pytest
 from fake_cluster import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, tier
+from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, made_by, tier
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
@@ -82,8 +82,15 @@ def test_a_share_is_of_the_smallest_matching_node_after_what_runs_there() -> Non
 
 
 def test_the_engines_of_the_tier_itself_are_not_in_their_own_way() -> None:
-    labels = {names.LABEL_TIER: "llama", names.LABEL_COMPONENT: names.COMPONENT_ENGINE}
-    assert cpu_gib(node(), pod("llama-engine-1", "200Gi", gpus=1, labels=labels)) == 128
+    labels = {**names.selector(REF), "pod-template-hash": "5f"}
+    engine = pod("llama-engine-1", "200Gi", gpus=1, labels=labels)
+    engine["metadata"]["ownerReferences"] = [made_by("llama-engine-5f")]
+    assert cpu_gib(node(), engine) == 128
+
+
+def test_a_pod_that_only_carries_the_labels_of_the_tier_takes_room_like_any_other() -> None:
+    copied = pod("copied", "200Gi", labels=names.selector(REF))
+    assert cpu_gib(node(), copied) == 28
 
 
 def test_a_node_whose_devices_are_taken_does_not_count_while_others_are_free() -> None:
@@ -335,7 +342,9 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
-    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")  # type: ignore[index]
+    found = cluster.look(TIER_KEY)
+    assert found is not None
+    ready = next(each for each in found["status"]["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
 
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,8 +20,6 @@ from pathlib import Path
 
 import pytest
 from faulty_mounts import FaultyVolume
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tier"))
 
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.
