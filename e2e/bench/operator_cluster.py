@@ -107,13 +107,13 @@ class BenchCluster:
 
     def call(self, method: str, path: str, body: Json | None = None) -> Json:
         """Send a request as somebody who is no operator."""
-        request = urllib.request.Request(  # noqa: S310  an address of ours
+        request = urllib.request.Request(
             self.api.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": _MERGE if method == "PATCH" else "application/json", "User-Agent": AGENT},
         )
-        with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30) as response:
             found: Json = json.load(response)
             return found
 
@@ -159,7 +159,7 @@ class BenchCluster:
                 except urllib.error.HTTPError as error:
                     error.close()
                     # Not there yet, or changed meanwhile: unless its tier has gone, it is looked at again.
-                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004
+                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004  it is not there
                         retry.add(each)
 
     def _is_young(self, work: tuple[str, str]) -> bool:

@@ -342,5 +342,7 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
-    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")  # type: ignore[index]
+    found = cluster.look(TIER_KEY)
+    assert found is not None
+    ready = next(each for each in found["status"]["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")

@@ -276,7 +276,7 @@ def test_the_job_is_what_kubernetes_knows_and_what_the_restricted_standard_allow
 
 
 def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
-    placed = {
+    placed: dict[str, Any] = {
         "nodeSelector": {"zone": "b"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {"x": {}}, "podAntiAffinity": {"y": {}}},
@@ -289,7 +289,7 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
     pod = job["spec"]["template"]["spec"]
     of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert pod["nodeSelector"] == placed["nodeSelector"]
-    assert pod["tolerations"] == [*placed["tolerations"], of_devices]  # type: ignore[misc]
+    assert pod["tolerations"] == [*placed["tolerations"], of_devices]
     assert pod["affinity"] == {"nodeAffinity": {"x": {}}}
     assert "nvidia.com/gpu" not in str(pod["containers"][0]["resources"])
 

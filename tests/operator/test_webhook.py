@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from live import CORE, NAMESPACE, TIERS, Client
 from tiers import tier
 
-from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_operator.admission import WORKERS, Admission, Verdict
 from kvtier_operator.cluster import connect
 from kvtier_operator.errors import SettingsInvalid
@@ -286,8 +286,11 @@ def test_nonsense_is_answered_and_ends_nothing(webhook: WebhookServer, authority
 
 
 def test_a_bug_of_ours_admits_the_write_with_a_warning(authority: Authority, api: ApiServerThread) -> None:
+    def judge(_new: dict[str, Any], _old: dict[str, Any] | None, _seconds: float) -> Verdict:
+        raise ZeroDivisionError
+
     certificate, key = authority.issue()
-    server = WebhookServer(lambda _new, _old, _seconds: 1 // 0, port=0, certificate=certificate, key=key)  # type: ignore[arg-type, return-value]
+    server = WebhookServer(judge, port=0, certificate=certificate, key=key)
     server.start()
     register(api, server.port, authority, "Fail")
     (told,) = create(api, body())
@@ -296,8 +299,6 @@ def test_a_bug_of_ours_admits_the_write_with_a_warning(authority: Authority, api
 
 
 def test_a_cluster_that_cannot_be_read_refuses_nothing(api: ApiServerThread, webhook: WebhookServer) -> None:
-    from kvtier_localcluster.apiserver import ApiError  # noqa: PLC0415
-
     api.server.faults.append(
         lambda request: ApiError(500, "InternalError", "no") if "Python-urllib" not in str(request.headers) else None
     )

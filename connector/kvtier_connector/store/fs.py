@@ -30,6 +30,9 @@ FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 """For a file whose name only this process makes, so that a first write that failed can be repeated."""
 NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW
 
+DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+"""For a directory through which others are reached: a link to one is none."""
+
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -99,6 +102,18 @@ class FileSystem:
         """List a directory."""
         with os.scandir(path) as entries:
             return list(entries)
+
+    def open_directory(self, name: str, parent: int | None = None) -> int:
+        """Open a directory, in one that is open or at a path, without following a link in the place of its name."""
+        return os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+
+    def unlink_in(self, directory: int, name: str) -> None:
+        """Remove a name from an open directory."""
+        os.unlink(name, dir_fd=directory)
+
+    def rmdir_in(self, directory: int, name: str) -> None:
+        """Remove an empty directory from an open one."""
+        os.rmdir(name, dir_fd=directory)
 
 
 @functools.cache
