@@ -100,10 +100,10 @@ def test_probes_and_metrics_are_answered_over_both(serve: Callable[[int], Callab
 class WithoutIpv6(socket.socket):
     """A socket of a kernel that was started with ipv6.disable=1."""
 
-    def __init__(self, family: int = -1, *arguments: object, **named: object) -> None:
+    def __init__(self, family: int = -1, kind: int = -1, proto: int = -1, fileno: int | None = None) -> None:
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        super().__init__(family, *arguments, **named)  # type: ignore[arg-type]
+        super().__init__(family, kind, proto, fileno)
 
 
 def test_a_machine_without_ipv6_serves_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
