@@ -14,6 +14,7 @@ from kvtier_connector.contract_usage import GenerationUsage, Usage
 from kvtier_operator import spec, status
 from kvtier_operator.plan import make_generation
 from kvtier_operator.snapshot import Container, Janitor, Pod
+from kvtier_operator.spec.state import TierStatus
 from kvtier_operator.status import Reason
 from kvtier_operator.usage import EngineReport
 
@@ -193,8 +194,6 @@ def test_the_same_report_changes_nothing() -> None:
 
 
 def test_the_status_fits_its_schema() -> None:
-    from kvtier_operator.spec.state import TierStatus  # noqa: PLC0415
-
     found = report(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
+from kvtier_connector.janitor.patrol import Place
 from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem, abandon, new_token
 from kvtier_connector.store.layout import partial_path
 
@@ -26,7 +27,7 @@ LEDGER_FILE = "janitor.ledger"
 """Name of the file, beside the generations of the tier."""
 
 _MAGIC = b"KVTL"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<4sIQQII")
 _PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20
@@ -42,6 +43,10 @@ class Snapshot:
     """By generation, up to where each journal is in the ledger."""
     walked_ns: int = 0
     """When the last complete walk began; 0 if there was none."""
+    place: Place | None = None
+    """Where the walk after that was."""
+    unread: Sequence[tuple[str, str, str]] = ()
+    """Directories that could not be read: generation, path and why."""
 
 
 def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) -> int:
@@ -58,6 +63,8 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
             "epoch": ledger.epoch,
             "taken_ns": snapshot.taken_ns,
             "walked_ns": snapshot.walked_ns,
+            "place": snapshot.place,
+            "unread": list(snapshot.unread),
             "places": {digest: dict(places) for digest, places in snapshot.places.items()},
         }
     ).encode()
@@ -117,7 +124,11 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
         return None
     try:
         document: dict[str, Any] = json.loads(text)
-        snapshot = Snapshot(**{name: document[name] for name in ("taken_ns", "walked_ns", "places")})
+        snapshot = Snapshot(
+            place=None if document["place"] is None else Place(*document["place"]),
+            unread=[(generation, path, error) for generation, path, error in document["unread"]],
+            **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
+        )
         known = {name: document[name] for name in ("generations", "tenants", "epoch")}
         if not _are_numbered(rows, known):
             return None

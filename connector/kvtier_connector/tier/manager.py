@@ -87,7 +87,7 @@ class SharedVolumeTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         config_file: str,
-        enable_kv_events: bool = False,  # noqa: FBT002
+        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
         generation: str = "",

@@ -302,7 +302,7 @@ class Volume:
             say()
         except OSError as error:
             # The probe goes on waiting, and says for what.
-            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400
+            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
 
     def _walk(self) -> None:
         try:

@@ -4,7 +4,7 @@
     python passthrough.py SOURCE MOUNTPOINT CONTROL
 
 While CONTROL has a file ``hang.<call>``, that call waits; with ``fail.<call>``, it fails with the error number that the
-file holds, and with ``once.<call>``, the next one does. Calls: lookup, open, create, read, write, close, rename, unlink,
+file holds, and with ``once.<call>``, the next does. Calls: lookup, open, create, read, write, close, rename, unlink,
 mkdir, list. It ends when it is unmounted.
 """
 

@@ -219,7 +219,16 @@ def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: byt
 
 def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
     document = json.dumps(
-        {"generations": [], "tenants": [""], "epoch": 0, "taken_ns": 0, "walked_ns": 0, "places": {}}
+        {
+            "generations": [],
+            "tenants": [""],
+            "epoch": 0,
+            "taken_ns": 0,
+            "walked_ns": 0,
+            "places": {},
+            "place": None,
+            "unread": [],
+        }
     ).encode()
     rows = bytes(ROW.itemsize)
     checksum = zlib.crc32(rows, zlib.crc32(document))

@@ -45,7 +45,7 @@ def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> Jo
         fs=fs or FileSystem(),
         limits=JournalLimits(**limits),
         clock=lambda: NOW_NS,
-        now=Clock(),  # type: ignore[arg-type]
+        now=Clock(),
     )
 
 
@@ -180,11 +180,11 @@ def test_a_torn_write_of_a_living_process_is_overwritten_by_its_next_one(tmp_pat
     class FullAfterSomeBytes(FileSystem):
         is_full = True
 
-        def pwritev(self, fd: int, buffers: object, offset: int) -> int:
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if self.is_full:
-                os.pwrite(fd, bytes(buffers[0])[:150], offset)  # type: ignore[index]
+                os.pwrite(fd, bytes(buffers[0])[:150], offset)
                 raise OSError(errno.ENOSPC, "full")
-            return super().pwritev(fd, buffers, offset)  # type: ignore[arg-type]
+            return super().pwritev(fd, buffers, offset)
 
     fs = FullAfterSomeBytes()
     writer, reader = make_writer(tmp_path, fs), JournalReader(tmp_path)
