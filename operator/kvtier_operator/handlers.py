@@ -281,7 +281,7 @@ class Operator:
 class _NoDiffs(kopf.AnnotationsDiffBaseStorage):
     """Compares nothing: no handler of ours asks what changed, and kopf would copy each object twice to tell."""
 
-    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002  kopf's signature
         """Return nothing."""
         return kopf.BodyEssence()
 

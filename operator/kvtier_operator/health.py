@@ -11,8 +11,10 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import ClassVar, Final
+
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 Check = Callable[[], str | None]
 """Returns what is wrong, in words for who reads the pod's events, or None."""
@@ -50,7 +52,7 @@ class Health:
                 found[name] = problem
         return found
 
-    def serve(self, port: int, *, host: str = "0.0.0.0") -> Callable[[], None]:  # noqa: S104  the kubelet is outside
+    def serve(self, port: int, *, host: str = EVERYWHERE) -> Callable[[], None]:
         """Serve on a thread and return what stops it.
 
         Raises:
@@ -60,8 +62,7 @@ class Health:
         class Handler(_Handler):
             health = self
 
-        server = ThreadingHTTPServer((host, port), Handler)
-        server.daemon_threads = True
+        server = HttpServer(host, port, Handler)
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
 

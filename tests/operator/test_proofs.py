@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW
 from live import until
 from proof_engines import Clock, ScriptedEngine, SharedVolume
-from test_status import HEALTHY, LATER, NOON, READY_POD, VIEW
 from tiers import tier
 
 from kvtier_operator import spec, status

@@ -87,7 +87,7 @@ class SharedVolumeTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         config_file: str,
-        enable_kv_events: bool = False,  # noqa: FBT002
+        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
         generation: str = "",
@@ -279,8 +279,8 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        stuck = self._pool.count_stuck() + self._transport.count_stuck()
-        gauges.observe(self._stats, self._volume, self._breaker, stuck=stuck)
+        gauges.observe(self._stats, self._volume, self._breaker)
+        gauges.observe_workers(self._stats, self._pool, self._transport)
         gauges.observe_gate(self._stats, self._gate)
         gauges.observe_jobs(
             self._stats, self._jobs.values(), block_bytes=self._slots.row_bytes, job_seconds=self._deadline_seconds

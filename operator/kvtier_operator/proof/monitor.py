@@ -104,7 +104,7 @@ class Proofs:
         with self._lock:
             record = self._records.get(tier)
             if record is None:
-                wait = random.random() * ask.interval_seconds if proven_rollout == ask.rollout else 0.0  # noqa: S311
+                wait = random.random() * ask.interval_seconds if proven_rollout == ask.rollout else 0.0  # noqa: S311  no secret
                 record = _Record(ask=ask, due=self._now() + max(wait, self._settle_seconds))
                 is_new = True
             else:
@@ -177,7 +177,7 @@ class Proofs:
         found = canary.run(first, second, chunk=record.ask.chunk, offers=record.ask.offers, waiting=self._waiting)
         ask = record.ask
         if found.outcome.is_proof:
-            due = self._now() + ask.interval_seconds * random.uniform(0.9, 1.0)  # noqa: S311
+            due = self._now() + ask.interval_seconds * random.uniform(0.9, 1.0)  # noqa: S311  no secret
             known = record.findings.canary
             is_news = known is None or not known.outcome.is_proof
             findings = replace(record.findings, canary=found) if is_news else record.findings
