@@ -221,7 +221,7 @@ def gather_copies(worker: CPUOffloadingWorker) -> str | None:
 
 def _replace_handlers(worker: CPUOffloadingWorker) -> str | None:
     store, load = worker._store_handler, worker._load_handler  # noqa: SLF001 - pinned by a test
-    region = worker._mmap_region  # noqa: SLF001
+    region = worker._mmap_region  # noqa: SLF001 - pinned by a test
     if region is None or not region.is_pinned:
         return "host memory is not pinned"
     cells = cells_of(store)
@@ -230,13 +230,13 @@ def _replace_handlers(worker: CPUOffloadingWorker) -> str | None:
     if reason := try_kernel(store.src_tensors[0].device):
         return reason
     handlers = GatheringHandler(store, cells), GatheringHandler(load, cells)
-    worker._store_handler, worker._load_handler = handlers  # noqa: SLF001
+    worker._store_handler, worker._load_handler = handlers  # noqa: SLF001 - pinned by a test
     return None
 
 
 def cells_of(store: SingleDirectionOffloadingHandler) -> Cells | str:
     """Find the cells between the tensors of a handler of stores, or say why whole chunks cannot be copied."""
-    if store._canonical_copy_plans is not None:  # noqa: SLF001
+    if store._canonical_copy_plans is not None:  # noqa: SLF001 - pinned by a test
         return "the layout is canonical"
     tensors = [
         TensorPlace(gpu.data_ptr(), gpu.stride(0), gpu.shape[1], host.data_ptr(), host.stride(0))

@@ -15,12 +15,12 @@ _WARPS = 4
 def _move_pages(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 - compiled by Triton
     table,  # noqa: ANN001 - [tensor, 4], int64, see cells.Group
     moves,  # noqa: ANN001 - int64, see cells.Cells.fill
-    first_move,  # noqa: ANN001
+    first_move,  # noqa: ANN001 - index into moves
     staging,  # noqa: ANN001 - address
-    cell_bytes,  # noqa: ANN001
-    blocks_per_chunk,  # noqa: ANN001
-    TILE: tl.constexpr,  # noqa: N803
-    TO_STAGING: tl.constexpr,  # noqa: N803
+    cell_bytes,  # noqa: ANN001 - number
+    blocks_per_chunk,  # noqa: ANN001 - number
+    TILE: tl.constexpr,  # noqa: N803 - Triton's style of constants
+    TO_STAGING: tl.constexpr,  # noqa: N803 - Triton's style of constants
 ) -> None:
     """Move one page: the program (i, j) that of block i in tensor j."""
     move = tl.load(moves + first_move + tl.program_id(0))

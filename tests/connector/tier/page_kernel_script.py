@@ -21,7 +21,7 @@ triton_utils.__dict__.update(HAS_TRITON=True, triton=triton, tl=tl)
 sys.modules["vllm.triton_utils"] = triton_utils
 sys.modules["vllm"] = ModuleType("vllm")
 
-from kvtier_connector.tier import page_kernel  # noqa: E402
+from kvtier_connector.tier import page_kernel  # noqa: E402 - needs the module above
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
