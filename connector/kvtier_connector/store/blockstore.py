@@ -25,15 +25,14 @@ from kvtier_connector.store.fs import (
     READ_FLAGS,
     DirectIo,
     FileSystem,
-    abandon,
     make_directories,
     new_page,
-    new_token,
     read_page,
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, tenant_of
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, tenant_of
+from kvtier_connector.store.publishing import replacing
 from kvtier_connector.store.quarantine import quarantine
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import can_read, encrypt, scratch_for, with_checksum
@@ -384,17 +383,5 @@ class BlockStore:
 
     def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
         direct = self._direct.flag(data)
-        partial = partial_path(path, new_token())
-        fd = -1
-        is_published = False
-        try:
-            fd = self._fs.open(partial, CREATE_FLAGS | direct)
+        with replacing(self._fs, path, flags=CREATE_FLAGS | direct) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))
-            closing, fd = fd, -1
-            # Network file systems report a failed write here, so the block gets its name only afterwards.
-            self._fs.close(closing)
-            self._fs.rename(partial, path)
-            is_published = True
-        finally:
-            if not is_published:
-                abandon(self._fs, fd, partial)
