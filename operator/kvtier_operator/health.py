@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
 from typing import ClassVar, Final
 
 from kvtier_operator.answers import JsonHandler
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 Check = Callable[[], str | None]
 """Returns what is wrong, in words for who reads the pod's events, or None."""
@@ -51,7 +51,7 @@ class Health:
                 found[name] = problem
         return found
 
-    def serve(self, port: int, *, host: str = "0.0.0.0") -> Callable[[], None]:  # noqa: S104  the kubelet is outside
+    def serve(self, port: int, *, host: str = EVERYWHERE) -> Callable[[], None]:
         """Serve on a thread and return what stops it.
 
         Raises:
@@ -61,8 +61,7 @@ class Health:
         class Handler(_Handler):
             health = self
 
-        server = ThreadingHTTPServer((host, port), Handler)
-        server.daemon_threads = True
+        server = HttpServer(host, port, Handler)
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
 

@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 
 from kvtier_operator import __version__, reference
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 REFERENCE: Final = Path(__file__).parents[2] / "docs" / "operator-metrics.md"
 
@@ -168,7 +170,9 @@ class OperatorMetrics:
 
     def serve(self, port: int) -> Callable[[], None]:
         """Serve the metrics on a thread and return what stops it."""
-        server, thread = start_http_server(port, registry=self.registry)
+        server = HttpServer(EVERYWHERE, port, MetricsHandler.factory(self.registry))
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
 
         def stop() -> None:
             server.shutdown()

@@ -11,24 +11,30 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from kvtier_operator.admission import Verdict
 from kvtier_operator.answers import SLOWEST_CLIENT_SECONDS, JsonHandler
 from kvtier_operator.errors import SettingsInvalid
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 logger = logging.getLogger(__name__)
 
 PATH: Final = "/validate"
 _LONGEST_BODY_BYTES: Final = 8 << 20
 
-Judge = Callable[[dict[str, Any], dict[str, Any] | None], Verdict]
+_TIMEOUT: Final = re.compile(r"(?:^|&)timeout=([0-9]{1,3})s(?:&|$)")
+_USUAL_TIMEOUT_SECONDS: Final = 5.0
+
+Judge = Callable[[dict[str, Any], dict[str, Any] | None, float], Verdict]
+"""Given the new object, the old one, and the seconds that it may take to read what decides."""
 
 
 class WebhookServer:
@@ -37,7 +43,7 @@ class WebhookServer:
     Threads: one accepts and looks after the certificate; each connection has another one.
     """
 
-    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = "0.0.0.0") -> None:  # noqa: S104  the API server is outside
+    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = EVERYWHERE) -> None:
         """Load the certificate and listen; `start` starts to answer.
 
         Raises:
@@ -50,7 +56,7 @@ class WebhookServer:
             pass
 
         Handler.judge = staticmethod(judge)
-        self._server = _Server((host, port), Handler, self._pair)
+        self._server = _Server(host, port, Handler, self._pair)
         self._thread = threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True)
 
     @property
@@ -102,11 +108,9 @@ class _Pair:
         self._loaded, self.problem = times, None
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
-        super().__init__(address, handler)
+class _Server(HttpServer):
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
+        super().__init__(host, port, handler)
         self._pair = pair
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -144,11 +148,17 @@ class _Handler(JsonHandler):
 
     def _judged(self, new: dict[str, Any], old: dict[str, Any] | None) -> Verdict:
         try:
-            return type(self).judge(new, old)
+            return type(self).judge(new, old, _patience(self.path) / 2)
         except Exception:
             # An edge: a bug of ours must not stand between a person and their cluster.
             logger.exception("A write could not be judged; it is admitted.")
             return Verdict(warnings=("kvtier could not check this write; see the operator's log",))
+
+
+def _patience(path: str) -> float:
+    """Return how many seconds the API server waits for the answer: it adds that to the query."""
+    found = _TIMEOUT.search(path.partition("?")[2])
+    return float(found[1]) if found is not None and int(found[1]) else _USUAL_TIMEOUT_SECONDS
 
 
 def _response(uid: str, verdict: Verdict) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def read_pins(tier_dir: Path, *, fs: FileSystem = LOCAL) -> dict[str, bytes]:
     try:
         document = json.loads(text)
         pins = {check_name(name): parse_hash(value) for name, value in document["pins"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError, ConfigInvalid) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigInvalid) as error:
         raise ConfigInvalid(
             f"{path}: not a list of pins: {error}; remove the file, and pin anew with kvtier pin"
         ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier_connector.janitor.ledger import ROW, Ledger
+from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
 from kvtier_connector.janitor.patrol import Place
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
 from kvtier_connector.store.publishing import replacing, write_all
@@ -110,13 +110,30 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
         checksum
     ):
         return None
-    document: dict[str, Any] = json.loads(text)
-    ledger.restore(rows, **{name: document[name] for name in ("generations", "tenants", "epoch")})
-    return Snapshot(
-        place=None if document["place"] is None else Place(*document["place"]),
-        unread=[(generation, path, error) for generation, path, error in document["unread"]],
-        **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
+    try:
+        document: dict[str, Any] = json.loads(text)
+        snapshot = Snapshot(
+            place=None if document["place"] is None else Place(*document["place"]),
+            unread=[(generation, path, error) for generation, path, error in document["unread"]],
+            **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
+        )
+        known = {name: document[name] for name in ("generations", "tenants", "epoch")}
+        if not _are_numbered(rows, known):
+            return None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        # Whole, and yet nothing that a janitor wrote: others can write here too.
+        return None
+    ledger.restore(rows, **known)
+    return snapshot
+
+
+def _are_numbered(rows: Rows, known: Mapping[str, Any]) -> bool:
+    """Say whether every row is of a generation and a tenant that are named."""
+    are_names = all(isinstance(name, str) for key in ("generations", "tenants") for name in known[key])
+    is_in_range = not rows.size or (
+        int(rows["generation"].max()) < len(known["generations"]) and int(rows["tenant"].max()) < len(known["tenants"])
     )
+    return are_names and is_in_range and isinstance(known["epoch"], int)
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
