@@ -355,7 +355,7 @@ class BlockStore:
         direct = self._direct.flag(data)
         partial = partial_path(path, new_token())
         fd = -1
-        is_published = False
+        is_left = True
         try:
             fd = self._fs.open(partial, CREATE_FLAGS | direct)
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))
@@ -363,7 +363,11 @@ class BlockStore:
             # Network file systems report a failed write here, so the block gets its name only afterwards.
             self._fs.close(closing)
             self._fs.rename(partial, path)
-            is_published = True
+            is_left = False
+        except FileNotFoundError:
+            # Its directory is not there, so neither is the file: one call less for the first block of each directory.
+            is_left = False
+            raise
         finally:
-            if not is_published:
+            if is_left:
                 abandon(self._fs, fd, partial)
