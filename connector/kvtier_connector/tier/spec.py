@@ -6,6 +6,8 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -16,7 +18,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.shm import clear_stale_regions
+from kvtier_connector.shm import clear_stale_regions, explaining_shortage
 from kvtier_connector.tier import hooks
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
 
@@ -42,17 +44,22 @@ class KVTierSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             _clear_stale_regions()
-        return super().get_manager()
+        with self._explaining_shortage():
+            return super().get_manager()
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._cpu_worker is None and self._worker is None:
             _clear_stale_regions()
-        if not current_platform.is_cpu():
-            return super().get_worker(kv_caches)
-        if self._cpu_worker is None:
-            self._cpu_worker = self._make_cpu_worker(kv_caches)
+        with self._explaining_shortage():
+            if not current_platform.is_cpu():
+                return super().get_worker(kv_caches)
+            if self._cpu_worker is None:
+                self._cpu_worker = self._make_cpu_worker(kv_caches)
         return self._cpu_worker
+
+    def _explaining_shortage(self) -> AbstractContextManager[None]:
+        return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
 
     def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
         if self.config.canonical_layout:
