@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
-    from kvtier_operator.process import run  # noqa: PLC0415  kopf and the client take a second, which no other command needs
+    # kopf and the client take a second to import, which no other command needs.
+    from kvtier_operator.process import run  # noqa: PLC0415  takes a second
 
     settings = replace(
         settings,

@@ -7,12 +7,12 @@ here, in a sentence, because the message of the condition has the details.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from kvtier_operator import reference
 from kvtier_operator.api_reference import CONDITIONS
 from kvtier_operator.status import Reason
 
@@ -199,17 +199,7 @@ def render() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the document, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(prog="conditions_reference", description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="write docs/conditions.md")
-    action.add_argument("--check", action="store_true", help="exit with 1 if it would change")
-    if parser.parse_args(arguments).write:
-        REFERENCE.write_text(render(), encoding="utf-8")
-        return 0
-    is_fresh = REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == render()
-    if not is_fresh:
-        sys.stderr.write(f"{REFERENCE} is stale; run this with --write\n")
-    return 0 if is_fresh else 1
+    return reference.run(arguments, prog="conditions_reference", file=REFERENCE, render=render)
 
 
 if __name__ == "__main__":

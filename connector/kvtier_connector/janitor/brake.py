@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, FileSystem
+from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, NO_FILE, FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, RELEASED, Brake, encode_brake
 from kvtier_connector.store.mode import Mode
 
@@ -60,6 +60,16 @@ class BrakeWriter:
         self._written = brake
 
     def _write(self, content: bytes) -> None:
+        try:
+            self._overwrite(content)
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            # Somebody put a link or a pipe there, which would keep the engines from hearing of a brake.
+            self._fs.unlink(self._path)
+            self._overwrite(content)
+
+    def _overwrite(self, content: bytes) -> None:
         fd = self._fs.open(self._path, FIRST_WRITE_FLAGS)
         try:
             # One call, so that a reader sees one text or the other.

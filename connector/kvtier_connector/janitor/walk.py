@@ -8,6 +8,7 @@ does not know is opened for its header, once in its life. What cannot be read is
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.layout import (
     BLOCKS,
     TENANTS,
@@ -27,6 +28,8 @@ from kvtier_connector.store.layout import (
     parse_block_path,
     tenant_directory,
 )
+
+_NO_BLOCK = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE}
 
 
 class Piece(NamedTuple):
@@ -134,6 +137,9 @@ def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterabl
         found.read.add(path)
         for entry in entries:
             key = parse_block_path(f"{path}/{entry.name}")
+            if not entry.is_file(follow_symlinks=False):
+                # A link, a pipe or a directory takes no room, and an engine that wants its place removes it.
+                continue
             if key is not None:
                 found.keys.append(key)
             elif is_partial(entry.name):
@@ -142,18 +148,20 @@ def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterabl
 
 
 def meet(fs: FileSystem, root: str, key: BlockKey) -> Met | None:
-    """Open a block for its header; None if it is gone. Raises OSError if the volume does not answer."""
+    """Open a block for its header; None if it is gone, or no file. Raises OSError if the volume does not answer."""
     try:
         fd = fs.open(f"{root}/{block_path(key)}", READ_FLAGS)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        status = fs.fstat(fd)
-        page = memoryview(bytearray(HEADER_BYTES))
-        header = decode_header(page[: read_page(fs, fd, page)])
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
+        try:
+            status = fs.fstat(fd)
+            page = memoryview(bytearray(HEADER_BYTES))
+            header = decode_header(page[: read_page(fs, fd, page)])
+        finally:
+            with contextlib.suppress(OSError):
+                fs.close(fd)
+    except OSError as error:
+        if error.errno in _NO_BLOCK:
+            return None
+        raise
     is_sound = isinstance(header, Header) and header.key == key
     return Met(key, status.st_size, status.st_mtime_ns, header if is_sound and isinstance(header, Header) else None)
 

@@ -26,9 +26,14 @@ DIRECTORY_MODE = 0o2770
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """A volume is shared: a planted link must not be followed, and a planted pipe must not block the thread."""
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 """For a file whose name only this process makes, so that a first write that failed can be repeated."""
-NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW
+NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+FOLLOW_FLAGS = os.O_RDONLY | os.O_NONBLOCK
+"""For files that Kubernetes mounts from ConfigMaps and Secrets, which are links."""
+
+NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno.ENODEV})
+"""What the system says of a link, a directory, a pipe, a socket or a device that was put in the place of a file."""
 
 DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 """For a directory through which others are reached: a link to one is none."""

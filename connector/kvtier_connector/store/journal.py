@@ -8,6 +8,7 @@ until the next walk of the root. Nothing here runs by itself: a background threa
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import threading
 import time
@@ -21,6 +22,7 @@ from kvtier_connector.store.fs import (
     FIRST_WRITE_FLAGS,
     LOCAL,
     NEXT_WRITE_FLAGS,
+    NO_FILE,
     READ_FLAGS,
     FileSystem,
     make_directories,
@@ -46,6 +48,7 @@ from kvtier_connector.store.records import (
 )
 
 _READ_BYTES = 4096 * RECORD_BYTES
+_LOST = {errno.ENOENT, errno.ESTALE, *NO_FILE}
 _MOST_STALLS = 3
 """Reads after which a record that stays unreadable is damaged, and not on its way."""
 
@@ -190,8 +193,10 @@ class JournalWriter:
             self._begin_segment()
         try:
             self._append(data)
-        except FileNotFoundError:
-            # Somebody took this segment for a dead process's, or removed the tree under us.
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            # Somebody took this segment for a dead process's, put something in its place, or removed the tree under us.
             if self._offset:
                 self._begin_segment()
             make_directories(self._fs, f"{self._root}/{JOURNAL}")
@@ -325,10 +330,10 @@ class JournalReader:
                     # It has said nothing yet, but that it is there.
                     self._last_records[name.writer] = self._now()
                 tail.is_met = True
-            except FileNotFoundError:
-                continue
             except OSError as error:
-                failed = error
+                # One that was removed on the server, or is no file, says nothing of the volume, which has listed them.
+                if error.errno not in _LOST:
+                    failed = error
                 continue
             # Listed before it was read: the writer had begun the next one by then, so what was read was all.
             tail.is_over = tail.is_over or (name.number < last[name.writer] and tail.stalls == 0)
