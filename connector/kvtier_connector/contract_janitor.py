@@ -7,12 +7,10 @@ seconds. The document reaches the janitor as a file of a ConfigMap that is mount
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector import documents
 
 JANITOR_CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
@@ -90,7 +88,7 @@ class JanitorConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
-        checks = (
+        claims = (
             (self.tier_dir.startswith("/"), "tier_dir", "must be an absolute path"),
             (_is_name(self.current), "current", "must be a generation digest: one path component"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
@@ -126,9 +124,7 @@ class JanitorConfig:
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
             (1 <= self.threads <= _MOST_THREADS, "threads", f"must be between 1 and {_MOST_THREADS}"),
         )
-        for is_valid, name, remedy in checks:
-            if not is_valid:
-                raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: {name}={getattr(self, name)!r} {remedy}")
+        documents.refuse_unusable(self, claims, file=JANITOR_CONFIG_FILE)
 
 
 _DURATIONS = (
@@ -147,7 +143,7 @@ def _is_name(text: str) -> bool:
 
 def encode(config: JanitorConfig) -> str:
     """Return the document as canonical JSON: the same config gives the same bytes."""
-    return json.dumps({"version": JANITOR_CONTRACT_VERSION, **asdict(config)}, sort_keys=True, indent=2) + "\n"
+    return documents.encode(config, version=JANITOR_CONTRACT_VERSION)
 
 
 def decode(text: str) -> JanitorConfig:
@@ -156,52 +152,6 @@ def decode(text: str) -> JanitorConfig:
     Raises:
         ConfigInvalid: the text is not JSON, of another contract version, or a field is missing, unknown or unusable.
     """
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: must be a JSON object, found {type(document).__name__}")
-    version = document.pop("version", None)
-    if version != JANITOR_CONTRACT_VERSION:
-        raise ConfigInvalid(
-            f"{JANITOR_CONFIG_FILE}: version {version!r} is not {JANITOR_CONTRACT_VERSION}; "
-            "run the janitor image of the same release as the operator"
-        )
-    _check_types(document)
-    try:
-        return JanitorConfig(**document)
-    except (TypeError, AttributeError) as error:
-        raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: {error}") from error
-
-
-def _check_types(document: Mapping[str, Any]) -> None:
-    """Raise for the first field that is unknown or of another type: JSON knows no dataclass."""
-    types = {each.name: str(each.type) for each in fields(JanitorConfig)}
-    for name, value in document.items():
-        if name not in types:
-            raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: unknown field {name!r}")
-        if not _fits(types[name], value):
-            raise ConfigInvalid(f"{JANITOR_CONFIG_FILE}: {name}={value!r} must be {_WORDS[types[name]]}")
-
-
-_WORDS = {
-    "str": "a string",
-    "int": "a whole number",
-    "float": "a number",
-    "float | None": "a number, or null",
-    "Mapping[str, int]": "an object of whole numbers",
-}
-
-
-def _fits(type_name: str, value: Any) -> bool:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if type_name == "str":
-        return isinstance(value, str)
-    if type_name == "int":
-        return is_int
-    if type_name.startswith("float"):
-        return is_int or isinstance(value, float) or (value is None and type_name.endswith("None"))
-    return isinstance(value, dict) and all(
-        isinstance(each, int) and not isinstance(each, bool) for each in value.values()
+    return documents.decode(
+        JanitorConfig, text, file=JANITOR_CONFIG_FILE, version=JANITOR_CONTRACT_VERSION, image="janitor"
     )

@@ -100,7 +100,7 @@ class Contestant(ABC):
     def prepare(self, threads: int) -> None:  # noqa: B027 - most need nothing
         """Start what a load or store of so many threads needs; this is not measured."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - most need nothing
         """End what `prepare` started."""
 
     def path(self, number: int) -> str:
@@ -127,7 +127,7 @@ class Plain(Contestant):
         assert done == self.region.block_bytes
 
     def _write(self, number: int) -> None:
-        os.makedirs(os.path.dirname(self.path(number)), exist_ok=True)  # noqa: PTH103, PTH120
+        os.makedirs(os.path.dirname(self.path(number)), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
         with self._open(number, os.O_WRONLY | os.O_CREAT) as fd:
             done = os.pwritev(fd, [self.region.row(number)], 0)
         assert done == self.region.block_bytes
@@ -249,7 +249,7 @@ class KvtierMovers(Kvtier):
         """Load each block."""
         self._run(Hit, is_load=True)
 
-    def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002
+    def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
         """Save each block."""
         self._run(Stored, is_load=False)
 
@@ -317,11 +317,11 @@ class FsJob(Contestant):
     @contextlib.contextmanager
     def _implementation(self) -> Iterator[None]:
         found = self.io._HAS_FSIO_C  # noqa: SLF001 - its only switch between the two
-        self.io._HAS_FSIO_C = found and self.use_c  # noqa: SLF001
+        self.io._HAS_FSIO_C = found and self.use_c  # noqa: SLF001 - as above
         try:
             yield
         finally:
-            self.io._HAS_FSIO_C = found  # noqa: SLF001
+            self.io._HAS_FSIO_C = found  # noqa: SLF001 - as above
 
 
 class FsPerBlock(FsJob):

@@ -106,7 +106,7 @@ class Process:
 def main() -> None:
     """Measure, print and remove."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))  # noqa: S108
+    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--idle-seconds", type=float, default=150.0)
     parser.add_argument("--out", type=Path)

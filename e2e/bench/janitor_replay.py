@@ -134,7 +134,7 @@ def main() -> None:
     """Replay, print, remove."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(",")[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-replay"))  # noqa: S108
+    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-replay"))
     parser.add_argument("--share", type=float, default=0.1, help="of the trace's blocks that have room")
     parser.add_argument("--sweep-seconds", type=float, default=5.0)
     parser.add_argument("--most", type=int, default=1 << 30, help="requests")

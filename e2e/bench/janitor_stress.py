@@ -173,7 +173,7 @@ def _judge(run: Run, tier_dir: Path, mistakes: Path) -> None:
 def main() -> int:
     """Run, print, remove."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-stress"))  # noqa: S108
+    parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-stress"))
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--writers", type=int, default=10)
     parser.add_argument("--blocks", type=int, default=5000, help="that the budget has room for")

@@ -107,13 +107,13 @@ class BenchCluster:
 
     def call(self, method: str, path: str, body: Json | None = None) -> Json:
         """Send a request as somebody who is no operator."""
-        request = urllib.request.Request(  # noqa: S310  an address of ours
+        request = urllib.request.Request(
             self.api.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": _MERGE if method == "PATCH" else "application/json", "User-Agent": AGENT},
         )
-        with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30) as response:
             found: Json = json.load(response)
             return found
 
@@ -159,7 +159,7 @@ class BenchCluster:
                 except urllib.error.HTTPError as error:
                     error.close()
                     # Not there yet, or changed meanwhile: unless its tier has gone, it is looked at again.
-                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004
+                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004  it is not there
                         retry.add(each)
 
     def _is_young(self, work: tuple[str, str]) -> bool:
@@ -191,7 +191,13 @@ class BenchCluster:
     def _pod(self, core: str, name: str, of: Json) -> None:
         metadata, template = of["metadata"], of["spec"]["template"]
         owner = {"apiVersion": of["apiVersion"], "kind": of["kind"], "name": metadata["name"], "uid": metadata["uid"]}
-        made = {**template["metadata"], "name": name, "ownerReferences": [owner]}
+        made = {**template["metadata"], "name": name, "ownerReferences": [{**owner, "controller": True}]}
+        if of["kind"] == "Deployment":
+            # Of its ReplicaSet there is nothing but the name that its pods carry; they go with the Deployment.
+            stamp = f"{hash(json.dumps(template, sort_keys=True)) & 0xFFFFFFFF:x}"
+            made["labels"] = {**made["labels"], "pod-template-hash": stamp}
+            replica_set = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{metadata['name']}-{stamp}"}
+            made["ownerReferences"] = [{**owner, **replica_set, "controller": True}]
         try:
             self.call(
                 "POST",

@@ -151,7 +151,7 @@ class Trouble:
 
     def disturb_watches(self) -> None:
         """End all watches, and now and then expire what they would resume from."""
-        if self.chance.random() < 0.5:  # noqa: PLR2004
+        if self.chance.random() < 0.5:  # noqa: PLR2004  every other time
             self.cluster.api.compact()
             self._count("410 expired")
         self.cluster.api.drop_watches()
@@ -172,7 +172,7 @@ def faults(folder: Path, *, tiers: int, seconds: float, kill_seconds: float, see
         end, next_kill = time.monotonic() + seconds, time.monotonic() + kill_seconds
         while time.monotonic() < end:
             _edit(cluster, wanted, chance, most=tiers)
-            if chance.random() < 0.05:  # noqa: PLR2004
+            if chance.random() < 0.05:  # noqa: PLR2004  one in twenty rounds
                 trouble.disturb_watches()
             if time.monotonic() >= next_kill:
                 running[0].process.kill()
@@ -205,7 +205,7 @@ def _edit(cluster: BenchCluster, wanted: dict[str, int], chance: random.Random, 
     if name not in wanted:
         cluster.call("POST", TIERS, tier(name, replicas=replicas))
         wanted[name] = replicas
-    elif chance.random() < 0.25:  # noqa: PLR2004
+    elif chance.random() < 0.25:  # noqa: PLR2004  one in four edits
         cluster.call("DELETE", f"{TIERS}/{name}")
         del wanted[name]
     else:

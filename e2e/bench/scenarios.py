@@ -236,7 +236,7 @@ class Scenarios:
         line = f"{phase:12} {backend:9} {case:13} {tokens:6} tokens: {took}"
         self._journal.write(record, line)
 
-    def _wave(  # noqa: PLR0913, PLR0917
+    def _wave(  # noqa: PLR0913, PLR0917 - as above
         self,
         engine: Engine,
         backend: str,

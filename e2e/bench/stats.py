@@ -99,4 +99,4 @@ def _pad(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 def _three_digits(value: float) -> str:
     if value >= 100:  # noqa: PLR2004 - three digits are left of the point
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004 - as above

@@ -140,7 +140,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="for store.jsonl, the tables and the charts")
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="a directory on the disk to measure (default: .)")
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a directory in a tmpfs")  # noqa: S108
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a directory in a tmpfs")
     parser.add_argument("--volumes", type=lambda text: text.split(","), default=["tmpfs", "disk"])
     parser.add_argument("--chunk-mib", type=_numbers, default=list(CHUNKS), help="sizes of a block, e.g. 0.5,8")
     parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], default=list(THREADS))

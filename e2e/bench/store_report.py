@@ -81,7 +81,7 @@ def _section(directory: Path, measured: _Measured, volume: str, way: str) -> str
     return "\n".join([f"## {way.capitalize()}, {volume}", "", table(headers, rows), f"![{way} {volume}]({file})", ""])
 
 
-def _find(measured: _Measured, volume: str, way: str, name: str, chunk: float, count: int) -> Summary | None:  # noqa: PLR0913, PLR0917
+def _find(measured: _Measured, volume: str, way: str, name: str, chunk: float, count: int) -> Summary | None:  # noqa: PLR0913, PLR0917 - a measurement has this many names
     return measured.get((volume, way, name, chunk, count)) or measured.get((volume, way, name, chunk, 0))
 
 
@@ -89,7 +89,7 @@ def _heading(name: str, way: str) -> str:
     return "plain parallel writer" if name == PLAIN and way == "store" else name
 
 
-def _chart(  # noqa: PLR0913, PLR0917
+def _chart(  # noqa: PLR0913, PLR0917 - a chart has this many parts
     path: Path, measured: _Measured, title: str, names: Sequence[str], chunks: Sequence[float], threads: Sequence[int]
 ) -> None:
     way, volume = title.split()

@@ -97,10 +97,10 @@ def clear(directory: Path) -> None:
 
 def enlarge_shared_memory(wanted_bytes: int, say: Callable[[str], None]) -> None:
     """Let /dev/shm hold so much; a machine whose memory grows as it is used starts with a small one."""
-    status = os.statvfs("/dev/shm")  # noqa: S108 - vLLM's own place
+    status = os.statvfs("/dev/shm")
     if status.f_blocks * status.f_frsize >= wanted_bytes:
         return
-    command = ["mount", "-o", f"remount,size={wanted_bytes}", "/dev/shm"]  # noqa: S108
+    command = ["mount", "-o", f"remount,size={wanted_bytes}", "/dev/shm"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     say(f"shared memory enlarged to {wanted_bytes >> 30} GiB" if result.returncode == 0 else result.stderr.strip())
 
@@ -113,7 +113,7 @@ def make_tmpfs(directory: Path, size_bytes: int) -> Path:
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(directory)]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
         return directory
-    fallback = Path("/dev/shm/kvtier-bench")  # noqa: S108
+    fallback = Path("/dev/shm/kvtier-bench")
     fallback.mkdir(exist_ok=True)
     return fallback
 

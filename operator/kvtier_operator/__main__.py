@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
     # kopf and the client take a second to import, which no other command needs.
-    from kvtier_operator.process import run  # noqa: PLC0415
+    from kvtier_operator.process import run  # noqa: PLC0415  takes a second
 
     settings = replace(
         settings,

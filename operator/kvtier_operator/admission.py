@@ -4,12 +4,17 @@
 The rules that one object can be judged by are in the CRD, as CEL. Here is what needs others: the nodes, the other tiers
 of the namespace, the claim and who uses it, and what the edit costs. It refuses only what would never work; what may be
 meant, or may pass, is a warning that kubectl prints. Reads, and never writes.
+
+Whoever writes waits for the answer, and the API server does not wait for long: what was not read in time is left out of
+the answer, which says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier_operator import names, quantity
@@ -29,6 +34,9 @@ LONGEST_WARNING: Final = 800
 
 _MOST_NAMED: Final = 3
 
+WORKERS: Final = 8
+"""Writes that are looked into at the same time; while the API server hangs, more of them are answered unseen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -47,35 +55,69 @@ class _Write:
     old_spec: TierSpec | None
 
 
+@dataclass
+class _Looked:
+    """What a look into the cluster has shown so far; the thread that looks adds to it until it is told to stop."""
+
+    refusal: str = ""
+    warnings: list[str] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
 class Admission:
-    """Judges writes of tiers. Safe to use from several threads."""
+    """Judges writes of tiers. Safe to use from several threads; the reading is done by threads of its own."""
 
     def __init__(self, cluster: Cluster, *, inventory: Inventory, connector_image: str) -> None:
         """Store what is read; nothing is read before a write is judged."""
         self._cluster = cluster
         self._inventory = inventory
         self._connector_image = connector_image
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="admission")
 
-    def judge(self, new: Manifest, old: Manifest | None) -> Verdict:
-        """Judge a tier that is created (`old` is None) or updated; a cluster that cannot be read refuses nothing."""
+    def close(self) -> None:
+        """Look into nothing any more; a read that goes on ends with the time-out of its connection."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def judge(self, new: Manifest, old: Manifest | None, seconds: float) -> Verdict:
+        """Judge a tier that is created (`old` is None) or updated; a cluster that cannot be read refuses nothing.
+
+        Args:
+            new: the tier as it is to be.
+            old: as it is.
+            seconds: what reading the cluster may take.
+        """
         if "deletionTimestamp" in new["metadata"] or (old is not None and old.get("spec") == new.get("spec")):
             return Verdict()
         try:
             write = _Write(tier=names.tier_ref(new), spec=parse(new), old=old, old_spec=_parsed(old))
         except SpecInvalid as error:
             return Verdict(refusal=str(error))
-        warnings: list[str] = []
+        looked = _Looked()
+        future = self._pool.submit(self._look, write, looked)
         try:
-            refusal = self._claim_of_another(write)
-            if refusal:
-                return Verdict(refusal=refusal)
-            warnings += self._neighbours(write)
-            warnings += self._strangers(write)
-            warnings += self._nodes(write)
-        except ClusterError as error:
-            warnings.append(f"not everything could be checked: {error}")
-        warnings += self._cost(write)
+            future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            looked.is_over.set()
+            late = f"not everything could be checked: the cluster was not read within {seconds:g} s"
+            looked.warnings = [*looked.warnings, late]
+        if looked.refusal:
+            return Verdict(refusal=looked.refusal)
+        warnings = [*looked.warnings, *self._cost(write)]
         return Verdict(warnings=tuple(text[:LONGEST_WARNING] for text in warnings))
+
+    def _look(self, write: _Write, looked: _Looked) -> None:
+        """Do the checks that read the cluster, as far as there is time."""
+        checks: tuple[Callable[[_Write], Iterator[str]], ...] = (self._neighbours, self._strangers, self._nodes)
+        try:
+            looked.refusal = self._claim_of_another(write)
+            for check in checks:
+                if looked.refusal or looked.is_over.is_set():
+                    return
+                found = list(check(write))
+                looked.warnings += found
+        except ClusterError as error:
+            looked.warnings.append(f"not everything could be checked: {error}")
 
     def _claim_of_another(self, write: _Write) -> str:
         """Refuse to live on a claim that goes with another tier."""

@@ -73,17 +73,18 @@ def gather(
     deployment = ours.get(names.engine_key(tier))
     pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}")
     pods.sort(key=lambda found: str(found["metadata"]["name"]))
+    # What else carries our labels is somebody else's: the pods of a Deployment that stands in our place included.
+    engines, janitors = (
+        [found for found in pods if names.is_pod_of(found, key.name) and key not in foreign]
+        for key in (names.engine_key(tier), names.janitor_key(tier))
+    )
     return Snapshot(
         tier=tier,
         claim=None if claim is None else _claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(
-            _heard(_pod(found, _mount_problem(cluster, found, now)), tier, probes)
-            for found in pods
-            if _is_of(found, names.COMPONENT_ENGINE)
-        ),
+        pods=tuple(_heard(_pod(found, _mount_problem(cluster, found, now)), tier, probes) for found in engines),
         janitor=_janitor(
-            [found for found in pods if _is_of(found, names.COMPONENT_JANITOR)],
+            janitors,
             ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier))),
             tier,
             probes,
@@ -142,11 +143,6 @@ def _engines(found: Manifest) -> Engines:
     )
 
 
-def _is_of(pod: Manifest, component: str) -> bool:
-    labels = pod["metadata"].get("labels") or {}
-    return bool(labels.get(names.LABEL_COMPONENT) == component)
-
-
 def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
     """Return an engine pod with what it says: one that does not serve is not asked."""
     if probes is None or not pod.address or not pod.is_ready or pod.is_terminating:
@@ -203,7 +199,7 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
         ),
         uid=metadata.get("uid", ""),
         address=status.get("podIP", ""),
-        template_hash=(metadata.get("labels") or {}).get("pod-template-hash", ""),
+        template_hash=(metadata.get("labels") or {}).get(names.LABEL_TEMPLATE_HASH, ""),
         is_held_up=_is_held_up(found),
         mount_problem=mount_problem,
     )

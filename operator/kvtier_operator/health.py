@@ -7,12 +7,13 @@ stuck, and already while an operator waits for the lead.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar, Final
+
+from kvtier_operator.answers import JsonHandler
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 Check = Callable[[], str | None]
 """Returns what is wrong, in words for who reads the pod's events, or None."""
@@ -50,7 +51,7 @@ class Health:
                 found[name] = problem
         return found
 
-    def serve(self, port: int, *, host: str = "0.0.0.0") -> Callable[[], None]:  # noqa: S104  the kubelet is outside
+    def serve(self, port: int, *, host: str = EVERYWHERE) -> Callable[[], None]:
         """Serve on a thread and return what stops it.
 
         Raises:
@@ -60,8 +61,7 @@ class Health:
         class Handler(_Handler):
             health = self
 
-        server = ThreadingHTTPServer((host, port), Handler)
-        server.daemon_threads = True
+        server = HttpServer(host, port, Handler)
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
 
@@ -91,27 +91,14 @@ class Beat:
         return 0.0 if last is None else self._clock() - last
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     health: ClassVar[Health]
-    protocol_version = "HTTP/1.1"
-    timeout = 10
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  the library's name
         """Answer a probe."""
         path = self.path.partition("?")[0]
         if path not in {"/healthz", "/readyz"}:
-            self._answer(404, {"error": "there are /healthz and /readyz"})
+            self.answer(404, {"error": "there are /healthz and /readyz"})
             return
         problems = self.health.problems(path)
-        self._answer(503 if problems else 200, {"ok": not problems, "problems": problems})
-
-    def _answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log no probes."""
+        self.answer(503 if problems else 200, {"ok": not problems, "problems": problems})

@@ -112,13 +112,13 @@ def _usage(pods: Iterable[Manifest]) -> Iterable[Usage]:
         spec, metadata = pod.get("spec") or {}, pod["metadata"]
         if not spec.get("nodeName") or (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
             continue
-        labels = metadata.get("labels") or {}
-        is_engine = labels.get(names.LABEL_COMPONENT) == names.COMPONENT_ENGINE
+        namespace, tier = metadata.get("namespace", ""), (metadata.get("labels") or {}).get(names.LABEL_TIER, "")
+        is_engine = names.is_pod_of(pod, names.engine(names.TierName(namespace=namespace, name=tier)))
         requests = _requests(spec)
         yield Usage(
             node=spec["nodeName"],
-            namespace=metadata.get("namespace", ""),
-            tier=labels.get(names.LABEL_TIER, "") if is_engine else "",
+            namespace=namespace,
+            tier=tier if is_engine else "",
             memory_bytes=requests.get("memory", 0),
             devices={name: amount for name, amount in requests.items() if name not in _NO_DEVICES},
         )

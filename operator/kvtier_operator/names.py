@@ -24,6 +24,8 @@ FIELD_MANAGER: Final = "kvtier-operator"
 
 LABEL_TIER: Final = f"{GROUP}/tier"
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_TEMPLATE_HASH: Final = "pod-template-hash"
+"""Given to pods by the controller of Deployments."""
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
 ANNOTATION_DECISIONS: Final = f"{GROUP}/decisions"
 ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
@@ -111,7 +113,7 @@ def tier_ref(body: Mapping[str, Any]) -> TierRef:
     return TierRef(namespace=metadata.get("namespace", "default"), name=metadata["name"], uid=metadata.get("uid", ""))
 
 
-def engine(tier: TierRef) -> str:
+def engine(tier: TierRef | TierName) -> str:
     """Name of the Deployment, its Service, ServiceAccount and PodDisruptionBudget."""
     return f"{tier.name}-engine"
 
@@ -224,6 +226,21 @@ def is_ours(manifest: Mapping[str, Any], tier: TierRef) -> bool:
         return False
     of_object = manifest.get("metadata", {}).get("labels") or {}
     return of_object.get(LABEL_MANAGED_BY) == FIELD_MANAGER and of_object.get(LABEL_TIER) == tier.name
+
+
+def is_pod_of(pod: Mapping[str, Any], deployment: str) -> bool:
+    """Tell whether a pod is one of a Deployment's: a copy of its template in other hands has the same labels.
+
+    Its ReplicaSet tells without being read: it is called after its Deployment and after the hash of the template that
+    its pods carry, and a pod whose ReplicaSet is not there is deleted by the garbage collector.
+    """
+    metadata = pod.get("metadata", {})
+    template_hash = (metadata.get("labels") or {}).get(LABEL_TEMPLATE_HASH, "")
+    return bool(template_hash) and any(
+        (reference.get("kind"), reference.get("name")) == ("ReplicaSet", f"{deployment}-{template_hash}")
+        for reference in metadata.get("ownerReferences", ())
+        if reference.get("controller")
+    )
 
 
 def is_controlled(manifest: Mapping[str, Any], tier: TierRef) -> bool:

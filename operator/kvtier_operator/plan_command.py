@@ -88,7 +88,7 @@ def read_nodes(file: str | None) -> Nodes | None:
     if file is None:
         return None
     # The client of the cluster takes a second to import, which the rest does not need.
-    from kvtier_operator.inventory import from_objects  # noqa: PLC0415
+    from kvtier_operator.inventory import from_objects  # noqa: PLC0415  takes a second
 
     remedy = "kubectl get nodes,pods -A -o yaml prints what belongs there"
     documents = offline.read_documents(file)
@@ -164,7 +164,7 @@ def _diff(settings: Settings, options: argparse.Namespace) -> int:
 
 def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:
     """Return the tiers of the same names that stand in the cluster."""
-    from kvtier_operator.cluster import connect  # noqa: PLC0415
+    from kvtier_operator.cluster import connect  # noqa: PLC0415  takes a second
 
     cluster, found = connect(), {}
     for body in bodies:
@@ -178,9 +178,9 @@ def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:
 
 def _live_snapshot(body: Manifest) -> Snapshot:
     """Return what stands of a tier in the cluster, with nodes and pods where one may read them."""
-    from kvtier_operator.cluster import connect  # noqa: PLC0415
-    from kvtier_operator.gather import gather  # noqa: PLC0415
-    from kvtier_operator.inventory import Inventory  # noqa: PLC0415
+    from kvtier_operator.cluster import connect  # noqa: PLC0415  takes a second
+    from kvtier_operator.gather import gather  # noqa: PLC0415  takes a second
+    from kvtier_operator.inventory import Inventory  # noqa: PLC0415  takes a second
 
     cluster = connect()
     existing = parse(body).volume.existing_claim

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look after the Job that tries a new claim: read how far it is, make it, replace one of another claim."""
+"""Look after the Job that tries a new claim: read how far it is, make it, replace one of another claim, end it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvtier_operator import names
@@ -13,21 +14,26 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.preflight import JobState, Preflight, State, judge, key_of, remembered
 from kvtier_operator.snapshot import Snapshot
+from kvtier_operator.status import storage as storage_check
+from kvtier_operator.status.reasons import Reason
 
 
-def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, storage: Mapping[str, Any]) -> Preflight:
+def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Preflight:
     """Bring the preflight of a tier a step further and return how far it is.
 
     Args:
-        cluster: what is read and written; not at all once a claim was found good.
+        cluster: what is read and written; not at all once a claim was found good, or is known not to be tried.
         plan: what the tier becomes.
         snapshot: what stands.
-        storage: what the status says of the claim so far.
+        status: what the status says so far.
 
     Raises:
         ClusterError: the Job could not be read or written.
     """
+    storage = status.get("storage") or {}
     known = remembered(plan.spec, snapshot, storage)
+    if known is not None and known.state is State.OFF:
+        return _end(cluster, plan, known, status)
     if known is not None or plan.spec.paused:
         return known or Preflight(state=State.RUNNING, detail="the tier is paused")
     key = key_of(plan.spec, snapshot)
@@ -38,6 +44,20 @@ def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, storage: Mappi
         is_bound = snapshot.claim is not None and snapshot.claim.phase == "Bound"
         cluster.apply(preflight(plan, key, places_volume=plan.is_on_one_node and not is_bound), over=None)
     return judge(key, storage, job)
+
+
+def _end(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
+    """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
+    conditions = status.get("conditions", ())
+    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == storage_check.KIND), {})
+    if (told.get("reason"), told.get("message")) == (Reason.PREFLIGHT_OFF.value, off.detail):
+        return off
+    if plan.spec.paused:
+        return replace(off, detail=f"{off.detail}; the tier is paused, and a Job that runs goes on")
+    found = cluster.get(_key(plan), plan.tier.namespace)
+    if found is not None and names.is_ours(found, plan.tier):
+        cluster.delete(_key(plan), plan.tier.namespace, uid=found["metadata"]["uid"])
+    return off
 
 
 def _key(plan: TierPlan) -> ObjectKey:

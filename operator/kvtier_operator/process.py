@@ -54,7 +54,7 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         )
         check_access(cluster, settings.namespaces)
         if settings.webhook_cert or settings.webhook_key:
-            stack.callback(_serve_webhook(settings, health).close)
+            _serve_webhook(settings, health, stack)
         operator = Operator(
             settings, cluster=cluster, metrics=metrics, health=health, login=lambda: connect().credentials()
         )
@@ -65,20 +65,22 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
     return 0
 
 
-def _serve_webhook(settings: Settings, health: Health) -> WebhookServer:
+def _serve_webhook(settings: Settings, health: Health, stack: contextlib.ExitStack) -> None:
     if not (settings.webhook_cert and settings.webhook_key):
         raise SettingsInvalid("--webhook-cert and --webhook-key: the webhook needs both")
     cluster = connect(timeout_seconds=(1.0, 3.0), may_write=lambda: False)
     inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
+    admission = Admission(cluster, inventory=inventory, connector_image=settings.connector_image)
+    stack.callback(admission.close)
     server = WebhookServer(
-        Admission(cluster, inventory=inventory, connector_image=settings.connector_image).judge,
+        admission.judge,
         port=settings.webhook_port,
         certificate=Path(settings.webhook_cert),
         key=Path(settings.webhook_key),
     )
     server.start()
+    stack.callback(server.close)
     health.ready_if("webhook-certificate", server.problem)
-    return server
 
 
 @contextlib.contextmanager

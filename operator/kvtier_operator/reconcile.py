@@ -179,7 +179,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         return _Act(view=replace(view, refusal=plan))
     view = replace(view, current=plan.generation)
     try:
-        tried = preflights.advance(cluster, plan, snapshot, (body.get("status") or {}).get("storage") or {})
+        tried = preflights.advance(cluster, plan, snapshot, body.get("status") or {})
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error)
     view = replace(view, preflight=tried)

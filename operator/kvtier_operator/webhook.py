@@ -11,24 +11,30 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from kvtier_operator.admission import Verdict
+from kvtier_operator.answers import SLOWEST_CLIENT_SECONDS, JsonHandler
 from kvtier_operator.errors import SettingsInvalid
+from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 logger = logging.getLogger(__name__)
 
 PATH: Final = "/validate"
 _LONGEST_BODY_BYTES: Final = 8 << 20
-_SLOWEST_CLIENT_SECONDS: Final = 10.0
 
-Judge = Callable[[dict[str, Any], dict[str, Any] | None], Verdict]
+_TIMEOUT: Final = re.compile(r"(?:^|&)timeout=([0-9]{1,3})s(?:&|$)")
+_USUAL_TIMEOUT_SECONDS: Final = 5.0
+
+Judge = Callable[[dict[str, Any], dict[str, Any] | None, float], Verdict]
+"""Given the new object, the old one, and the seconds that it may take to read what decides."""
 
 
 class WebhookServer:
@@ -37,7 +43,7 @@ class WebhookServer:
     Threads: one accepts and looks after the certificate; each connection has another one.
     """
 
-    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = "0.0.0.0") -> None:  # noqa: S104
+    def __init__(self, judge: Judge, *, port: int, certificate: Path, key: Path, host: str = EVERYWHERE) -> None:
         """Load the certificate and listen; `start` starts to answer.
 
         Raises:
@@ -50,7 +56,7 @@ class WebhookServer:
             pass
 
         Handler.judge = staticmethod(judge)
-        self._server = _Server((host, port), Handler, self._pair)
+        self._server = _Server(host, port, Handler, self._pair)
         self._thread = threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True)
 
     @property
@@ -102,18 +108,16 @@ class _Pair:
         self._loaded, self.problem = times, None
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
-        super().__init__(address, handler)
+class _Server(HttpServer):
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], pair: _Pair) -> None:
+        super().__init__(host, port, handler)
         self._pair = pair
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Wrap a connection; it shakes hands on its own thread, where a slow client holds up nobody."""
         connection, address = super().get_request()
         self._pair.refresh()
-        connection.settimeout(_SLOWEST_CLIENT_SECONDS)
+        connection.settimeout(SLOWEST_CLIENT_SECONDS)
         return self._pair.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  the library's signature
@@ -121,47 +125,40 @@ class _Server(ThreadingHTTPServer):
         logger.debug("A connection from %s ended early.", client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     judge: ClassVar[Judge]
-    protocol_version = "HTTP/1.1"
-    timeout = _SLOWEST_CLIENT_SECONDS
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802  the library's name
         """Answer an AdmissionReview."""
         length = self.headers.get("Content-Length", "")
         if self.path.partition("?")[0] != PATH or not length.isdecimal() or int(length) > _LONGEST_BODY_BYTES:
             self.close_connection = True
-            self._answer(400, {"error": f"POST an AdmissionReview to {PATH}"})
+            self.answer(400, {"error": f"POST an AdmissionReview to {PATH}"})
             return
         try:
             review = json.loads(self.rfile.read(int(length)))
             request = review["request"]
             uid, new, old = request["uid"], request["object"], request.get("oldObject")
         except (ValueError, KeyError, TypeError):
-            self._answer(400, {"error": "this is no AdmissionReview of admission.k8s.io/v1"})
+            self.answer(400, {"error": "this is no AdmissionReview of admission.k8s.io/v1"})
             return
         # The name and the namespace may be missing in an object that is being created.
         metadata = {"namespace": request.get("namespace"), "name": request.get("name") or "", **new.get("metadata", {})}
-        self._answer(200, _response(uid, self._judged({**new, "metadata": metadata}, old)))
+        self.answer(200, _response(uid, self._judged({**new, "metadata": metadata}, old)))
 
     def _judged(self, new: dict[str, Any], old: dict[str, Any] | None) -> Verdict:
         try:
-            return type(self).judge(new, old)
+            return type(self).judge(new, old, _patience(self.path) / 2)
         except Exception:
             # An edge: a bug of ours must not stand between a person and their cluster.
             logger.exception("A write could not be judged; it is admitted.")
             return Verdict(warnings=("kvtier could not check this write; see the operator's log",))
 
-    def _answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Log no requests: they are in the API server's audit log."""
+def _patience(path: str) -> float:
+    """Return how many seconds the API server waits for the answer: it adds that to the query."""
+    found = _TIMEOUT.search(path.partition("?")[2])
+    return float(found[1]) if found is not None and int(found[1]) else _USUAL_TIMEOUT_SECONDS
 
 
 def _response(uid: str, verdict: Verdict) -> dict[str, Any]:

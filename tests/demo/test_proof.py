@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,8 @@ LOADED = replace(
 )
 
 
-def rows(**changes: object) -> list[Row]:
-    answer = replace(LOADED, **changes)  # type: ignore[arg-type]
+def rows(**changes: Any) -> list[Row]:
+    answer = replace(LOADED, **changes)
     return [
         Row(what="cold", engine="A", answer=COMPUTED, reference=None),
         Row(what="disk hit", engine="B", answer=answer, reference=COMPUTED),

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tiers import made_by
+
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.cluster import connect
 from kvtier_operator.handlers import Operator
@@ -173,8 +175,10 @@ class Controllers:
                 "kind": "Pod",
                 "metadata": {
                     "name": name,
-                    "labels": template["metadata"]["labels"],
+                    "labels": {**template["metadata"]["labels"], "pod-template-hash": stamp},
                     "annotations": template["metadata"]["annotations"],
+                    # Of the ReplicaSet there is nothing but its name: they go with their Deployment.
+                    "ownerReferences": [{**made_by(f"{metadata['name']}-{stamp}"), "uid": metadata["uid"]}],
                 },
                 "spec": template["spec"],
             }

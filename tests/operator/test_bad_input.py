@@ -87,6 +87,36 @@ def test_a_mistake_is_refused_with_the_field_and_the_remedy(bad: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    "path", ["/tmp/hf", "/tmp/.cache", "/mnt", "/opt/models/", "/var/cache", "/etc/..ssl", "/dev/x"]
+)
+def test_a_mount_beside_the_operators_own_is_taken(path: str, server: Admission) -> None:
+    body = tier(
+        {
+            "spec.engine.podTemplate.volumes": [{"name": "v", "emptyDir": {}}],
+            "spec.engine.podTemplate.volumeMounts": [{"name": "v", "mountPath": path}],
+        }
+    )
+    assert server.refusals(body) == []
+    parse(body)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"runAsUser": 0, "runAsNonRoot": False},
+        {"runAsUser": 1000},
+        {"runAsNonRoot": False},
+        {"fsGroup": 0, "seLinuxOptions": {"level": "s0"}},
+    ],
+    ids=str,
+)
+def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], server: Admission) -> None:
+    body = tier({"spec.engine.podTemplate.securityContext": context})
+    assert server.refusals(body) == []
+    assert parse(body).engine.pod_template.security_context == context
+
+
+@pytest.mark.parametrize(
     ("changes", "at", "says"),
     [
         ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),

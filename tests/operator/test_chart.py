@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,8 +106,6 @@ def test_helm_finds_nothing_to_complain_about() -> None:
 
 
 def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
-    import json  # noqa: PLC0415
-
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fake_cluster import FakeCluster
 from live import until
-from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, pod, tier
+from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
@@ -115,3 +115,28 @@ def test_an_idle_tier_is_not_written(rig: Rig) -> None:
 def test_without_probes_nobody_is_asked() -> None:
     cluster = FakeCluster(tier())
     assert reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON).failure is None
+
+
+def test_pods_that_only_carry_the_labels_are_neither_counted_nor_asked(rig: Rig) -> None:
+    template = rig.cluster.look(DEPLOYMENT)["spec"]["template"]
+    bare = pod("bare", template, **RUNNING, podIP="10.1.0.8")
+    del bare["metadata"]["ownerReferences"]
+    copied = pod("copied", template, **RUNNING, podIP="10.1.0.9")
+    copied["metadata"]["ownerReferences"] = [made_by("llama-engine-copy-5f")]
+    with_other_seed = copied["spec"]["containers"][0]["env"]
+    with_other_seed[:] = [{**each, "value": "7"} for each in with_other_seed]
+    for stranger in (bare, copied):
+        rig.cluster.put(stranger)
+    rig.run()
+    rig.answers(3)
+    assert not [url for url in rig.pods.asked if "10.1.0.8" in url or "10.1.0.9" in url]
+    assert rig.condition("HashSeedConsistent")["status"] == "True"
+
+
+def test_a_pod_of_another_rollout_of_the_same_deployment_is_counted(rig: Rig) -> None:
+    template = rig.cluster.look(DEPLOYMENT)["spec"]["template"]
+    before = pod("before", {**template, "of": "yesterday"}, **RUNNING, podIP="10.1.0.8")
+    before["spec"]["containers"][0]["env"] = [{"name": "PYTHONHASHSEED", "value": "7"}]
+    rig.cluster.put(before)
+    rig.run()
+    assert rig.condition("HashSeedConsistent")["reason"] == "SeedsDiffer"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from kvtier_operator.health import Beat, Health
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 
 CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "ConfigMap",
     "metadata": {"name": "c", "namespace": NAMESPACE},
@@ -48,8 +49,6 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture
 def port() -> int:
-    import socket  # noqa: PLC0415
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -96,7 +95,7 @@ def lookout() -> tuple[Lookout, Clock]:
 def version(number: int) -> dict[str, Any]:
     labels = {"kvtier.dev/tier": "llama"}
     more = {"uid": "u", "resourceVersion": str(number), "labels": labels}
-    return {**CONFIG, "metadata": {**CONFIG["metadata"], **more}}  # type: ignore[dict-item]
+    return {**CONFIG, "metadata": {**CONFIG["metadata"], **more}}
 
 
 def test_a_change_that_no_watch_tells_of_grows_old() -> None:
@@ -141,7 +140,7 @@ def test_what_was_applied_last_is_not_applied_again_until_somebody_touches_it() 
     live = FakeCluster()
     cluster = WatchfulCluster(live, Lookout(frozenset()))
     labels = {"l": "1"}
-    manifest = {**CONFIG, "metadata": {**CONFIG["metadata"], "labels": labels}}  # type: ignore[dict-item]
+    manifest = {**CONFIG, "metadata": {**CONFIG["metadata"], "labels": labels}}
 
     def apply(body: dict[str, Any]) -> int:
         before = len(live.writes())
@@ -167,12 +166,12 @@ def test_what_was_applied_last_is_not_applied_again_until_somebody_touches_it() 
 )
 def test_what_others_write_all_the_time_is_no_reason_to_apply_again(kind: str, is_repeated: bool) -> None:
     look, _ = lookout()
-    manifest = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "c", "namespace": NAMESPACE}}
-    live = {**manifest, "metadata": {**manifest["metadata"], "uid": "u", "resourceVersion": "1"}}  # type: ignore[dict-item]
+    manifest: dict[str, Any] = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "c", "namespace": NAMESPACE}}
+    live = {**manifest, "metadata": {**manifest["metadata"], "uid": "u", "resourceVersion": "1"}}
     look.applied(manifest, live)
-    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "2"}})  # type: ignore[dict-item]
+    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "2"}})
     assert (look.is_applied(manifest, over="u") is None) is is_repeated
-    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "3", "labels": {"a": "b"}}})  # type: ignore[dict-item]
+    look.found({**live, "metadata": {**live["metadata"], "resourceVersion": "3", "labels": {"a": "b"}}})
     assert look.is_applied(manifest, over="u") is None
 
 

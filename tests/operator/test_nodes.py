@@ -10,10 +10,10 @@ import pytest
 from fake_cluster import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, tier
+from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, made_by, tier
 
 from kvtier_operator import names
-from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
+from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.inventory import Inventory, from_objects
 from kvtier_operator.plan import (
     Decisions,
@@ -82,8 +82,15 @@ def test_a_share_is_of_the_smallest_matching_node_after_what_runs_there() -> Non
 
 
 def test_the_engines_of_the_tier_itself_are_not_in_their_own_way() -> None:
-    labels = {names.LABEL_TIER: "llama", names.LABEL_COMPONENT: names.COMPONENT_ENGINE}
-    assert cpu_gib(node(), pod("llama-engine-1", "200Gi", gpus=1, labels=labels)) == 128
+    labels = {**names.selector(REF), "pod-template-hash": "5f"}
+    engine = pod("llama-engine-1", "200Gi", gpus=1, labels=labels)
+    engine["metadata"]["ownerReferences"] = [made_by("llama-engine-5f")]
+    assert cpu_gib(node(), engine) == 128
+
+
+def test_a_pod_that_only_carries_the_labels_of_the_tier_takes_room_like_any_other() -> None:
+    copied = pod("copied", "200Gi", labels=names.selector(REF))
+    assert cpu_gib(node(), copied) == 28
 
 
 def test_a_node_whose_devices_are_taken_does_not_count_while_others_are_free() -> None:
@@ -335,66 +342,7 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
-    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")  # type: ignore[index]
+    found = cluster.look(TIER_KEY)
+    assert found is not None
+    ready = next(each for each in found["status"]["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
-
-
-class Counting(FakeCluster):
-    """Counts readings of nodes, and refuses them when told to."""
-
-    def __init__(self, *objects: Any) -> None:
-        super().__init__(*objects)
-        self.read = 0
-        self.error: Exception | None = None
-
-    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> Any:
-        self.read += 1
-        if self.error is not None:
-            raise self.error
-        return super().list(api_version, kind, namespace=namespace, selector=selector)
-
-
-def test_nodes_are_read_once_a_minute_for_all_tiers() -> None:
-    cluster, now = Counting(node()), [0.0]
-    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    for second in (0, 30, 59.9):
-        now[0] = second
-        assert inventory.look(with_pods=False) is not None
-    assert cluster.read == 1
-    now[0] = 60.0
-    inventory.look(with_pods=False)
-    assert cluster.read == 2
-
-
-def test_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
-    cluster, now = Counting(node()), [0.0]
-    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    seen = inventory.look(with_pods=False)
-    cluster.error, now[0] = ClusterUnavailable("500"), 60.0
-    assert inventory.look(with_pods=False) == seen
-    cluster.error, now[0] = ClusterForbidden("403"), 120.0
-    assert inventory.look(with_pods=False) is None
-    cluster.error, now[0] = None, 240.0
-    assert inventory.look(with_pods=False) is None
-    now[0] = 800.0
-    assert inventory.look(with_pods=False) == seen
-
-
-def test_a_pod_counts_as_the_scheduler_counts_it() -> None:
-    body = pod("batch", "2Gi")
-    body["spec"]["initContainers"] = [
-        {"name": "sidecar", "restartPolicy": "Always", "resources": {"requests": {"memory": "1Gi"}}},
-        {"name": "fetch", "resources": {"requests": {"memory": "9Gi"}}},
-    ]
-    body["spec"]["overhead"] = {"memory": "1Gi"}
-    finished = pod("done", "99Gi")
-    finished["status"]["phase"] = "Succeeded"
-    unscheduled = pod("waiting", "99Gi")
-    unscheduled["spec"].pop("nodeName")
-    usage = from_objects([{"kind": "List", "items": [body, finished, unscheduled]}]).usage
-    assert usage is not None
-    assert [each.memory_bytes // GIB for each in usage] == [11]
-
-
-def test_objects_that_are_no_nodes_are_nobody() -> None:
-    assert from_objects([{"kind": "ConfigMap", "metadata": {"name": "x"}}]).nodes == ()

@@ -15,7 +15,7 @@ from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, r
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.reconcile import PATIENCE, Outcome, reconcile
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
 GOOD = {
@@ -197,6 +197,49 @@ def test_never_starts_engines_at_once_and_makes_no_job() -> None:
     assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
 
 
+@pytest.mark.parametrize("change", [{"proof": {"preflight": "Never"}}, {"disk": {"mode": "Bypass"}}])
+def test_a_job_that_nobody_waits_for_any_more_is_deleted_once(change: dict[str, Any]) -> None:
+    cluster = started()
+    cluster.edit(TIER_KEY, {"spec": change})
+    run(cluster)
+    assert JOB not in cluster.existing()
+    assert DEPLOYMENT in cluster.existing()
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
+    run(cluster)
+    assert str(JOB) not in {what for _verb, what in cluster.calls}
+
+
+def test_a_paused_tier_keeps_its_job_until_it_goes_on() -> None:
+    cluster = started()
+    cluster.edit(TIER_KEY, {"spec": {"paused": True, "proof": {"preflight": "Never"}}})
+    for _ in range(2):
+        run(cluster)
+        assert JOB in cluster.existing()
+    cluster.edit(TIER_KEY, {"spec": {"paused": False}})
+    run(cluster)
+    assert JOB not in cluster.existing()
+
+
+def test_a_job_that_could_not_be_deleted_is_deleted_by_the_next_pass() -> None:
+    for number in range(1, 40):
+        cluster = started()
+        cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Never"}}})
+        cluster.calls.clear()
+        cluster.fail = (number, ClusterUnavailable("500"))
+        reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=PATIENCE)
+        cluster.fail = None
+        run(cluster)
+        assert JOB not in cluster.existing()
+
+
+def test_a_job_of_somebody_else_is_left_when_nothing_is_tried() -> None:
+    theirs = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "llama-preflight", "namespace": NAMESPACE}}
+    cluster = FakeCluster(tier(), theirs)
+    before = cluster.look(JOB)
+    run(cluster)
+    assert cluster.look(JOB) == before
+
+
 def test_a_job_of_somebody_else_is_left_and_told() -> None:
     theirs = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "llama-preflight", "namespace": NAMESPACE}}
     cluster = FakeCluster(tier(**ALWAYS), theirs)
@@ -233,7 +276,7 @@ def test_the_job_is_what_kubernetes_knows_and_what_the_restricted_standard_allow
 
 
 def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
-    placed = {
+    placed: dict[str, Any] = {
         "nodeSelector": {"zone": "b"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {"x": {}}, "podAntiAffinity": {"y": {}}},
@@ -246,7 +289,7 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
     pod = job["spec"]["template"]["spec"]
     of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert pod["nodeSelector"] == placed["nodeSelector"]
-    assert pod["tolerations"] == [*placed["tolerations"], of_devices]  # type: ignore[misc]
+    assert pod["tolerations"] == [*placed["tolerations"], of_devices]
     assert pod["affinity"] == {"nodeAffinity": {"x": {}}}
     assert "nvidia.com/gpu" not in str(pod["containers"][0]["resources"])
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp.test_utils import make_mocked_request
 from chart import NAMESPACE as SYSTEM
 from chart import render
 from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, until
@@ -179,10 +180,6 @@ def test_a_call_that_no_rule_allows_is_denied() -> None:
         "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"], "resourceNames": ["p"]}],
     }
 
-    class Request:
-        def __init__(self, method: str, path: str) -> None:
-            self.method, self.path, self.query, self.headers = method, path, {}, {}  # type: ignore[var-annotated]
-
     rbac = Rbac([role], lambda _request: True)
     assert grants_of([role]) == {Grant("get", "", "pods", "a", "p"), Grant("list", "", "pods", "a", "p")}
     allowed = [("GET", "/api/v1/namespaces/a/pods/p")]
@@ -195,8 +192,8 @@ def test_a_call_that_no_rule_allows_is_denied() -> None:
         ("GET", "/apis/apps/v1/namespaces/a/pods/p"),
     ]
     for method, path in allowed:
-        assert rbac.fault(Request(method, path)) is None  # type: ignore[arg-type]
+        assert rbac.fault(make_mocked_request(method, path)) is None
     for method, path in denied:
-        error = rbac.fault(Request(method, path))  # type: ignore[arg-type]
+        error = rbac.fault(make_mocked_request(method, path))
         assert isinstance(error, ApiError)
     assert rbac.used == {Grant("get", "", "pods", "a", "p")}

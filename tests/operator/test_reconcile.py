@@ -197,6 +197,24 @@ def test_an_object_of_somebody_else_is_refused_and_left_as_it_is(key: ObjectKey)
     assert cluster.existing() == CHILDREN | {TIER_KEY}
 
 
+JANITORS = sorted(key for key in CHILDREN if key.name == "llama-janitor")
+
+
+@pytest.mark.parametrize("key", JANITORS, ids=str)
+def test_an_object_under_the_name_of_a_janitor_holds_up_no_tier_that_has_none(key: ObjectKey) -> None:
+    theirs = {"apiVersion": key.api_version, "kind": key.kind, "metadata": {"name": key.name, "namespace": NAMESPACE}}
+    cluster = FakeCluster(tier(janitor={"enabled": False}), theirs)
+    before = cluster.look(key)
+    run(cluster)
+    assert cluster.look(key) == before
+    assert cluster.existing() == CHILDREN - set(JANITORS) | {TIER_KEY, key}
+    assert condition(cluster, "Ready")["reason"] != "ObjectNotOurs"
+    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": True}}})
+    run(cluster)
+    assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
+    assert cluster.look(key) == before
+
+
 def test_a_child_of_a_tier_of_the_same_name_that_is_gone_is_not_ours() -> None:
     cluster = FakeCluster(tier())
     run(cluster)

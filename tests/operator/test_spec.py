@@ -110,7 +110,7 @@ def test_a_spec_survives_a_round_trip_through_json() -> None:
 
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        parse(MINIMAL).replicas = 2  # type: ignore[misc]
+        parse(MINIMAL).replicas = 2
 
 
 def test_only_the_user_can_mend_an_invalid_spec() -> None:

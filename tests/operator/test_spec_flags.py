@@ -90,5 +90,7 @@ def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(dep
     variables = {
         entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
     }
-    assert re.search(r"points it at (\S+);", owned.ENV["HF_HOME"])[1] == variables["HF_HOME"]  # type: ignore[index]
+    directory = re.search(r"points it at (\S+);", owned.ENV["HF_HOME"])
+    assert directory is not None
+    assert directory[1] == variables["HF_HOME"]
     assert set(owned.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)

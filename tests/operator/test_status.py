@@ -5,83 +5,31 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from healthy_tier import (
+    LATER,
+    NOON,
+    READY,
+    READY_POD,
+    REF,
+    UNREADY_POD,
+    VIEW,
+    changed,
+    check_problem,
+    conditions,
+    with_claim,
+    with_container,
+    with_engines,
+    with_pod,
+)
 from tiers import tier
 
-from kvtier_connector.contract_usage import Usage
-from kvtier_operator import conditions_reference, names, spec, status
+from kvtier_operator import spec, status
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
-from kvtier_operator.plan import Decisions, Refusal, RefusalReason, decide, make_generation, sizing_of
-from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Node, Pod, Snapshot
+from kvtier_operator.plan import Refusal, RefusalReason
+from kvtier_operator.snapshot import Container
 from kvtier_operator.status import Reason, checks
-
-NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
-REF = names.TierRef(namespace="serving", name="llama", uid="u1")
-SPEC = spec.parse(tier())
-CLAIM = Claim(
-    name="llama-blocks",
-    access_modes=("ReadWriteMany",),
-    storage_class_name="cephfs",
-    requested_bytes=2 << 40,
-    phase="Bound",
-)
-DECISIONS = decide(SPEC, REF, None)
-assert isinstance(DECISIONS, Decisions)
-READY_POD = Pod(
-    name="llama-engine-0",
-    phase="Running",
-    is_ready=True,
-    is_terminating=False,
-    is_scheduled=True,
-    scheduling_message="",
-    config_digest="d",
-    hash_seed="0",
-    hash_algorithm="sha256_cbor",
-    containers=(Container(name="engine", image="vllm"),),
-)
-UNREADY_POD = replace(READY_POD, is_ready=False, phase="Pending")
-STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, ready=0)
-READY = replace(STARTING, ready=2)
-USAGE = Usage(tier="serving/llama", is_active=True, is_counted=True, used_bytes=1 << 40, blocks=1 << 20)
-HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=Janitor(usage=USAGE))
-VIEW = status.View(
-    generation=3,
-    tier=REF,
-    spec=SPEC,
-    snapshot=HEALTHY,
-    sizing=sizing_of(SPEC, DECISIONS),
-    capacity=make_capacity(SPEC, DECISIONS, HEALTHY),
-    current=make_generation(SPEC, REF, DECISIONS),
-)
-NODE = Node(
-    name="gpu-1",
-    labels={"nvidia.com/gpu.memory": "81559"},
-    taints=(),
-    is_open=True,
-    memory_bytes=128 << 30,
-    cpu_millis=32000,
-    devices={"nvidia.com/gpu": 8},
-)
-
-
-def conditions(view: status.View, previous: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the conditions by type; each has a reason that the page of conditions lists for it."""
-    found = {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
-    summaries = {"Ready", "Reconciling", "Stalled"}
-    for kind in found.keys() - summaries:
-        assert Reason(found[kind]["reason"]) in {*conditions_reference.REASONS[kind], Reason.NOT_CHECKED}
-    return found
-
-
-def with_pod(**changes: Any) -> Snapshot:
-    return replace(HEALTHY, engines=STARTING, pods=(replace(UNREADY_POD, **changes),))
-
-
-def with_container(**changes: Any) -> Snapshot:
-    return with_pod(containers=(replace(READY_POD.containers[0], **changes),))
 
 
 def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
@@ -105,27 +53,25 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "condition", "reason", "words"),
+    ("view", "condition", "reason", "words"),
     [
+        pytest.param(changed(claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks", id="no claim yet"),
         pytest.param(
-            replace(HEALTHY, claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks", id="no claim yet"
-        ),
-        pytest.param(
-            replace(HEALTHY, claim=replace(CLAIM, phase="Pending")),
+            with_claim(phase="Pending"),
             "VolumeBound",
             Reason.CLAIM_PENDING,
             "kubectl describe pvc llama-blocks",
             id="the claim waits for a volume",
         ),
         pytest.param(
-            replace(HEALTHY, claim=replace(CLAIM, phase="Lost")),
+            with_claim(phase="Lost"),
             "VolumeBound",
             Reason.CLAIM_LOST,
             "delete the claim",
             id="the volume is gone",
         ),
         pytest.param(
-            replace(HEALTHY, claim=replace(CLAIM, is_terminating=True)),
+            with_claim(is_terminating=True),
             "VolumeBound",
             Reason.CLAIM_TERMINATING,
             "spec.replicas to 0",
@@ -146,7 +92,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
             id="a taint keeps the pod away",
         ),
         pytest.param(
-            replace(HEALTHY, engines=replace(STARTING, problem="exceeded quota: gpus")),
+            with_engines(problem="exceeded quota: gpus"),
             "EnginesReady",
             Reason.PODS_REFUSED,
             "exceeded quota: gpus; raise the quota",
@@ -195,7 +141,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
             id="no node has a device left",
         ),
         pytest.param(
-            replace(HEALTHY, engines=replace(STARTING, problem='pod rejected: RuntimeClass "nvidia" not found')),
+            with_engines(problem='pod rejected: RuntimeClass "nvidia" not found'),
             "EnginesReady",
             Reason.RUNTIME_CLASS_MISSING,
             "create that RuntimeClass",
@@ -216,7 +162,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
             id="the volume cannot be mounted",
         ),
         pytest.param(
-            replace(HEALTHY, engines=replace(STARTING, is_stalled=True)),
+            with_engines(is_stalled=True),
             "EnginesReady",
             Reason.ROLLOUT_STALLED,
             "kubectl logs deployment/llama-engine",
@@ -224,28 +170,28 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         ),
         pytest.param(with_pod(), "EnginesReady", Reason.ENGINES_STARTING, "0 of 2 engines", id="engines start"),
         pytest.param(
-            replace(HEALTHY, engines=replace(READY, observed_generation=0)),
+            with_engines(READY, observed_generation=0),
             "EnginesReady",
             Reason.ENGINES_STARTING,
             "2 of 2 engines",
             id="the counts are of an older spec",
         ),
         pytest.param(
-            replace(HEALTHY, engines=replace(READY, updated=1)),
+            with_engines(READY, updated=1),
             "EnginesReady",
             Reason.ENGINES_STARTING,
             "1 run the latest spec",
             id="a rollout is half done",
         ),
         pytest.param(
-            replace(HEALTHY, pods=(READY_POD, replace(READY_POD, name="old", hash_seed="7"))),
+            changed(pods=(READY_POD, replace(READY_POD, name="old", hash_seed="7"))),
             "HashSeedConsistent",
             Reason.SEEDS_DIFFER,
             "old (7, sha256_cbor)",
             id="an engine of another seed still runs",
         ),
         pytest.param(
-            replace(HEALTHY, pods=(replace(READY_POD, hash_seed=None),)),
+            changed(pods=(replace(READY_POD, hash_seed=None),)),
             "HashSeedConsistent",
             Reason.SEEDS_DIFFER,
             "something else sets PYTHONHASHSEED",
@@ -254,23 +200,19 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
     ],
 )
 def test_a_problem_is_told_in_its_condition_and_in_ready(
-    snapshot: Snapshot, condition: str, reason: Reason, words: str
+    view: status.View, condition: str, reason: Reason, words: str
 ) -> None:
-    found = conditions(replace(VIEW, snapshot=snapshot))
-    assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
-    assert words in found[condition]["message"]
-    assert found["Ready"]["status"] == "False"
-    assert found["Ready"]["reason"] == reason.value
+    check_problem(view, condition, reason, words)
 
 
 def test_a_crash_that_a_pod_got_over_is_no_problem() -> None:
     recovered = replace(READY_POD, containers=(Container(name="engine", image="v", restarts=3, exit_code=1),))
-    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(recovered,))))["Ready"]["status"] == "True"
+    assert conditions(changed(pods=(recovered,)))["Ready"]["status"] == "True"
 
 
 def test_a_pod_on_its_way_out_is_no_problem() -> None:
     leaving = replace(UNREADY_POD, is_terminating=True, hash_seed="7")
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(READY_POD, leaving))))
+    found = conditions(changed(pods=(READY_POD, leaving)))
     assert found["Ready"]["status"] == "True"
 
 
@@ -309,15 +251,15 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
 
 
 def test_a_paused_tier_says_so_and_reconciles_nothing() -> None:
-    paused = replace(VIEW, spec=spec.parse(tier(paused=True)), snapshot=with_pod())
+    paused = replace(with_pod(), spec=spec.parse(tier(paused=True)))
     found = conditions(paused)
     assert (found["Paused"]["status"], found["Reconciling"]["status"]) == ("True", "False")
     assert found["Ready"]["reason"] == "EnginesStarting"
 
 
 def test_a_time_moves_only_when_the_status_flips() -> None:
-    first = status.report(replace(VIEW, snapshot=with_pod()), {}, now=NOON)
-    other_reason = replace(VIEW, snapshot=with_container(waiting_reason="CrashLoopBackOff", exit_code=1))
+    first = status.report(with_pod(), {}, now=NOON)
+    other_reason = with_container(waiting_reason="CrashLoopBackOff", exit_code=1)
     second = status.report(other_reason, first, now=LATER)
     third = status.report(VIEW, second, now=LATER)
     times = [
@@ -340,10 +282,8 @@ def test_a_field_that_is_gone_is_removed_by_the_patch() -> None:
 
 
 def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
-    starting = status.report(replace(VIEW, snapshot=with_pod()), {}, now=NOON)
-    crashed = status.report(
-        replace(VIEW, snapshot=with_container(waiting_reason="CrashLoopBackOff", exit_code=1)), starting, now=NOON
-    )
+    starting = status.report(with_pod(), {}, now=NOON)
+    crashed = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), starting, now=NOON)
     ready = status.report(VIEW, crashed, now=NOON)
     paused = status.report(replace(VIEW, spec=spec.parse(tier(paused=True))), ready, now=NOON)
     steps = [({}, starting), (starting, crashed), (crashed, crashed), (crashed, ready), (ready, paused)]
@@ -378,18 +318,18 @@ def test_every_check_says_what_it_claims() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claim", "words"),
+    ("view", "words"),
     [
-        pytest.param(replace(CLAIM, capacity_bytes=1 << 40), "from 1Ti to 2Ti", id="the driver has not begun"),
+        pytest.param(with_claim(capacity_bytes=1 << 40), "from 1Ti to 2Ti", id="the driver has not begun"),
         pytest.param(
-            replace(CLAIM, capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
+            with_claim(capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
             "when a pod mounts it next",
             id="the file system waits for a pod",
         ),
     ],
 )
-def test_a_claim_that_grows_is_bound_and_says_so(claim: Claim, words: str) -> None:
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, claim=claim)))
+def test_a_claim_that_grows_is_bound_and_says_so(view: status.View, words: str) -> None:
+    found = conditions(view)
     assert (found["VolumeBound"]["status"], found["VolumeBound"]["reason"]) == ("True", "ClaimExpanding")
     assert words in found["VolumeBound"]["message"]
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_status import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, conditions
+from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions
 from tiers import tier
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage
 from kvtier_operator import spec, status
 from kvtier_operator.plan import make_generation
 from kvtier_operator.snapshot import Container, Janitor, Pod
+from kvtier_operator.spec.state import TierStatus
 from kvtier_operator.status import Reason
 from kvtier_operator.usage import EngineReport
 
@@ -72,16 +73,13 @@ def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[st
 def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
     seen: status.View, condition: str, reason: Reason, words: str
 ) -> None:
-    found = conditions(seen)
-    assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
-    assert words in found[condition]["message"]
-    assert (found["Ready"]["status"], found["Ready"]["reason"]) == ("False", reason.value)
+    check_problem(seen, condition, reason, words)
 
 
 def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_differs() -> None:
     stray = replace(READY_POD, name="llama-engine-1", report=EngineReport(refused=("dtype", "model_name")))
     heard = replace(READY_POD, report=EngineReport())
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(heard, stray))))["DiskHealthy"]
+    found = conditions(changed(pods=(heard, stray)))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Stranger")
     assert "pod llama-engine-1 serves without the volume" in found["message"]
     assert "another dtype, model_name" in found["message"]
@@ -90,7 +88,7 @@ def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_diffe
 def test_an_engine_that_the_volume_did_not_answer_is_named() -> None:
     alone = replace(READY_POD, name="llama-engine-1", report=EngineReport(is_detached=True))
     heard = replace(READY_POD, report=EngineReport())
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=(heard, alone))))["DiskHealthy"]
+    found = conditions(changed(pods=(heard, alone)))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Detached")
     assert "pod llama-engine-1 serves without the volume" in found["message"]
     assert "kubectl logs llama-engine-1 -c engine" in found["message"]
@@ -101,7 +99,7 @@ ENCRYPTED = spec.parse(tier(disk={"encryption": {"secretName": "kv-keys", "activ
 
 def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
     mute = replace(READY_POD, report=EngineReport(is_key_missing=True))
-    found = conditions(replace(VIEW, spec=ENCRYPTED, snapshot=replace(HEALTHY, pods=(mute,))))["DiskHealthy"]
+    found = conditions(replace(changed(pods=(mute,)), spec=ENCRYPTED))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "KeyMissing")
     assert "Secret kv-keys has no entry 2026-11" in found["message"]
     assert "openssl rand" in found["message"]
@@ -196,14 +194,12 @@ def test_the_same_report_changes_nothing() -> None:
 
 
 def test_the_status_fits_its_schema() -> None:
-    from kvtier_operator.spec.state import TierStatus  # noqa: PLC0415
-
     found = report(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
 
 
 def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> None:
     pods = (replace(READY_POD, report=EngineReport(refused=("generation",))),)
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=pods)))["DiskHealthy"]
+    found = conditions(changed(pods=pods))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Stranger")
     assert "the rollout replaces it" in found["message"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from test_status import (
+from healthy_tier import (
     DECISIONS,
     HEALTHY,
     NODE,
@@ -13,9 +13,10 @@ from test_status import (
     READY_POD,
     REF,
     SPEC,
-    STARTING,
     VIEW,
+    changed,
     conditions,
+    with_engines,
 )
 from tiers import tier
 
@@ -85,7 +86,7 @@ def test_what_was_scheduled_fits_whatever_the_nodes_look_like() -> None:
 
 
 def test_without_a_look_at_nodes_only_pods_tell() -> None:
-    assert conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=())))["SizingFits"]["status"] == "Unknown"
+    assert conditions(changed(pods=()))["SizingFits"]["status"] == "Unknown"
 
 
 def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
@@ -114,7 +115,7 @@ def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
 
 def test_a_message_stays_short_however_many_pods_there_are_and_however_much_others_say() -> None:
     strays = tuple(replace(READY_POD, name=f"llama-engine-{number}", hash_seed="7") for number in range(1000))
-    found = conditions(replace(VIEW, snapshot=replace(HEALTHY, pods=strays)))["HashSeedConsistent"]
+    found = conditions(changed(pods=strays))["HashSeedConsistent"]
     assert "llama-engine-4 (7, sha256_cbor) and 995 more; no block of theirs" in found["message"]
-    talkative = replace(HEALTHY, engines=replace(STARTING, problem="x" * 100_000))
-    assert all(len(each["message"]) <= 4096 for each in conditions(replace(VIEW, snapshot=talkative)).values())
+    talkative = with_engines(problem="x" * 100_000)
+    assert all(len(each["message"]) <= 4096 for each in conditions(talkative).values())

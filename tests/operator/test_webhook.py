@@ -9,9 +9,12 @@ import ipaddress
 import json
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from live import CORE, NAMESPACE, TIERS, Client
 from tiers import tier
 
-from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator.admission import Admission, Verdict
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_operator.admission import WORKERS, Admission, Verdict
 from kvtier_operator.cluster import connect
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.inventory import Inventory
+from kvtier_operator.names import ObjectKey
 from kvtier_operator.webhook import WebhookServer
 
 CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
@@ -113,9 +117,12 @@ def webhook(api: ApiServerThread, authority: Authority) -> Iterator[WebhookServe
     server.close()
 
 
-def register(api: ApiServerThread, port: int, authority: Authority, policy: str = "Ignore") -> None:
+def register(
+    api: ApiServerThread, port: int, authority: Authority, policy: str = "Ignore", timeout_seconds: int = 5
+) -> None:
     bundle = base64.b64encode(authority.pem()).decode()
     values = {"enabled": True, "secretName": "s", "caBundle": bundle, "failurePolicy": policy}
+    values["timeoutSeconds"] = timeout_seconds
     manifests = render({"webhook": values})
     found = next(each for each in manifests if each["kind"] == "ValidatingWebhookConfiguration")
     found["webhooks"][0]["clientConfig"] = {"url": f"https://localhost:{port}/validate", "caBundle": bundle}
@@ -279,8 +286,11 @@ def test_nonsense_is_answered_and_ends_nothing(webhook: WebhookServer, authority
 
 
 def test_a_bug_of_ours_admits_the_write_with_a_warning(authority: Authority, api: ApiServerThread) -> None:
+    def judge(_new: dict[str, Any], _old: dict[str, Any] | None, _seconds: float) -> Verdict:
+        raise ZeroDivisionError
+
     certificate, key = authority.issue()
-    server = WebhookServer(lambda _new, _old: 1 // 0, port=0, certificate=certificate, key=key)  # type: ignore[arg-type, return-value]
+    server = WebhookServer(judge, port=0, certificate=certificate, key=key)
     server.start()
     register(api, server.port, authority, "Fail")
     (told,) = create(api, body())
@@ -289,10 +299,86 @@ def test_a_bug_of_ours_admits_the_write_with_a_warning(authority: Authority, api
 
 
 def test_a_cluster_that_cannot_be_read_refuses_nothing(api: ApiServerThread, webhook: WebhookServer) -> None:
-    from kvtier_localcluster.apiserver import ApiError  # noqa: PLC0415
-
     api.server.faults.append(
         lambda request: ApiError(500, "InternalError", "no") if "Python-urllib" not in str(request.headers) else None
     )
     (told,) = create(api, body(volume={"claim": None, "existingClaim": "x"}))
     assert "not everything could be checked" in told
+
+
+class Stuck:
+    """A cluster whose answers do not come before they are let through."""
+
+    def __init__(self, *, is_stuck: Callable[[str], bool]) -> None:
+        self._cluster = connect(may_write=lambda: False)
+        self._is_stuck = is_stuck
+        self.let_through = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cluster, name)
+
+    def get(self, key: ObjectKey, namespace: str) -> Any:
+        self._wait(key.kind)
+        return self._cluster.get(key, namespace)
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> Any:
+        self._wait(kind)
+        return self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
+
+    def _wait(self, kind: str) -> None:
+        if self._is_stuck(kind):
+            self.let_through.wait()
+
+
+@contextmanager
+def serving(api: ApiServerThread, authority: Authority, cluster: Stuck) -> Iterator[None]:
+    """Serve the webhook without which nothing can be written, and which has four seconds."""
+    certificate, key = authority.issue()
+    admission = Admission(
+        cluster, inventory=Inventory(cluster, is_allowed=True, clock=lambda: 0.0), connector_image="connector:1"
+    )
+    server = WebhookServer(admission.judge, port=0, certificate=certificate, key=key, host="127.0.0.1")
+    server.start()
+    register(api, server.port, authority, "Fail", 4)
+    try:
+        yield
+    finally:
+        cluster.let_through.set()
+        server.close()
+        admission.close()
+
+
+def test_a_cluster_that_does_not_answer_in_time_admits_the_write_and_says_what_is_missing(
+    api: ApiServerThread, authority: Authority
+) -> None:
+    with serving(api, authority, Stuck(is_stuck=lambda _kind: True)), ThreadPoolExecutor(2 * WORKERS) as people:
+        heard = list(people.map(lambda number: create(api, body(f"t{number}")), range(2 * WORKERS)))
+    assert len(heard) == 2 * WORKERS
+    for (told,) in heard:
+        assert "not everything could be checked" in told
+        assert "within 2 s" in told
+
+
+def test_what_was_found_in_time_is_told_although_the_rest_was_not(api: ApiServerThread, authority: Authority) -> None:
+    create(api, body("first"))
+    volume = {"claim": None, "existingClaim": "shared"}
+    create(api, body("second", volume=volume))
+    with serving(api, authority, Stuck(is_stuck=lambda kind: kind == "Node")):
+        told = create(api, body("third", volume=volume))
+    assert len(told) == 2
+    assert "second" in told[0]
+    assert "not everything could be checked" in told[1]
+
+
+def test_a_refusal_stands_although_nothing_else_could_be_read(api: ApiServerThread, authority: Authority) -> None:
+    create(api, body("another"))
+    uid = (Client(api.url).get(TIERS, "kvcachetiers", "another") or {})["metadata"]["uid"]
+    owner = {"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheTier", "name": "another", "uid": uid}
+    api.create(claim("theirs", owner))
+    with (
+        serving(api, authority, Stuck(is_stuck=lambda kind: kind == "KVCacheTier")),
+        pytest.raises(urllib.error.HTTPError) as refused,
+    ):
+        create(api, body(volume={"claim": None, "existingClaim": "theirs"}))
+    refused.value.close()
+    assert refused.value.code == 422

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -67,18 +69,33 @@ def ready_deployment(replicas: int = 2, generation: int = 1) -> dict[str, Any]:
 
 
 def pod(name: str, template: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """Return an engine pod made from a Deployment's template."""
+    """Return a pod that was made from the template of a tier's Deployment by the controllers of a cluster."""
+    labels, text = template["metadata"]["labels"], json.dumps(template, sort_keys=True)
+    template_hash = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    deployment = f"{labels[names.LABEL_TIER]}-{labels[names.LABEL_COMPONENT]}"
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": name,
             "namespace": NAMESPACE,
-            "labels": dict(template["metadata"]["labels"]),
+            "labels": {**labels, "pod-template-hash": template_hash},
             "annotations": dict(template["metadata"]["annotations"]),
+            "ownerReferences": [made_by(f"{deployment}-{template_hash}")],
         },
         "spec": copy.deepcopy(template["spec"]),
         "status": status or RUNNING,
+    }
+
+
+def made_by(replica_set: str) -> dict[str, Any]:
+    """Return the reference of a pod to the ReplicaSet that made it."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+        "name": replica_set,
+        "uid": f"uid-of-{replica_set}",
+        "controller": True,
     }
 
 

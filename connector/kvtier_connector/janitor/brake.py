@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, FileSystem
+from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, NO_FILE, FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, RELEASED, Brake, encode_brake
 from kvtier_connector.store.mode import Mode
 
@@ -35,6 +35,13 @@ class BrakeWriter:
         """Why the engines are braked, as far as the volume took it; empty if they are not."""
         return "" if self._written is None else self._written.reason
 
+    def ask_time_ns(self) -> int | None:
+        """Ask the volume what time it is, by writing nothing to the file; None where it is not there, or not ours."""
+        with contextlib.suppress(OSError):
+            self._fs.touch(self._path)
+            return self._fs.stat(self._path).st_mtime_ns
+        return None
+
     def set(self, reason: str) -> None:
         """Brake for this reason, or let go if it is empty; nothing is written while that is what the file says.
 
@@ -53,6 +60,16 @@ class BrakeWriter:
         self._written = brake
 
     def _write(self, content: bytes) -> None:
+        try:
+            self._overwrite(content)
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            # Somebody put a link or a pipe there, which would keep the engines from hearing of a brake.
+            self._fs.unlink(self._path)
+            self._overwrite(content)
+
+    def _overwrite(self, content: bytes) -> None:
         fd = self._fs.open(self._path, FIRST_WRITE_FLAGS)
         try:
             # One call, so that a reader sees one text or the other.

@@ -6,6 +6,7 @@ Pure.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ _FREE_MORE = 1.25
 """Once too little is free, so much more than what is wanted is made free, so that it does not begin again at once."""
 _CRITICAL = 0.5
 """Share of what shall stay free below which engines are to stop storing: eviction alone does not keep up."""
+
+
+_MOST_QUOTAS = 256
+"""Tenants that are brought down to their quotas in one decision: each takes a look at all blocks. The next ones follow
+in the next."""
 
 
 class Space(NamedTuple):
@@ -64,11 +70,12 @@ def make_limits(  # noqa: PLR0913 - keywords
         other_bytes: Of files that are no blocks but count against the budget.
         now_ns: Nanoseconds since 1970.
     """
-    quotas = {}
-    for number in used:
+    over: dict[int, tuple[int, int]] = {}
+    for number, have in used.items():
         quota = config.quotas.get(tenants[number], config.default_quota_bytes if tenants[number] else 0)
-        if quota:
-            quotas[number] = (int(quota * config.high_watermark), int(quota * config.low_watermark))
+        if quota and have > int(quota * config.high_watermark):
+            over[number] = (int(quota * config.high_watermark), int(quota * config.low_watermark))
+    quotas = {number: over[number] for number in heapq.nlargest(_MOST_QUOTAS, over, key=used.__getitem__)}
     wanted = min_free_bytes(config, space)
     lacks = wanted > space.free_bytes
     return Limits(

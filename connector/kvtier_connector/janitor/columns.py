@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from kvtier_connector.janitor.ledger import Ledger, Rows
 from kvtier_connector.janitor.policy import Blocks, Flags, Ints, link
-from kvtier_connector.store.layout import MAX_HASH_BYTES
+from kvtier_connector.store.layout import BLOCKS, MAX_HASH_BYTES, TENANTS, tenant_directory, tenant_of
+
+_NEARLY_ALL = 0.9
 
 
 def make_blocks(
@@ -69,6 +71,44 @@ def pinned_rows(ledger: Ledger, pins: Collection[bytes]) -> Ints:
     """Return the rows of the blocks with these hashes."""
     rows = np.flatnonzero(ledger.rows["is_alive"])
     return rows[_pinned(ledger.rows, rows, pins)]
+
+
+def expire_most(ledger: Ledger, before_ns: int) -> bool:
+    """Say whether nearly all blocks were created before that."""
+    rows = ledger.rows
+    expired = int(np.count_nonzero(rows["is_alive"] & (rows["created"] < before_ns)))
+    return expired > _NEARLY_ALL * ledger.total.blocks
+
+
+def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:
+    """Return the rows of the blocks that lie below directories: of tenants, of blocks, or of a part of these.
+
+    Args:
+        ledger: All blocks.
+        generation: As a number of the ledger.
+        paths: Relative to the generation's root.
+    """
+    living = ledger.rows
+    rows = np.flatnonzero(living["is_alive"] & (living["generation"] == generation))
+    if not rows.size:
+        return rows
+    tenants = living["tenant"][rows]
+    # The five hexadecimal digits that name a block's directories.
+    digits = living["hash"][rows].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :3].astype(np.uint32)
+    begins = (digits[:, 0] << 12 | digits[:, 1] << 4 | digits[:, 2] >> 4).astype(np.uint32)
+    is_below = np.zeros(rows.size, np.bool_)
+    wanted: dict[tuple[int, int], set[int]] = {}
+    for path in paths:
+        if path == TENANTS:
+            is_below |= tenants != ledger.tenant_number("")
+            continue
+        tenant = tenant_of(f"{path}/")
+        name = path.removeprefix(f"{tenant_directory(tenant)}{BLOCKS}").replace("/", "")
+        wanted.setdefault((ledger.tenant_number(tenant), len(name)), set()).add(int(name or "0", 16))
+    for (tenant_number, length), names in wanted.items():
+        is_named = np.isin(begins >> (20 - 4 * length), np.fromiter(names, np.uint32))
+        is_below |= (tenants == tenant_number) & is_named
+    return rows[is_below]
 
 
 class Extremes:

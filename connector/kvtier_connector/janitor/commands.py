@@ -15,16 +15,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier_connector.contract_janitor import JanitorConfig, decode
+from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
 from kvtier_connector.errors import ConfigInvalid, ConnectorError
 from kvtier_connector.janitor import units
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import check_name, parse_hash, read_pins, write_pins
 from kvtier_connector.janitor.purge import Criteria, purge
 from kvtier_connector.store.generations import find_generations
-from kvtier_connector.store.layout import TIER_FILE
+from kvtier_connector.store.layout import TIER_FILE, is_tenant
+from kvtier_connector.store.progress import readable_size
 
 _KEEP_ALL = 1 << 30
+_MOST_THREADS = 64
+_TENANT_FORM = "1 to 32 of a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
+_GC_OPTIONS = {
+    "max_bytes": "--max-bytes",
+    "high_watermark": "--high",
+    "low_watermark": "--low",
+    "ttl_seconds": "--ttl",
+    "keep_previous": "--keep-previous",
+    "current": "--current",
+}
+"""Fields of the janitor's document, and the options that replace them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +76,8 @@ def _purge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     )
     if (criteria == Criteria()) is not options.all:
         parser.error("purge: say what is to go: --older-than, --generation, --tenant, --prefix, or else --all")
-    results = purge(options.directory, criteria, is_dry=not options.yes, threads=options.threads)
+    # Nothing is removed through a link, but the one that a person names is meant.
+    results = purge(options.directory.resolve(), criteria, is_dry=not options.yes, threads=options.threads)
     blocks, size = sum(each.blocks for each in results), sum(each.bytes for each in results)
     problems = [each for each in results if each.problem]
     if options.json:
@@ -79,8 +92,8 @@ def _purge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         verb = "removed" if options.yes else "would remove"
         for each in results:
             rest = f", and {each.leftovers} quarantined or partial files" if each.leftovers else ""
-            sys.stdout.write(f"{each.path}: {verb} {each.blocks} blocks, {units.show_size(each.bytes)}{rest}\n")
-        sys.stdout.write(f"{verb} {blocks} blocks, {units.show_size(size)}\n")
+            sys.stdout.write(f"{each.path}: {verb} {each.blocks} blocks, {readable_size(each.bytes)}{rest}\n")
+        sys.stdout.write(f"{verb} {blocks} blocks, {readable_size(size)}\n")
         if not options.yes:
             sys.stdout.write("nothing was removed; add --yes to do it\n")
     for each in problems:
@@ -92,6 +105,8 @@ def _pin(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     tier = find_tier(options.directory)
     pins = read_pins(tier)
     if options.hash is None:
+        if options.name is not None:
+            parser.error("pin: HASH is missing: say which block --name is to pin")
         return _list_pins(pins, is_json=options.json)
     if options.name is None:
         parser.error("pin: --name is required, so that it can be unpinned")
@@ -179,29 +194,37 @@ def _show_gc(
     verb = "would remove" if options.dry_run else "removed"
     sys.stdout.writelines(f"{verb} {count} blocks: {reason}\n" for reason, count in evicted.items())
     sys.stdout.writelines(f"removed {count} leftovers: {kind}\n" for kind, count in leftovers.items() if count)
-    sys.stdout.write(f"{blocks} blocks, {units.show_size(used_bytes)} on the volume\n")
+    sys.stdout.write(f"{blocks} blocks, {readable_size(used_bytes)} on the volume\n")
 
 
 def _gc_config(options: argparse.Namespace) -> JanitorConfig:
     """Return the settings of the file, or of the command line alone."""
     tier = find_tier(options.directory)
+    roots = [root for root in find_generations(tier) if root.parent.resolve() == tier]
+    if options.current is not None and options.current not in {root.name for root in roots}:
+        # Otherwise the one that is in use would be taken for an old one.
+        raise ConfigInvalid(f"{tier}: holds no generation {options.current}; kvtier inspect shows which there are")
     if options.config is not None:
-        config = decode(options.config.read_text(encoding="utf-8"))
+        config = _read_config(options.config)
     else:
         # The one that was made last is most likely the one in use.
-        roots = [root for root in find_generations(tier) if root.parent.resolve() == tier]
         newest = max(roots, key=lambda root: (root.stat().st_mtime_ns, root.name)).name
         config = JanitorConfig(tier=tier.name, tier_dir=str(tier), current=newest, keep_previous=_KEEP_ALL)
-    changes = {
-        "max_bytes": options.max_bytes,
-        "high_watermark": options.high,
-        "low_watermark": options.low,
-        "ttl_seconds": options.ttl,
-        "keep_previous": options.keep_previous,
-        "current": options.current,
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
-    return replace(config, tier_dir=str(tier), lease_name="", **given)
+    given = {name: getattr(options, name) for name in _GC_OPTIONS if getattr(options, name) is not None}
+    try:
+        return replace(config, tier_dir=str(tier), lease_name="", **given)
+    except ConfigInvalid as error:
+        message = str(error).removeprefix(f"{JANITOR_CONFIG_FILE}: ")
+        for name, option in _GC_OPTIONS.items():
+            message = message.replace(f"{name}=", f"{option} ")
+        raise ConfigInvalid(message) from error
+
+
+def _read_config(path: Path) -> JanitorConfig:
+    try:
+        return decode(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigInvalid(f"--config {path}: not text: {error}; name the janitor's {JANITOR_CONFIG_FILE}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,22 +250,43 @@ def _command(
     return command
 
 
+def _parse_tenant(text: str) -> str:
+    """Return the tenant; argparse turns the error into a message."""
+    if text and not is_tenant(text):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a tenant: must be {_TENANT_FORM}")
+    return text
+
+
+def _parse_threads(text: str) -> int:
+    """Return a number of threads; argparse turns the error into a message."""
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST_THREADS}")
+    return int(text)
+
+
 def _add_purge(command: argparse.ArgumentParser) -> None:
     command.add_argument("--older-than", type=units.parse_seconds, metavar="TIME", help="written before, as 7d or 12h")
     command.add_argument("--generation", metavar="DIGEST", help="of this generation alone")
-    command.add_argument("--tenant", help="of this tenant alone; '' for the blocks of nobody in particular")
+    command.add_argument(
+        "--tenant", type=_parse_tenant, help="of this tenant alone; '' for the blocks of nobody in particular"
+    )
     command.add_argument("--prefix", metavar="HASH", help="this block and all that continue it")
     command.add_argument("--all", action="store_true", help="everything")
     command.add_argument("--yes", action="store_true", help="do it; otherwise it only says what would go")
-    command.add_argument("--threads", type=int, default=8, metavar="N", help="directories read at once (default: 8)")
+    command.add_argument(
+        "--threads", type=_parse_threads, default=8, metavar="N", help="directories read at once (default: 8)"
+    )
 
 
 def _add_gc(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, metavar="FILE", help="the janitor's document; options here go first")
     command.add_argument("--max-bytes", type=units.parse_size, metavar="SIZE", help="budget of the tier, as 100Gi")
-    command.add_argument("--high", type=units.parse_share, metavar="SHARE", help="evict above it (default: 90%%)")
-    command.add_argument("--low", type=units.parse_share, metavar="SHARE", help="evict down to it (default: 75%%)")
-    command.add_argument("--ttl", type=units.parse_seconds, metavar="TIME", help="remove what is older, as 7d")
+    share: dict[str, Any] = {"type": units.parse_share, "metavar": "SHARE"}
+    command.add_argument("--high", dest="high_watermark", help="evict above it (default: 90%%)", **share)
+    command.add_argument("--low", dest="low_watermark", help="evict down to it (default: 75%%)", **share)
+    command.add_argument(
+        "--ttl", dest="ttl_seconds", type=units.parse_seconds, metavar="TIME", help="remove what is older, as 7d"
+    )
     command.add_argument("--keep-previous", type=int, metavar="N", help="previous generations that stay (default: all)")
     command.add_argument("--current", metavar="DIGEST", help="the generation in use (default: the newest)")
     command.add_argument("--dry-run", action="store_true", help="say what would go and remove nothing")

@@ -66,10 +66,10 @@ def make_leader(config: JanitorConfig) -> Leader:
 def lease_api(settings: LeaseSettings) -> LeaseApi:
     """Return how the Lease is read and written, with the account of the pod or of the person."""
     # A second and 25 MB that a laptop does without.
-    from kubernetes import client  # noqa: PLC0415
-    from kubernetes import config as kubernetes_config  # noqa: PLC0415
-    from kubernetes.config.config_exception import ConfigException  # noqa: PLC0415
-    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+    from kubernetes import client  # noqa: PLC0415 - takes a second
+    from kubernetes import config as kubernetes_config  # noqa: PLC0415 - takes a second
+    from kubernetes.config.config_exception import ConfigException  # noqa: PLC0415 - takes a second
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415 - takes a second
 
     try:
         try:

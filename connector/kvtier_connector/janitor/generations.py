@@ -28,6 +28,8 @@ class Generation(NamedTuple):
     """When its ``tier.json`` was written, 0 if it has none."""
     strangers: tuple[str, ...]
     """Names under its root that nothing here makes; it is never removed with them."""
+    problem: str = ""
+    """Why it cannot be looked at; empty if it can. Then nothing else is known of it."""
 
 
 class Standing(NamedTuple):
@@ -44,7 +46,7 @@ def find_generations(fs: FileSystem, tier_dir: str, known: Iterable[Generation] 
     Raises:
         OSError: the directory of the tier cannot be looked at.
     """
-    by_digest = {each.digest: each for each in known}
+    by_digest = {each.digest: each for each in known if not each.problem}
     try:
         entries = fs.scandir(tier_dir)
     except FileNotFoundError:
@@ -54,7 +56,11 @@ def find_generations(fs: FileSystem, tier_dir: str, known: Iterable[Generation] 
         if entry.name in by_digest:
             found.append(by_digest[entry.name])
         elif entry.is_dir(follow_symlinks=False):
-            generation = look_at(fs, tier_dir, entry.name)
+            try:
+                generation = look_at(fs, tier_dir, entry.name)
+            except OSError as error:
+                # The others can be kept all the same.
+                generation = Generation(entry.name, 0, (), str(error))
             found += [] if generation is None else [generation]
     return found
 

@@ -7,7 +7,6 @@ A fault of the volume is a problem that is stated until it is over; whatever els
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,11 @@ from pathlib import Path
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
 from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
-from kvtier_connector.janitor.columns import Extremes, make_blocks, used_by_tenant
+from kvtier_connector.janitor.clocks import HELD, Clocks
+from kvtier_connector.janitor.columns import Extremes, expire_most, make_blocks, used_by_tenant
 from kvtier_connector.janitor.eviction import Eviction
 from kvtier_connector.janitor.generations import Generation, find_generations
-from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
+from kvtier_connector.janitor.ledger import Ledger, sum_of
 from kvtier_connector.janitor.news import News
 from kvtier_connector.janitor.patrol import Patrol, remove_old_partials
 from kvtier_connector.janitor.pins import read_pins
@@ -29,14 +29,14 @@ from kvtier_connector.janitor.problems import Problems
 from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
 from kvtier_connector.janitor.retirement import Retirement
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
-from kvtier_connector.janitor.tidy import sweep_beside, sweep_journals, sweep_quarantine, sweep_tenants
+from kvtier_connector.janitor.tidy import Tidy, make_ages
+from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 1.0
 """How long one step works before it lets its caller look around."""
-_TIDY_SECONDS = 3600.0
 _SAVE_SECONDS = 600.0
 _MOST_MET = 4096
 
@@ -53,6 +53,7 @@ class Keeper:
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
         is_lasting: bool = True,
+        ask_volume: Callable[[], int | None] | None = None,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -63,36 +64,40 @@ class Keeper:
             now: Seconds that never go back.
             may_act: Asked before each batch of removals: whether this is still the active janitor of the tier.
             is_lasting: Whether it keeps ledger and brake on the volume; what runs once beside a janitor does not.
+            ask_volume: What time it is on the volume, as `clock`, None where it does not say; by default a file tells.
         """
         self.config = config
-        self._fs = fs
-        self._clock = clock
+        self._dir = str(Path(config.tier_dir))
+        self._fs = fs = Beneath(fs, self._dir)
+        self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
+        ask = ask_volume or (lambda: self._brake.ask_time_ns() if may_act() else None)
+        self._clocks = Clocks(ask=ask, is_starting=is_lasting, clock=clock, now=now)
+        self._clock = clock = self._clocks.time_ns
         self._now = now
         self._may_act = may_act
         self._is_lasting = is_lasting
-        self._dir = config.tier_dir
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self._ledger = Ledger()
         self._news = News(self._dir, self._ledger, fs=fs, clock=clock)
         self._patrol = Patrol(self._ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
-        self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
         self._generations: list[Generation] = []
         self._retirement = Retirement(self._dir, fs=fs, clock=clock, own_writers=lambda: self._news.tokens)
         self._pins: dict[str, bytes] | None = None
-        self._quarantined: dict[str, Sum] = {}
         self._space = Space()
         self._is_hurried = False
         self._has_heard_all = True
         self._fruitless: tuple[object, ...] = ()
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
-        self._next_look = self._next_tidy = 0.0
+        self._next_look = 0.0
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
         self._extremes = Extremes(self._ledger, now=now)
         self._problems = Problems(config.tier, now=now)
         self._published: tuple[int, Look | None, int] = (-1, None, 0)
         self.tallies = Tallies()
+        removed = self.tallies.removed_leftovers
+        self._tidy = Tidy(self._dir, fs=fs, ledger=self._ledger, removed=removed, now=now)
         self.report: Report | None = None
         """The last one; None before the first step."""
 
@@ -104,8 +109,9 @@ class Keeper:
                 self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
-                is_current = 0 <= age_seconds < self.config.journal_age_seconds
-                self._patrol.walked_ns = snapshot.walked_ns if is_current else 0
+                if 0 <= age_seconds < self.config.journal_age_seconds:
+                    place, unread = snapshot.place, snapshot.unread
+                    self._patrol.resume(walked_ns=snapshot.walked_ns, place=place, unread=unread)
                 self._saved_changes = self._ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -141,8 +147,9 @@ class Keeper:
             self._brake_or_let_go()
             with self._problems.trying("tell"):
                 self._news.flush()
-            self._give_up_generations(may_go_on)
-            self._tidy(may_go_on)
+            if not self._clocks.is_jumped:
+                self._give_up_generations(may_go_on)
+                self._remove_leftovers(may_go_on)
             self._save_if_due()
         if is_time:
             self._next_look = self._now() + self.config.sweep_seconds
@@ -151,7 +158,7 @@ class Keeper:
             self._is_hurried
             or self._eviction is not None
             or not self._has_heard_all
-            or (not self._patrol.is_counted and "walk" not in self._problems)
+            or (not self._patrol.is_counted and not self._cannot_walk)
         )
         wake = min(self._next_look, self._patrol.next_at)
         return 0.0 if is_busy else max(0.0, min(wake - self._now(), self.config.sweep_seconds))
@@ -167,7 +174,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Work until everything is counted and done, or the volume refuses to be walked."""
-        while (self.step() == 0 or not self.is_idle) and "walk" not in self._problems:
+        while (self.step() == 0 or not self.is_idle) and not self._cannot_walk:
             continue
 
     def close(self) -> None:
@@ -179,8 +186,13 @@ class Keeper:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> None:
+        self._clocks.look()
+        self._problems.state("clock", self._clocks.problem)
         with self._problems.trying("volume"):
             self._generations = find_generations(self._fs, self._dir, self._generations)
+            problems = (f"generation: {each.problem}" for each in self._generations if each.problem)
+            self._problems.state("generation", next(problems, ""))
+        with self._problems.trying("space"):
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         with self._problems.trying("pins"):
@@ -194,19 +206,26 @@ class Keeper:
 
     def _meet(self) -> None:
         """Ask the volume about blocks that somebody used and nobody told of."""
-        with self._problems.trying("walk"):
-            for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
-                # Mostly the journal of the engine that stored it was read after that of the one that used it.
-                generation = self._ledger.generation(digest)
-                if self._ledger.find(generation, key) < 0:
-                    self._patrol.meet(digest, [key])
-                del self._news.doubtful[digest, key]
-                if (row := self._ledger.find(generation, key)) >= 0:
-                    self._ledger.use(row, used_ns)
+        for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
+            # Mostly the journal of the engine that stored it was read after that of the one that used it.
+            generation = self._ledger.generation(digest)
+            if self._ledger.find(generation, key) < 0:
+                self._patrol.meet(digest, [key])
+            del self._news.doubtful[digest, key]
+            if (row := self._ledger.find(generation, key)) >= 0:
+                self._ledger.use(row, used_ns)
 
     def _patrol_once(self, has_time: Callable[[], bool]) -> None:
+        if "volume" in self._problems:
+            # Which generations there are is not known, and what is not walked would be taken for gone.
+            return
         with self._problems.trying("walk"):
             self._patrol.step(self._digests(), verify_seconds=self.config.verify_seconds, may_go_on=has_time)
+        self._problems.state("unread", self._patrol.problem)
+
+    @property
+    def _cannot_walk(self) -> bool:
+        return "walk" in self._problems or "volume" in self._problems
 
     def _decide(self) -> None:
         self._ledger.compact()
@@ -248,12 +267,8 @@ class Keeper:
                     self._news.flush()
                 self._listen()
         if eviction.is_done or "remove" in self._problems or not self._may_act():
-            self.tallies.evicted_blocks += eviction.removed
-            self.tallies.evicted_bytes += eviction.freed_bytes
-            self.tallies.spared_blocks += eviction.spared
-            self.tallies.sweeps += 1
-            self.tallies.sweep_seconds = self._now() - self._eviction_began
-            self.tallies.last_sweep = self._clock() / 1e9
+            seconds = self._now() - self._eviction_began
+            self.tallies.add_sweep(eviction, seconds=seconds, ended=self._clock() / 1e9)
             self._eviction = None
             self._extremes.forget()
 
@@ -284,10 +299,10 @@ class Keeper:
                 self._ledger.drop_generation(self._ledger.generation(digest))
                 self._news.forget(digest)
                 self._generations = [each for each in self._generations if each.digest != digest]
-                self._quarantined.pop(digest, None)
+                self._tidy.quarantined.pop(digest, None)
                 self.tallies.removed_leftovers["generation"] += 1
 
-    def _tidy(self, may_go_on: Callable[[], bool]) -> None:
+    def _remove_leftovers(self, may_go_on: Callable[[], bool]) -> None:
         config, now_ns = self.config, self._clock()
         with self._problems.trying("partials"):
             files, _ = remove_old_partials(
@@ -298,30 +313,9 @@ class Keeper:
                 may_go_on=may_go_on,
             )
             self.tallies.removed_leftovers["partial"] += files
-        if self._now() < self._next_tidy:
-            return
-        self._next_tidy = self._now() + min(_TIDY_SECONDS, self._quarantine_seconds(), config.journal_age_seconds)
-        with self._problems.trying("tidy"):
-            for digest in self._digests():
-                self._tidy_generation(digest, now_ns)
-            before_ns = now_ns - int(config.partial_age_seconds * 1e9)
-            beside = sweep_beside(self._fs, self._dir, generations=self._digests(), before_ns=before_ns)
-            self.tallies.removed_leftovers["partial"] += beside
-
-    def _tidy_generation(self, digest: str, now_ns: int) -> None:
-        root, config, number = f"{self._dir}/{digest}", self.config, self._ledger.generation(digest)
-        before_ns = now_ns - int(self._quarantine_seconds() * 1e9)
-        quarantine = sweep_quarantine(self._fs, root, before_ns=before_ns)
-        self._quarantined[digest] = quarantine.kept
-        removed = self.tallies.removed_leftovers
-        removed["quarantined"] += quarantine.removed
-        removed["journal"] += sweep_journals(self._fs, root, age_seconds=config.journal_age_seconds, now_ns=now_ns)
-        busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
-        removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)
-
-    def _quarantine_seconds(self) -> float:
-        """Return how long damaged files stay: what they hold has a time to live, too."""
-        return min(self.config.quarantine_age_seconds, self.config.ttl_seconds or math.inf)
+        if self._tidy.is_due:
+            with self._problems.trying("tidy"):
+                self._tidy.step(self._digests(), make_ages(config), now_ns=now_ns)
 
     def _save_if_due(self) -> None:
         is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0
@@ -334,7 +328,14 @@ class Keeper:
         if not self._is_lasting or not self._generations:
             return
         with self._problems.trying("ledger"):
-            snapshot = Snapshot(taken_ns=self._clock(), places=self._news.places(), walked_ns=self._patrol.walked_ns)
+            patrol = self._patrol
+            snapshot = Snapshot(
+                taken_ns=self._clock(),
+                places=self._news.places(),
+                walked_ns=patrol.walked_ns,
+                place=patrol.place,
+                unread=[(*where, why) for where, why in patrol.unread.items()],
+            )
             save(self._ledger, snapshot, Path(self._dir), fs=self._fs)
             self._saved_changes = self._ledger.changes
 
@@ -355,11 +356,16 @@ class Keeper:
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
+        before_ns = limits.expire_before
+        is_held = before_ns is not None and self._clocks.is_doubtful and expire_most(self._ledger, before_ns)
+        self._problems.state("ttl", HELD if is_held else "")
+        if is_held:
+            limits = replace(limits, expire_before=None)
         # Pins that were never read may hold any block, but not against its time to live.
         return limits if self._pins is not None else Limits(expire_before=limits.expire_before)
 
     def _other_bytes(self) -> int:
-        return sum(each.bytes for each in self._quarantined.values())
+        return sum(each.bytes for each in self._tidy.quarantined.values())
 
     def _digests(self) -> list[str]:
         return [each.digest for each in self._generations]
@@ -377,7 +383,7 @@ class Keeper:
             is_counted=self._patrol.is_counted,
             space=self._space,
             brake=self._brake.reason,
-            quarantined=sum_of(self._quarantined.values()),
+            quarantined=sum_of(self._tidy.quarantined.values()),
             created={each.digest: each.created_ns for each in self._generations},
             problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,

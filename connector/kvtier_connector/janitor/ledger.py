@@ -7,6 +7,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from kvtier_connector.store.records import Op, Record
 
 ROW = np.dtype(
     [
-        ("name", "<u8"),  # 64 bits of hash, group, tenant and generation; 0 is nobody's
+        ("name", "<u8"),  # 64 bits of hash, group, tenant's name and generation; 0 is nobody's
         ("parent", "<u8"),  # name of the block before it in its prefix; 0 where there is none
         ("size", "<i8"),  # bytes of the file
         ("created", "<i8"),  # nanoseconds since 1970
@@ -42,6 +43,8 @@ _MOST_GONE = 1 << 16
 """So many blocks' removals are remembered, and up to twice as many, lest older news of them bring them back."""
 _EPOCHS = 250
 _MOST_GENERATIONS = 256
+_MOST_SALTS = 1 << 14
+"""Clients may name as many tenants as they like; those that are in use are soon there again."""
 _NAME_BITS = (1 << 64) - 1
 
 Rows = NDArray[Any]
@@ -74,6 +77,7 @@ class Ledger:
         self.generations: list[str] = []
         """Digests; a row's generation is an index into them. Empty where one was dropped: the next takes its place."""
         self.tenants: list[str] = [""]
+        """Names; a row's tenant is an index into them, until the rows are renumbered."""
         self._tenant_numbers = {"": 0}
         self.epoch = 0
         self.changes = 0
@@ -88,7 +92,7 @@ class Ledger:
         self._new: dict[int, int] = {}
         self._gone: dict[int, int] = {}
         self._gone_earlier: dict[int, int] = {}
-        self._salts: dict[tuple[int, int, int], int] = {}
+        self._salts: dict[tuple[int, str, int], int] = {}
         self._sums: dict[tuple[int, int], Sum] = {}
 
     @property
@@ -118,13 +122,9 @@ class Ledger:
         self.generations.append(digest)
         return len(self.generations) - 1
 
-    def tenant(self, name: str) -> int:
-        """Return the number of a tenant, a new one if need be."""
-        number = self._tenant_numbers.get(name)
-        if number is None:
-            number = self._tenant_numbers[name] = len(self.tenants)
-            self.tenants.append(name)
-        return number
+    def tenant_number(self, name: str) -> int:
+        """Return the number of a tenant, -1 if it has none, since it has no blocks."""
+        return self._tenant_numbers.get(name, -1)
 
     def find(self, generation: int, key: BlockKey) -> int:
         """Return the row of a block, -1 if it is not known."""
@@ -204,9 +204,9 @@ class Ledger:
         self.touched.append(row)
         self.changes += 1
 
-    def see(self, row: int) -> None:
-        """Note that the walk found the block."""
-        self._rows["epoch"][row] = self.epoch
+    def see(self, rows: int | NDArray[np.signedinteger[Any]]) -> None:
+        """Note that the walk found the blocks."""
+        self._rows["epoch"][rows] = self.epoch
 
     def forget(self, rows: Iterable[int], *, gone_ns: int | None = None) -> None:
         """Note that blocks are not on the volume; news of them that are not younger than `gone_ns` are ignored."""
@@ -258,6 +258,7 @@ class Ledger:
             target += alive.size
         self._count, self._dead = target, 0
         self._rows.resize(max(1024, target + target // 8), refcheck=False)
+        self._renumber_tenants()
         self._sort()
 
     def restore(self, rows: Rows, *, generations: list[str], tenants: list[str], epoch: int) -> None:
@@ -266,11 +267,15 @@ class Ledger:
         self._rows, self._count, self._dead = rows, rows.size, int(rows.size - np.count_nonzero(rows["is_alive"]))
         alive = rows["is_alive"]
         self._tenant_numbers = {name: number for number, name in enumerate(tenants)}
-        pairs = rows["generation"].astype(np.uint64) << np.uint64(32) | rows["tenant"]
-        self._sums = {}
-        for pair in np.unique(pairs[alive]).tolist():
-            mine = alive & (pairs == pair)
-            self._sums[pair >> 32, pair & 0xFFFFFFFF] = Sum(int(np.count_nonzero(mine)), int(rows["size"][mine].sum()))
+        living = np.flatnonzero(alive)
+        pairs = rows["generation"][living].astype(np.uint64) << np.uint64(32) | rows["tenant"][living]
+        places, place_of = np.unique(pairs, return_inverse=True)
+        blocks, sizes = np.bincount(place_of, minlength=places.size), np.zeros(places.size, np.int64)
+        np.add.at(sizes, place_of, rows["size"][living])
+        self._sums = {
+            (place >> 32, place & 0xFFFFFFFF): Sum(*sums)
+            for place, *sums in zip(places.tolist(), blocks.tolist(), sizes.tolist(), strict=True)
+        }
         self._sort()
 
     def _gone_ns(self, name: int) -> int:
@@ -301,7 +306,7 @@ class Ledger:
         each["name"], each["size"], each["group"] = name, size, key.group
         each["parent"] = each["position"] = each["created"] = each["used"] = 0
         each["hash"] = np.void(key.hash.ljust(MAX_HASH_BYTES, b"\0"))
-        each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self.tenant(key.tenant)
+        each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self._new_tenant(key.tenant)
         each["is_alive"], each["epoch"] = True, self.epoch
         self._count_in(generation, int(each["tenant"]), 1, size)
         self._new[name] = row
@@ -320,6 +325,27 @@ class Ledger:
         if self._sums[place] == Sum():
             del self._sums[place]
 
+    def _renumber_tenants(self) -> None:
+        """Leave out the tenants that have no blocks any more."""
+        old = [0, *sorted({tenant for _, tenant in self._sums} - {0})]
+        if len(old) == len(self.tenants):
+            return
+        new = np.zeros(len(self.tenants), np.uint32)
+        new[old] = np.arange(len(old), dtype=np.uint32)
+        for start in range(0, self._count, _MOST_NEW):
+            piece = self.rows[start : start + _MOST_NEW]
+            piece["tenant"] = new[piece["tenant"]]
+        self._sums = {(generation, int(new[tenant])): each for (generation, tenant), each in self._sums.items()}
+        self.tenants = [self.tenants[tenant] for tenant in old]
+        self._tenant_numbers = {name: number for number, name in enumerate(self.tenants)}
+
+    def _new_tenant(self, name: str) -> int:
+        number = self._tenant_numbers.get(name)
+        if number is None:
+            number = self._tenant_numbers[name] = len(self.tenants)
+            self.tenants.append(name)
+        return number
+
     def _sort(self) -> None:
         alive = np.flatnonzero(self.rows["is_alive"]).astype(np.int32)
         names = self.rows["name"][alive]
@@ -328,10 +354,14 @@ class Ledger:
         self._new.clear()
 
     def _name(self, generation: int, key: BlockKey, hash_: bytes) -> int:
-        place = (generation, self.tenant(key.tenant), key.group)
+        place = (generation, key.tenant, key.group)
         salt = self._salts.get(place)
         if salt is None:
-            salt = self._salts[place] = _mix(generation << 48 | place[1] << 32 | key.group)
+            if len(self._salts) >= _MOST_SALTS:
+                self._salts.clear()
+            # Of its name and not its number, which may become another one's.
+            tenant = int.from_bytes(hashlib.blake2b(key.tenant.encode(), digest_size=8).digest(), "little")
+            salt = self._salts[place] = _mix(_mix(generation << 32 | key.group) ^ tenant)
         return (int.from_bytes(hash_[:8], "little") ^ salt) or 1
 
 

@@ -25,7 +25,12 @@ ACTIVE = Declared("kvtier_janitor_active", "1 while this janitor holds the Lease
 COUNTED = Declared("kvtier_janitor_counted", "1 once every block was seen, 0 while the first walk goes on.")
 USED_BYTES = Declared("kvtier_janitor_used_bytes", "What the blocks of a generation take on the volume.", "generation")
 BLOCKS = Declared("kvtier_janitor_blocks", "Blocks of a generation.", "generation")
-TENANT_BYTES = Declared("kvtier_janitor_tenant_used_bytes", "What the blocks of a tenant take on the volume.", "tenant")
+TENANT_BYTES = Declared(
+    "kvtier_janitor_tenant_used_bytes",
+    "What the blocks of a tenant take on the volume: of the 100 that take most, and of all others as `(other)`.",
+    "tenant",
+)
+TENANTS = Declared("kvtier_janitor_tenants", "Tenants that have blocks; those of nobody in particular count as one.")
 MAX_BYTES = Declared("kvtier_janitor_max_bytes", "The budget of the tier; 0 without one.")
 OLDEST = Declared("kvtier_janitor_oldest_timestamp_seconds", "When the oldest block was stored; 0 without one.")
 VOLUME_BYTES = Declared("kvtier_janitor_volume_bytes", "Size of the file system; 0 where it does not say.")
@@ -60,6 +65,7 @@ METRICS = (
     USED_BYTES,
     BLOCKS,
     TENANT_BYTES,
+    TENANTS,
     MAX_BYTES,
     OLDEST,
     VOLUME_BYTES,
@@ -77,6 +83,11 @@ METRICS = (
     PROBLEM,
 )
 
+MOST_TENANTS = 100
+"""Samples by tenant."""
+OTHER = "(other)"
+"""Stands for the other tenants; none can have that name."""
+
 Samples = dict[str, float]
 """By the value of the label; empty for a metric without one."""
 
@@ -89,7 +100,8 @@ def samples(report: Report) -> dict[Declared, Samples]:
         COUNTED: {"": float(usage.is_counted)},
         USED_BYTES: {each.digest: each.used_bytes for each in usage.generations},
         BLOCKS: {each.digest: each.blocks for each in usage.generations},
-        TENANT_BYTES: {each.tenant: each.used_bytes for each in usage.tenants},
+        TENANT_BYTES: _by_tenant(report),
+        TENANTS: {"": report.tenants},
         MAX_BYTES: {"": report.max_bytes},
         OLDEST: {"": usage.oldest},
         VOLUME_BYTES: {"": usage.volume_bytes},
@@ -106,6 +118,14 @@ def samples(report: Report) -> dict[Declared, Samples]:
         LAST_SWEEP: {"": report.last_sweep},
         PROBLEM: dict.fromkeys(report.problems, 1.0),
     }
+
+
+def _by_tenant(report: Report) -> Samples:
+    """Return the bytes of the largest tenants, and of all others: clients may name as many as they like."""
+    tenants = report.usage.tenants
+    largest: Samples = {each.tenant: each.used_bytes for each in tenants[:MOST_TENANTS]}
+    rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + report.other_tenants.bytes
+    return {**largest, OTHER: rest} if rest else largest
 
 
 class ReportCollector:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, some directories at a time."""
+"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, some directories at a time.
+
+What cannot be read is stated and tried again; until then its blocks count as they are known.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor
+from typing import NamedTuple
 
+from kvtier_connector.janitor.columns import rows_below
 from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.janitor.walk import (
     Found,
     Met,
     Piece,
+    Unread,
     find_pieces,
     list_directories,
     list_files,
@@ -22,7 +28,7 @@ from kvtier_connector.janitor.walk import (
     meet_all,
 )
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
+from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, BlockKey, tenant_directory, tenant_of
 
 _MEET_AT_ONCE = 512
 _PIECES_AT_ONCE = 64
@@ -30,6 +36,19 @@ _DIRECTORIES_AT_ONCE = 16
 """Of the walk over days: a step for a small part of the time, so that it costs the same at any time."""
 _DIRECTORIES_PER_SECOND = 6.0
 """What the walk over days looks at, at most, however long it takes then: a directory is five system calls."""
+_AGAIN_SECONDS = 60.0
+_LONGEST_AGAIN_SECONDS = 3600.0
+_MOST_UNREAD = 4096
+"""Directories that are tried again before the next walk."""
+
+
+class Place(NamedTuple):
+    """Where a walk over days is, for the janitor after this one."""
+
+    began_ns: int
+    generation: str
+    path: str
+    """Of the piece that is next."""
 
 
 class Patrol:
@@ -42,11 +61,10 @@ class Patrol:
         fs: FileSystem,
         tier_dir: str,
         pool: Executor,
-        walked_ns: int = 0,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the settings; `walked_ns` says when the last complete walk of an earlier process began."""
+        """Store the settings."""
         self._ledger = ledger
         self._fs = fs
         self._tier_dir = tier_dir
@@ -59,60 +77,100 @@ class Patrol:
         """Those of `_piece` that the walk over days has yet to look at."""
         self._is_walking = False
         self._began_ns = 0
+        self._resumed: Place | None = None
         self._next_at = now()
         self._pause_of_piece = 0.0
         self._pause = 0.0
         """Seconds between two steps of the walk over days; 0 for the one as fast as it goes."""
-        self.walked_ns = walked_ns
+        self._read = self._failed = 0
+        """Directories that this walk could read, and that it could not."""
+        self._failure: OSError | None = None
+        """Why it could not, the first time."""
+        self._again: deque[Piece] = deque()
+        """Pieces with what could not be read, whose turn it is to be tried again."""
+        self._again_at = math.inf
+        self._again_pause = _AGAIN_SECONDS
+        self.unread: dict[tuple[str, str], str] = {}
+        """Directories that could not be read, by generation and path, and the system's words."""
+        self.walked_ns = 0
         """When the last complete walk began; 0 before the first."""
         self.partials: deque[str] = deque(maxlen=1 << 16)
         """Files of writers at work or dead, relative to the tier's directory, for somebody to look at."""
 
     @property
     def is_counted(self) -> bool:
-        """Whether every block was seen once."""
+        """Whether every block that can be seen was seen once."""
         return self.walked_ns > 0
 
     @property
     def next_at(self) -> float:
         """When there is something to do again, by `now`."""
-        return self._next_at
+        return 0.0 if self._again else min(self._next_at, self._again_at)
+
+    @property
+    def place(self) -> Place | None:
+        """Where the walk over days is; None if none is under way."""
+        piece = self._piece if self._directories else next(iter(self._pieces), None)
+        if not self._is_walking or not self._pause or piece is None:
+            return self._resumed
+        return Place(self._began_ns, *piece)
+
+    @property
+    def problem(self) -> str:
+        """What cannot be read, for people; empty if everything can."""
+        if not self.unread:
+            return ""
+        more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
+        return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
+
+    def resume(self, *, walked_ns: int, place: Place | None, unread: Collection[tuple[str, str, str]]) -> None:
+        """Go on where an earlier process was, whose ledger this is."""
+        self.walked_ns, self._resumed = walked_ns, place
+        self.unread = {(generation, path): error for generation, path, error in unread}
+        self._again_at = self._now() if self.unread else math.inf
 
     def step(self, digests: Iterable[str], *, verify_seconds: float, may_go_on: Callable[[], bool]) -> None:
-        """Look at the pieces that are due; raise OSError if the volume does not answer: the walk begins anew then."""
+        """Look at the pieces that are due; raise OSError if hardly any can be read: the walk begins anew then."""
+        self._try_again(may_go_on)
         if self._now() < self._next_at:
             return
-        try:
-            if not self._is_walking:
-                self._begin(digests, verify_seconds)
-            self._walk(may_go_on)
-        except OSError:
-            self._is_walking = False
-            self._next_at = self._now() + 60.0
-            raise
-        if not self._pieces and not self._directories and self._is_walking:
-            self._ledger.end_walk(self._began_ns)
-            self._is_walking = False
-            self.walked_ns = self._began_ns
-
-    def restart(self) -> None:
-        """Walk anew and at once, as at the first start."""
-        self._is_walking, self.walked_ns, self._next_at = False, 0, self._now()
+        if not self._is_walking:
+            self._begin(digests, verify_seconds)
+        self._walk(may_go_on)
+        if self._pieces or self._directories:
+            return
+        self._is_walking = False
+        if self._failure is not None and self._failed > self._read:
+            self._next_at = self._now() + _AGAIN_SECONDS
+            raise self._failure
+        self._ledger.end_walk(self._began_ns)
+        self.walked_ns = self._began_ns
 
     def meet(self, digest: str, keys: Iterable[BlockKey]) -> None:
-        """Look at blocks that the ledger does not know; raise OSError if the volume does not answer."""
-        generation = self._ledger.generation(digest)
-        for met in meet_all(self._pool, self._fs, f"{self._tier_dir}/{digest}", keys):
-            self._add(generation, met)
+        """Look at blocks that the ledger does not know; those that cannot be looked at are tried again later."""
+        self._keep(digest, self._meet(digest, keys))
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
-        self._pieces = deque(piece for digest in digests for piece in find_pieces(self._fs, self._tier_dir, digest))
         self._directories.clear()
+        self._read, self._failed, self._failure = 0, 0, None
         self._began_ns = self._clock()
-        self._pause = self._pause_of_piece = verify_seconds / max(1, len(self._pieces)) if self.is_counted else 0.0
+        resumed, self._resumed = self._resumed if self.is_counted else None, None
+        if resumed is None:
+            self._ledger.begin_walk()
+        else:
+            self._began_ns = min(self._began_ns, resumed.began_ns)
+        pieces: list[Piece] = []
+        for digest in digests:
+            some, unread = find_pieces(self._fs, self._tier_dir, digest)
+            pieces += some
+            self._fail(digest, unread)
+        self._pause = self._pause_of_piece = verify_seconds / max(1, len(pieces)) if self.is_counted else 0.0
+        # What is left out was seen by the process before this one.
+        self._pieces = deque(
+            piece for piece in pieces if resumed is None or _order(*piece) >= _order(resumed.generation, resumed.path)
+        )
         self._is_walking = True
-        self._ledger.begin_walk()
-        if not self._pieces:
+        if not pieces:
             self._next_at = self._now() + (verify_seconds if self.is_counted else 0.0)
 
     def _walk(self, may_go_on: Callable[[], bool]) -> None:
@@ -120,24 +178,45 @@ class Patrol:
             self._look_at_some()
             return
         while self._pieces and may_go_on():
-            some = [self._pieces.popleft() for _ in range(min(_PIECES_AT_ONCE, len(self._pieces)))]
-            for found in self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some):
-                self._compare(found)
+            for found in self._list(self._pieces):
+                self._visit(found)
+
+    def _list(self, pieces: deque[Piece]) -> Iterator[Found]:
+        """Take some of the pieces, and look at all that they hold."""
+        some = [pieces.popleft() for _ in range(min(_PIECES_AT_ONCE, len(pieces)))]
+        return self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some)
 
     def _look_at_some(self) -> None:
         """Look at the next few directories of a walk over days, and say when to look at more."""
         if not self._directories and self._pieces:
             self._piece = self._pieces.popleft()
-            self._directories.extend(list_directories(self._fs, self._tier_dir, self._piece))
+            try:
+                self._directories.extend(list_directories(self._fs, self._tier_dir, self._piece))
+            except OSError as error:
+                self._fail(self._piece.generation, [Unread(self._piece.path, error)])
             self._pause = self._pause_of_piece / max(1, math.ceil(len(self._directories) / _DIRECTORIES_AT_ONCE))
         some = [self._directories.popleft() for _ in range(min(_DIRECTORIES_AT_ONCE, len(self._directories)))]
-        self._compare(list_files(self._fs, self._tier_dir, self._piece, some))
+        if some:
+            self._visit(list_files(self._fs, self._tier_dir, self._piece, some))
         self._next_at = self._now() + max(self._pause, len(some) / _DIRECTORIES_PER_SECOND)
 
-    def _compare(self, found: Found) -> None:
+    def _visit(self, found: Found) -> None:
+        unread = self._compare(found)
+        self._read += len(found.read - {each.path for each in unread})
+        self._fail(found.piece.generation, unread)
+
+    def _fail(self, digest: str, unread: Collection[Unread]) -> None:
+        for each in unread:
+            self._failed += 1
+            self._failure = self._failure or each.error
+        self._keep(digest, unread)
+
+    def _compare(self, found: Found) -> list[Unread]:
+        """Learn of the blocks there, and return what could not be read."""
         digest = found.piece.generation
-        generation = self._ledger.generation(digest)
+        unread = list(found.unread)
         unknown = []
+        generation = self._ledger.generation(digest) if found.keys else -1
         for key in found.keys:
             row = self._ledger.find(generation, key)
             if row >= 0:
@@ -145,8 +224,59 @@ class Patrol:
             else:
                 unknown.append(key)
         for some in _parts(unknown):
-            self.meet(digest, some)
+            unread += self._meet(digest, some)
         self.partials.extend(f"{digest}/{path}" for path in found.partials)
+        for path in found.read:
+            self.unread.pop((digest, path), None)
+        return unread
+
+    def _keep(self, digest: str, unread: Collection[Unread]) -> None:
+        """Note what cannot be read, and take its blocks for seen: it is not known that they are gone."""
+        if not unread:
+            return
+        if self._again_at == math.inf:
+            self._again_pause = _AGAIN_SECONDS
+            self._again_at = self._now() + self._again_pause
+        for path, error in unread:
+            if len(self.unread) < _MOST_UNREAD:
+                self.unread[digest, path] = str(error)
+        self._ledger.see(rows_below(self._ledger, self._ledger.generation(digest), {each.path for each in unread}))
+
+    def _try_again(self, may_go_on: Callable[[], bool]) -> None:
+        """Look once more at what could not be read, first after a minute and then more and more seldom."""
+        if self._now() >= self._again_at:
+            self._again.extend(dict.fromkeys(self._pieces_unread()))
+            self._again_pause = min(2 * self._again_pause, _LONGEST_AGAIN_SECONDS)
+            self._again_at = self._now() + self._again_pause
+        while self._again and may_go_on():
+            for found in self._list(self._again):
+                self._forget_unread(found.piece)
+                self._keep(found.piece.generation, self._compare(found))
+        if not self.unread:
+            self._again_at = math.inf
+
+    def _pieces_unread(self) -> Iterator[Piece]:
+        for digest, path in list(self.unread):
+            tree = f"{tenant_directory(tenant_of(f'{path}/'))}{BLOCKS}/"
+            if path.startswith(tree):
+                yield Piece(digest, tree + path.removeprefix(tree).split("/")[0])
+                continue
+            pieces, unread = find_pieces(self._fs, self._tier_dir, digest)
+            if path not in {each.path for each in unread}:
+                del self.unread[digest, path]
+                yield from (piece for piece in pieces if piece.path.startswith(f"{path}/"))
+
+    def _forget_unread(self, piece: Piece) -> None:
+        for digest, path in list(self.unread):
+            if digest == piece.generation and f"{path}/".startswith(f"{piece.path}/"):
+                del self.unread[digest, path]
+
+    def _meet(self, digest: str, keys: Iterable[BlockKey]) -> list[Unread]:
+        met, unread = meet_all(self._pool, self._fs, f"{self._tier_dir}/{digest}", keys)
+        generation = self._ledger.generation(digest) if met else -1
+        for each in met:
+            self._add(generation, each)
+        return unread
 
     def _add(self, generation: int, met: Met) -> None:
         header = met.header
@@ -161,6 +291,11 @@ class Patrol:
             used_ns=created_ns,
             lineage=header.lineage if header is not None else NO_LINEAGE,
         )
+
+
+def _order(generation: str, path: str) -> tuple[str, str, str]:
+    """Return what puts pieces in the order in which they are found."""
+    return generation, tenant_of(path), path
 
 
 def _parts(keys: list[BlockKey]) -> Iterator[list[BlockKey]]:

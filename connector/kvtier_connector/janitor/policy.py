@@ -56,7 +56,7 @@ class Limits:
     other_bytes: int = 0
     """Files that count as well but are no blocks."""
     quotas: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """High and low bytes by tenant."""
+    """High and low bytes of tenants that are above."""
     wanted_free_bytes: int = 0
     """What the file system lacks; taken from what is above the floor only."""
     floor_bytes: int = 0

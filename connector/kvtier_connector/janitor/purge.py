@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import ConfigInvalid, StoreUnavailable
-from kvtier_connector.janitor.walk import meet
+from kvtier_connector.janitor.walk import find_tenants, meet
+from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
@@ -66,12 +67,14 @@ def purge(  # noqa: PLR0913 - keywords
 
     Raises:
         StoreUnavailable: the directory cannot be walked.
-        ConfigInvalid: there is no generation of that name.
+        ConfigInvalid: there is no generation of that name, or no tenant.
     """
     roots = [root for root in find_generations(directory, fs=fs) if criteria.generation in {None, root.name}]
     if not roots:
         name = "" if criteria.generation is None else f" {criteria.generation}"
         raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
+    if criteria.tenant:
+        _check_tenant(directory, roots, criteria.tenant, fs=fs)
     results = []
     for root in roots:
         purged = Purged(str(root.relative_to(directory)))
@@ -81,6 +84,16 @@ def purge(  # noqa: PLR0913 - keywords
         except (StoreUnavailable, OSError) as error:
             purged.problem = str(error)
     return results
+
+
+def _check_tenant(directory: Path, roots: Iterable[Path], tenant: str, *, fs: FileSystem) -> None:
+    for root in roots:
+        try:
+            if tenant in find_tenants(fs, str(root)):
+                return
+        except OSError as error:
+            raise StoreUnavailable(f"{root}: cannot be walked: {error}") from error
+    raise ConfigInvalid(f"{directory}: holds no tenant {tenant}; kvtier inspect shows the largest there are")
 
 
 def _purge_one(  # noqa: PLR0913 - keywords
@@ -93,6 +106,7 @@ def _purge_one(  # noqa: PLR0913 - keywords
     threads: int,
     clock: Callable[[], int],
 ) -> None:
+    fs = Beneath(fs, str(root))
     journal = JournalWriter(root, fs=fs, clock=clock)
     chosen = _choose(root, criteria, fs=fs, threads=threads, now_ns=clock())
     for entry in chosen:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -177,7 +176,6 @@ def remove_empty_tree(fs: FileSystem, path: str) -> bool:
     except FileNotFoundError:
         return True
     is_empty = all(
-        entry.is_dir(follow_symlinks=False) and remove_empty_tree(fs, os.path.join(path, entry.name))  # noqa: PTH118
-        for entry in entries
+        entry.is_dir(follow_symlinks=False) and remove_empty_tree(fs, f"{path}/{entry.name}") for entry in entries
     )
     return is_empty and remove_directory(fs, path)

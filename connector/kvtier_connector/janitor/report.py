@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
+from kvtier_connector.contract_usage import MOST_ENTRIES, GenerationUsage, TenantUsage, Usage, encode
 from kvtier_connector.janitor.budget import Space
-from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.janitor.eviction import Eviction
+from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
 from kvtier_connector.janitor.policy import Reason
+
+_NOTHING = Sum()
 
 
 @dataclass(slots=True)
@@ -29,6 +33,14 @@ class Tallies:
     last_sweep: float = 0.0
     """When that was: seconds since 1970."""
 
+    def add_sweep(self, eviction: Eviction, *, seconds: float, ended: float) -> None:
+        """Add what a decision came to: how long it took, and when it ended."""
+        self.evicted_blocks += eviction.removed
+        self.evicted_bytes += eviction.freed_bytes
+        self.spared_blocks += eviction.spared
+        self.sweeps += 1
+        self.sweep_seconds, self.last_sweep = seconds, ended
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -40,6 +52,10 @@ class Report:
     spared_blocks: int = 0
     removed_leftovers: Mapping[str, int] = field(default_factory=dict)
     quarantined_bytes: int = 0
+    tenants: int = 0
+    """How many have blocks; `usage` lists the largest."""
+    other_tenants: Sum = _NOTHING
+    """Blocks of those that are not listed."""
     max_bytes: int = 0
     sweeps: int = 0
     sweep_seconds: float = 0.0
@@ -85,6 +101,9 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
                 last_used=look.last_used_ns.get(number, 0) / 1e9,
             )
         )
+    # Clients may name as many tenants as they like.
+    largest = heapq.nlargest(MOST_ENTRIES, by_tenant.items(), key=lambda item: (item[1].bytes, -item[0]))
+    listed = sum_of(each for _, each in largest)
     usage = Usage(
         tier=look.tier,
         is_active=True,
@@ -100,7 +119,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         generations=tuple(generations),
         tenants=tuple(
             TenantUsage(tenant=ledger.tenants[number], used_bytes=each.bytes, blocks=each.blocks)
-            for number, each in sorted(by_tenant.items())
+            for number, each in largest
         ),
         problems=tuple(look.problems.values()),
     )
@@ -111,6 +130,8 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         spared_blocks=tallies.spared_blocks,
         removed_leftovers=dict(tallies.removed_leftovers),
         quarantined_bytes=look.quarantined.bytes,
+        tenants=len(by_tenant),
+        other_tenants=Sum(total.blocks - listed.blocks, total.bytes - listed.bytes),
         max_bytes=look.max_bytes,
         sweeps=tallies.sweeps,
         sweep_seconds=tallies.sweep_seconds,
@@ -129,6 +150,8 @@ def usage_document(report: Report) -> str:
         "spared_blocks": report.spared_blocks,
         "removed_leftovers": dict(report.removed_leftovers),
         "quarantined_bytes": report.quarantined_bytes,
+        "tenants": report.tenants,
+        "other_tenants": report.other_tenants._asdict(),
         "last_sweep": report.last_sweep,
         "last_sweep_seconds": report.sweep_seconds,
     }

@@ -42,10 +42,18 @@ class Retirement:
         Raises:
             OSError: at the end, if the volume refused or a generation holds what is somebody else's; the others went.
         """
-        others = [each for each in generations if each.digest != config.current]
-        self._active = {each.digest: self._active_ns(each) for each in others}
-        standings = [Standing(digest, active_ns) for digest, active_ns in self._active.items()]
         failed: OSError | None = None
+        self._active = {}
+        for each in generations:
+            if each.digest == config.current:
+                continue
+            try:
+                self._active[each.digest] = self._active_ns(each)
+            except OSError as error:
+                # Nobody can tell that it is idle.
+                self._active[each.digest] = self._clock()
+                failed = failed or error
+        standings = [Standing(digest, active_ns) for digest, active_ns in self._active.items()]
         for digest in condemn(
             standings,
             current=config.current,

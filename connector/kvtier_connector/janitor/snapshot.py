@@ -11,22 +11,23 @@ import contextlib
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvtier_connector.janitor.ledger import ROW, Ledger
-from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem, abandon, new_token
-from kvtier_connector.store.layout import partial_path
+from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
+from kvtier_connector.janitor.patrol import Place
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem
+from kvtier_connector.store.publishing import replacing, write_all
 
 LEDGER_FILE = "janitor.ledger"
 """Name of the file, beside the generations of the tier."""
 
 _MAGIC = b"KVTL"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<4sIQQII")
 _PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20
@@ -42,6 +43,10 @@ class Snapshot:
     """By generation, up to where each journal is in the ledger."""
     walked_ns: int = 0
     """When the last complete walk began; 0 if there was none."""
+    place: Place | None = None
+    """Where the walk after that was."""
+    unread: Sequence[tuple[str, str, str]] = ()
+    """Directories that could not be read: generation, path and why."""
 
 
 def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) -> int:
@@ -58,28 +63,18 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
             "epoch": ledger.epoch,
             "taken_ns": snapshot.taken_ns,
             "walked_ns": snapshot.walked_ns,
+            "place": snapshot.place,
+            "unread": list(snapshot.unread),
             "places": {digest: dict(places) for digest, places in snapshot.places.items()},
         }
     ).encode()
     rows = memoryview(ledger.rows.view(np.uint8).data)
     checksum = zlib.crc32(rows, zlib.crc32(document))
     head = _HEAD.pack(_MAGIC, _VERSION, len(document), ledger.rows.size, ROW.itemsize, checksum)
-    path = f"{tier_dir}/{LEDGER_FILE}"
-    partial = partial_path(path, new_token())
-    fd = -1
-    is_published = False
-    try:
-        fd = fs.open(partial, CREATE_FLAGS)
-        offset = _write(fs, fd, memoryview(head + document), 0)
-        offset = _write(fs, fd, rows, offset)
-        closing, fd = fd, -1
-        fs.close(closing)
-        fs.rename(partial, path)
-        is_published = True
-    finally:
-        if not is_published:
-            abandon(fs, fd, partial)
-    return offset
+    with replacing(fs, f"{tier_dir}/{LEDGER_FILE}") as fd:
+        end_of_document = write_all(fs, fd, memoryview(head + document))
+        write_all(fs, fd, rows, end_of_document)
+    return end_of_document + rows.nbytes
 
 
 def load(ledger: Ledger, tier_dir: Path, *, fs: FileSystem) -> Snapshot | None:
@@ -115,16 +110,30 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
         checksum
     ):
         return None
-    document: dict[str, Any] = json.loads(text)
-    ledger.restore(rows, **{name: document[name] for name in ("generations", "tenants", "epoch")})
-    return Snapshot(**{name: document[name] for name in ("taken_ns", "walked_ns", "places")})
+    try:
+        document: dict[str, Any] = json.loads(text)
+        snapshot = Snapshot(
+            place=None if document["place"] is None else Place(*document["place"]),
+            unread=[(generation, path, error) for generation, path, error in document["unread"]],
+            **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
+        )
+        known = {name: document[name] for name in ("generations", "tenants", "epoch")}
+        if not _are_numbered(rows, known):
+            return None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        # Whole, and yet nothing that a janitor wrote: others can write here too.
+        return None
+    ledger.restore(rows, **known)
+    return snapshot
 
 
-def _write(fs: FileSystem, fd: int, data: memoryview, offset: int) -> int:
-    done = 0
-    while done < data.nbytes:
-        done += fs.pwritev(fd, [data[done : done + _PIECE_BYTES]], offset + done)
-    return offset + done
+def _are_numbered(rows: Rows, known: Mapping[str, Any]) -> bool:
+    """Say whether every row is of a generation and a tenant that are named."""
+    are_names = all(isinstance(name, str) for key in ("generations", "tenants") for name in known[key])
+    is_in_range = not rows.size or (
+        int(rows["generation"].max()) < len(known["generations"]) and int(rows["tenant"].max()) < len(known["tenants"])
+    )
+    return are_names and is_in_range and isinstance(known["epoch"], int)
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:

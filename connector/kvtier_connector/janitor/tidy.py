@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier_connector.janitor.ledger import Sum
+from kvtier_connector.contract_janitor import JanitorConfig
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.janitor.ledger import Ledger, Sum
 from kvtier_connector.janitor.removal import remove_directory, remove_empty_tree
 from kvtier_connector.janitor.snapshot import LEDGER_FILE
 from kvtier_connector.janitor.walk import find_tenants, list_own
@@ -16,6 +21,9 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import QUARANTINE, TENANTS, is_partial, tenant_directory
 from kvtier_connector.store.leftovers import remove_old_journals
 
+_TIDY_SECONDS = 3600.0
+_AGAIN_SECONDS = 600.0
+"""After a time when not all could be done."""
 _QUIET_SECONDS = 3600.0
 """A tenant's tree that was changed more recently may be about to be filled."""
 
@@ -93,3 +101,96 @@ def sweep_beside(fs: FileSystem, tier_dir: str, *, generations: Collection[str],
                 fs.unlink(path)
                 removed += 1
     return removed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ages:
+    """How old what is no block may become, in seconds."""
+
+    quarantine: float
+    journal: float
+    partial: float
+
+
+def make_ages(config: JanitorConfig) -> Ages:
+    """Return them as the settings say."""
+    return Ages(
+        # What damaged files hold has a time to live, too.
+        quarantine=min(config.quarantine_age_seconds, config.ttl_seconds or math.inf),
+        journal=config.journal_age_seconds,
+        partial=config.partial_age_seconds,
+    )
+
+
+class Tidy:
+    """Removes what is no block from all generations of a tier, now and then. Owned by the janitor's thread."""
+
+    def __init__(
+        self,
+        tier_dir: str,
+        *,
+        fs: FileSystem,
+        ledger: Ledger,
+        removed: Counter[str],
+        now: Callable[[], float],
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            tier_dir: Directory of the generations.
+            fs: The system calls.
+            ledger: Knows the tenants that have blocks.
+            removed: Counts by kind what was removed.
+            now: Seconds that never go back.
+        """
+        self._dir = tier_dir
+        self._fs = fs
+        self._ledger = ledger
+        self._removed = removed
+        self._now = now
+        self._next_at = now()
+        self.quarantined: dict[str, Sum] = {}
+        """The quarantined files that stay, by generation."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return self._now() >= self._next_at
+
+    def step(self, digests: Collection[str], ages: Ages, *, now_ns: int) -> None:
+        """Look at these generations.
+
+        Raises:
+            OSError: at the end, if the volume refused some of it; the rest was done.
+            StoreUnavailable: likewise.
+        """
+        self._next_at = self._now() + _AGAIN_SECONDS
+        self.quarantined = {digest: kept for digest, kept in self.quarantined.items() if digest in digests}
+        failed: Exception | None = None
+        for digest in digests:
+            for sweep in (self._sweep_quarantine, self._sweep_journals, self._sweep_tenants):
+                try:
+                    sweep(digest, ages, now_ns)
+                except (OSError, StoreUnavailable) as error:
+                    failed = failed or error
+        before_ns = now_ns - int(ages.partial * 1e9)
+        self._removed["partial"] += sweep_beside(self._fs, self._dir, generations=digests, before_ns=before_ns)
+        if failed is not None:
+            raise failed
+        self._next_at = self._now() + min(_TIDY_SECONDS, ages.quarantine, ages.journal)
+
+    def _sweep_quarantine(self, digest: str, ages: Ages, now_ns: int) -> None:
+        before_ns = now_ns - int(ages.quarantine * 1e9)
+        swept = sweep_quarantine(self._fs, f"{self._dir}/{digest}", before_ns=before_ns)
+        self.quarantined[digest] = swept.kept
+        self._removed["quarantined"] += swept.removed
+
+    def _sweep_journals(self, digest: str, ages: Ages, now_ns: int) -> None:
+        root = f"{self._dir}/{digest}"
+        self._removed["journal"] += sweep_journals(self._fs, root, age_seconds=ages.journal, now_ns=now_ns)
+
+    def _sweep_tenants(self, digest: str, _: Ages, now_ns: int) -> None:
+        root = f"{self._dir}/{digest}"
+        number = self._ledger.generation(digest)
+        busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
+        self._removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)

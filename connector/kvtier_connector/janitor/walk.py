@@ -2,12 +2,13 @@
 """Walks one generation piece by piece: which blocks, partial files and trees of tenants it has.
 
 A piece is one of the 4096 directories below ``blocks``, of the tier or of a tenant. Names only; a file that the caller
-does not know is opened for its header, once in its life.
+does not know is opened for its header, once in its life. What cannot be read is named, and the rest is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.layout import (
     BLOCKS,
     TENANTS,
@@ -28,6 +29,8 @@ from kvtier_connector.store.layout import (
     tenant_directory,
 )
 
+_NO_BLOCK = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE}
+
 
 class Piece(NamedTuple):
     """One directory of directories of blocks."""
@@ -38,6 +41,14 @@ class Piece(NamedTuple):
     """Relative to the generation's root."""
 
 
+class Unread(NamedTuple):
+    """A directory that could not be read, or a file in it."""
+
+    path: str
+    """Relative to the generation's root."""
+    error: OSError
+
+
 @dataclass(slots=True)
 class Found:
     """What a piece holds, or some directories of it."""
@@ -46,6 +57,9 @@ class Found:
     keys: list[BlockKey] = field(default_factory=list)
     partials: list[str] = field(default_factory=list)
     """Relative to the generation's root."""
+    read: set[str] = field(default_factory=set)
+    """Directories of blocks that were listed."""
+    unread: list[Unread] = field(default_factory=list)
 
 
 class Met(NamedTuple):
@@ -75,34 +89,57 @@ def find_tenants(fs: FileSystem, root: str) -> list[str]:
     return sorted(entry.name for entry in entries if is_tenant(entry.name) and entry.is_dir(follow_symlinks=False))
 
 
-def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> list[Piece]:
-    """Return the pieces of a generation; raise OSError if it cannot be looked at."""
+def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> tuple[list[Piece], list[Unread]]:
+    """Return the pieces of a generation, and which trees cannot be looked at."""
     root = f"{tier_dir}/{generation}"
-    pieces = []
-    for tenant in ["", *find_tenants(fs, root)]:
+    pieces: list[Piece] = []
+    unread: list[Unread] = []
+    tenants: list[str] = []
+    try:
+        tenants = find_tenants(fs, root)
+    except OSError as error:
+        unread.append(Unread(TENANTS, error))
+    for tenant in ["", *tenants]:
         blocks = f"{tenant_directory(tenant)}{BLOCKS}"
-        names = sorted(entry.name for entry in list_own(fs, f"{root}/{blocks}") if _is_directory(entry, 3))
-        pieces += [Piece(generation, f"{blocks}/{name}") for name in names]
-    return pieces
+        try:
+            names = _directories(list_own(fs, f"{root}/{blocks}"), 3)
+        except OSError as error:
+            unread.append(Unread(blocks, error))
+            continue
+        pieces += [Piece(generation, f"{blocks}/{name}") for name in sorted(names)]
+    return pieces, unread
 
 
 def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
-    """Return what the piece holds; raise OSError if it cannot be looked at."""
-    return list_files(fs, tier_dir, piece, list_directories(fs, tier_dir, piece))
+    """Return what the piece holds."""
+    try:
+        directories = list_directories(fs, tier_dir, piece)
+    except OSError as error:
+        return Found(piece, unread=[Unread(piece.path, error)])
+    return list_files(fs, tier_dir, piece, directories)
 
 
 def list_directories(fs: FileSystem, tier_dir: str, piece: Piece) -> list[str]:
-    """Return the directories of blocks of a piece, relative to the generation's root; raise OSError likewise."""
+    """Return the directories of blocks of a piece, relative to the generation's root; raise OSError if none can be."""
     entries = list_own(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
-    return [f"{piece.path}/{entry.name}" for entry in entries if _is_directory(entry, 2)]
+    return [f"{piece.path}/{name}" for name in _directories(entries, 2)]
 
 
 def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterable[str]) -> Found:
-    """Return what some directories of the piece hold; raise OSError if they cannot be looked at."""
+    """Return what some directories of the piece hold."""
     found = Found(piece)
     for path in directories:
-        for entry in _entries(fs, f"{tier_dir}/{piece.generation}/{path}"):
+        try:
+            entries = _entries(fs, f"{tier_dir}/{piece.generation}/{path}")
+        except OSError as error:
+            found.unread.append(Unread(path, error))
+            continue
+        found.read.add(path)
+        for entry in entries:
             key = parse_block_path(f"{path}/{entry.name}")
+            if not entry.is_file(follow_symlinks=False):
+                # A link, a pipe or a directory takes no room, and an engine that wants its place removes it.
+                continue
             if key is not None:
                 found.keys.append(key)
             elif is_partial(entry.name):
@@ -111,30 +148,40 @@ def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterabl
 
 
 def meet(fs: FileSystem, root: str, key: BlockKey) -> Met | None:
-    """Open a block for its header; None if it is gone. Raises OSError if the volume does not answer."""
+    """Open a block for its header; None if it is gone, or no file. Raises OSError if the volume does not answer."""
     try:
         fd = fs.open(f"{root}/{block_path(key)}", READ_FLAGS)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        status = fs.fstat(fd)
-        page = memoryview(bytearray(HEADER_BYTES))
-        header = decode_header(page[: read_page(fs, fd, page)])
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
+        try:
+            status = fs.fstat(fd)
+            page = memoryview(bytearray(HEADER_BYTES))
+            header = decode_header(page[: read_page(fs, fd, page)])
+        finally:
+            with contextlib.suppress(OSError):
+                fs.close(fd)
+    except OSError as error:
+        if error.errno in _NO_BLOCK:
+            return None
+        raise
     is_sound = isinstance(header, Header) and header.key == key
     return Met(key, status.st_size, status.st_mtime_ns, header if is_sound and isinstance(header, Header) else None)
 
 
-def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]) -> list[Met]:
-    """Do as `meet` does for many, several at once."""
-    return [met for met in pool.map(lambda key: meet(fs, root, key), keys) if met is not None]
+def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]) -> tuple[list[Met], list[Unread]]:
+    """Do as `meet` does for many, several at once; return those there are, and which directories have others."""
+
+    def try_to_meet(key: BlockKey) -> Met | Unread | None:
+        try:
+            return meet(fs, root, key)
+        except OSError as error:
+            return Unread(block_path(key).rpartition("/")[0], error)
+
+    answers = list(pool.map(try_to_meet, keys))
+    return [met for met in answers if isinstance(met, Met)], [each for each in answers if isinstance(each, Unread)]
 
 
-def _is_directory(entry: os.DirEntry[str], digits: int) -> bool:
-    """Say whether it is a directory, and no link to one, whose name has so many digits."""
-    return len(entry.name) == digits and entry.is_dir(follow_symlinks=False)
+def _directories(entries: Iterable[os.DirEntry[str]], digits: int) -> list[str]:
+    """Return the names of directories, and of no link to one, that have so many digits."""
+    return [entry.name for entry in entries if len(entry.name) == digits and entry.is_dir(follow_symlinks=False)]
 
 
 def _entries(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:

@@ -2,7 +2,8 @@
 """Starts the processes of the movers, replaces those that die, and kills those that hang.
 
 A process that hangs in an uninterruptible system call cannot be killed: it stays until the call returns, and counts
-against the crew meanwhile.
+against the crew meanwhile. Where processes cannot live, they are given up, and tried again after a while as a breaker
+does: whatever ended them, a limit of the pod or a node without memory, may be over by then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ logger = logging.getLogger("vllm.kvtier.movers")
 _PACKAGE = str(Path(__file__).parents[2])
 _DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
+FIRST_BACKOFF_SECONDS = 30.0
+LONGEST_BACKOFF_SECONDS = 600.0
+"""Each attempt that fails doubles the back-off, up to this."""
 
 _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 """Copies into the CPU tier of 64 KiB and more bypass the processor's caches: it is the GPU that reads them next. That
@@ -30,18 +34,30 @@ saves reading each line before it is written, a third of the memory traffic. Oth
 class Crew:
     """The processes by their number. Scheduler's thread only."""
 
-    def __init__(self, size: int, command: Callable[[int], tuple[str, list[int]]]) -> None:
+    def __init__(
+        self,
+        size: int,
+        command: Callable[[int], tuple[str, list[int]]],
+        *,
+        first_backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+    ) -> None:
         """Store the settings.
 
         Args:
             size: How many movers.
             command: For a mover's number, its settings and the descriptors that it inherits.
+            first_backoff_seconds: After how long a crew that was given up is tried again.
         """
         self._size = size
         self._command = command
+        self._first_backoff_seconds = first_backoff_seconds
+        self._backoff_seconds = first_backoff_seconds
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed: set[int] = set()
         self._deaths: deque[float] = deque()
-        self._is_given_up = False
+        self._deaths_in_vain = 0
+        self._retry_at: float | None = None
+        self._trial_ends: float | None = None
 
     def start(self) -> None:
         """Start the processes; returns before they have begun to work."""
@@ -50,32 +66,65 @@ class Crew:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the processes live; False for good once they died too often, or one could not be started."""
-        return not self._is_given_up
+        """Whether the processes live; False for a while once they died too often, or one could not be started."""
+        return self._retry_at is None
+
+    def count(self) -> int:
+        """Return how many processes there are to use."""
+        return len(self._processes) if self.is_usable else 0
 
     def bury(self) -> list[int]:
         """Return the numbers of those that died since the last call; `replace` them when their tasks are settled."""
         return [mover for mover, process in self._processes.items() if process.poll() is not None]
 
     def replace(self, mover: int) -> None:
-        """Start another process in the place of a dead one, unless too many died."""
+        """Start another process in the place of a dead one, unless too many died; on trial, one is too many."""
         process = self._processes.pop(mover)
         now = time.monotonic()
-        self._deaths.append(now)
+        if mover in self._killed:
+            # That says something of the volume, and nothing of how processes live here.
+            self._killed.discard(mover)
+        else:
+            self._deaths.append(now)
+            self._deaths_in_vain += 1
         while self._deaths and self._deaths[0] < now - _DEATH_WINDOW_SECONDS:
             self._deaths.popleft()
-        if len(self._deaths) > 2 * self._size + _SPARE_DEATHS:
-            if not self._is_given_up:
-                logger.error("Movers of blocks die again and again (last: %s); threads take over", process.returncode)
-            self._is_given_up = True
+        if self._are_too_many():
+            self._give_up(now, f"they die again and again, the last with {process.returncode}")
             return
         logger.warning("Mover %d of blocks ended with %s and is started again", mover, process.returncode)
         self._try_to_spawn(mover)
+
+    def note_work(self) -> None:
+        """Take in that a process has done something."""
+        self._deaths_in_vain = 0
+
+    def was_killed(self, mover: int) -> bool:
+        """Say whether `kill` ended one that `bury` named."""
+        return mover in self._killed
+
+    def try_again(self) -> None:
+        """Start what is missing of a crew that was given up, once the back-off is over; else do nothing."""
+        now = time.monotonic()
+        if self._retry_at is None:
+            if self._trial_ends is not None and now >= self._trial_ends:
+                self._trial_ends = None
+                self._backoff_seconds = self._first_backoff_seconds
+                logger.info("Movers of blocks work again")
+        elif now >= self._retry_at:
+            self._retry_at = None
+            self._deaths.clear()
+            self._deaths_in_vain = 0
+            self._trial_ends = now + _DEATH_WINDOW_SECONDS
+            for mover in range(self._size):
+                if mover not in self._processes:
+                    self._try_to_spawn(mover)
 
     def kill(self, mover: int) -> None:
         """End a process that hangs; `bury` tells when it is gone."""
         process = self._processes.get(mover)
         if process is not None:
+            self._killed.add(mover)
             process.kill()
 
     def close(self, timeout_seconds: float) -> bool:
@@ -93,15 +142,30 @@ class Crew:
                 continue
         return all(process.returncode is not None for process in self._processes.values())
 
+    def _are_too_many(self) -> bool:
+        if self._trial_ends is not None:
+            return bool(self._deaths)
+        return len(self._deaths) > 2 * self._size + _SPARE_DEATHS or self._deaths_in_vain > self._size + _SPARE_DEATHS
+
     def _try_to_spawn(self, mover: int) -> None:
         """Start a process, or give the crew up: a host that has no room for one must not end the engine."""
-        if self._is_given_up:
+        if not self.is_usable:
             return
         try:
             self._spawn(mover)
         except OSError as error:
-            logger.error("A mover of blocks cannot be started (%s); threads take over", error)  # noqa: TRY400 - no defect of ours
-            self._is_given_up = True
+            self._give_up(time.monotonic(), f"one cannot be started: {error}")
+
+    def _give_up(self, now: float, reason: str) -> None:
+        if not self.is_usable:
+            return
+        if self._trial_ends is None:
+            self._backoff_seconds = self._first_backoff_seconds
+            # Once: what follows until they work again is the same news.
+            logger.error("Movers of blocks are given up (%s); threads take over, and they are tried again", reason)
+        else:
+            self._backoff_seconds = min(2 * self._backoff_seconds, LONGEST_BACKOFF_SECONDS)
+        self._retry_at = now + self._backoff_seconds
 
     def _spawn(self, mover: int) -> None:
         settings, descriptors = self._command(mover)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_connector.movers.board import ENTRIES, NO_TICKET, TOKEN, Board, create_board
-from kvtier_connector.movers.crew import Crew
+from kvtier_connector.movers.crew import FIRST_BACKOFF_SECONDS, Crew
 from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.movers.region import Region
 from kvtier_connector.movers.tasks import Task, decode_outcome, encode_task
@@ -48,6 +48,8 @@ class DispatchSettings:
     """A mover whose task takes longer hangs, and is killed."""
     file_system: str = ""
     """As in `MoverSettings`."""
+    retry_seconds: float = FIRST_BACKOFF_SECONDS
+    """After how long movers that were given up are tried again, for the first time."""
 
 
 class Ended(NamedTuple):
@@ -58,6 +60,8 @@ class Ended(NamedTuple):
     """Within the owner's tasks."""
     outcome: Outcome | StoreOutcome
     seconds: float
+    is_of_volume: bool = True
+    """Whether the outcome says something of the volume; False where the mover died by itself."""
 
 
 @dataclass(slots=True)
@@ -85,16 +89,28 @@ class Dispatcher:
     """Scheduler's thread only. `submit`, `collect`, `withdraw`, then `close`."""
 
     def __init__(self, settings: DispatchSettings) -> None:
-        """Make the board and the pipes; call `start`."""
+        """Make the board and the pipes; call `start`.
+
+        Raises:
+            OSError: the host or this process has no room for them; nothing stays open but the region.
+        """
         self._settings = settings
-        self._board_fd = create_board()
-        self._board = Board(self._board_fd)
         self._groups = max(1, settings.movers // _MOVERS_OF_A_GROUP)
         self._run_rows = max(1, _RUN_BYTES // settings.row_bytes)
-        self._load_pipes = [_Pipe() for _ in range(self._groups)]
-        self._save_pipes = [_Pipe() for _ in range(self._groups)]
-        self._done = _Pipe()
-        self._crew = Crew(settings.movers, self._command)
+        pipes: list[_Pipe] = []
+        with contextlib.ExitStack() as opened:
+            self._board_fd = create_board()
+            opened.callback(os.close, self._board_fd)
+            self._board = Board(self._board_fd)
+            opened.callback(self._board.close)
+            for _ in range(2 * self._groups + 1):
+                pipes.append(_Pipe())
+                opened.callback(pipes[-1].close)
+            opened.pop_all()
+        self._load_pipes = pipes[: self._groups]
+        self._save_pipes = pipes[self._groups : -1]
+        self._done = pipes[-1]
+        self._crew = Crew(settings.movers, self._command, first_backoff_seconds=settings.retry_seconds)
         self._free = list(range(ENTRIES))
         self._flights: dict[int, _Flight] = {}
         self._owned: dict[int, set[int]] = {}
@@ -112,7 +128,7 @@ class Dispatcher:
 
     @property
     def is_usable(self) -> bool:
-        """Whether tasks may be submitted."""
+        """Whether tasks may be submitted; what was before is to be withdrawn where not, but for what ends by itself."""
         return self._crew.is_usable and not self._is_closed
 
     def submit(self, owner: int, tasks: Iterable[tuple[int, Task]]) -> None:
@@ -176,6 +192,10 @@ class Dispatcher:
         """Return how many movers hang."""
         return self._stuck
 
+    def count_movers(self) -> int:
+        """Return how many movers there are to use."""
+        return self._crew.count()
+
     def close(self, timeout_seconds: float) -> bool:
         """End the movers; False if some hang even now. They touch no row: withdraw every owner before."""
         if self._is_closed:
@@ -222,6 +242,7 @@ class Dispatcher:
             if flight is None or flight.ticket != ticket:
                 continue
             self._release(entry, flight)
+            self._crew.note_work()
             if flight.is_withdrawn:
                 continue
             code, moved_bytes, seconds = self._board.result(entry)
@@ -241,12 +262,19 @@ class Dispatcher:
 
     def _tend(self, now: float) -> list[Ended]:
         """Look after the processes."""
+        self._crew.try_again()
+        self._recoveries = [recovery for recovery in self._recoveries if not self._recover(recovery)]
+        ended = self._bury(now)
         self._stuck = 0
         for mover in range(self._settings.movers):
+            # It is buried the next time, so that until then it counts as stuck.
             if self._hangs(mover, now):
                 self._stuck += 1
                 self._crew.kill(mover)
-        self._recoveries = [recovery for recovery in self._recoveries if not self._recover(recovery)]
+        return ended
+
+    def _bury(self, now: float) -> list[Ended]:
+        """Settle what dead movers had in hand, and replace them."""
         dead = self._crew.bury()
         if not dead:
             return []
@@ -258,7 +286,9 @@ class Dispatcher:
             if flight is not None and flight.ticket == current.ticket:
                 self._release(current.entry, flight)
                 if not flight.is_withdrawn:
-                    ended.append(Ended(flight.owner, flight.index, _io_fault(flight.task), now - current.started))
+                    was_hanging = self._crew.was_killed(mover)
+                    seconds = now - current.started
+                    ended.append(Ended(flight.owner, flight.index, _io_fault(flight.task), seconds, was_hanging))
             self._board.set_current(mover, current._replace(ticket=NO_TICKET))
         self._begin_recovery(now)
         for mover in dead:

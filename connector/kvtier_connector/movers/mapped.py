@@ -19,6 +19,8 @@ from kvtier_connector.store.fs import FileSystem, is_in_memory
 
 _PIECE_BYTES = 32 << 10
 """Small copies stay in the processor's cache, where they are verified next."""
+_MOST_MAPPED_BYTES = 4 << 30
+"""No block is as long: a longer file, which may have no bytes at all, is read as elsewhere."""
 
 
 class _Mapping(NamedTuple):
@@ -74,7 +76,7 @@ class MappingFs(FileSystem):
         is_ours = self._in_memory.get(status.st_dev)
         if is_ours is None:
             is_ours = self._in_memory[status.st_dev] = is_in_memory(status.st_dev)
-        if is_ours and status.st_size:
+        if is_ours and 0 < status.st_size <= _MOST_MAPPED_BYTES:
             memory = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
             memory.madvise(mmap.MADV_SEQUENTIAL)
             self._mappings[fd] = _Mapping(memory, memoryview(memory))

@@ -38,14 +38,15 @@ class _Mapping(NamedTuple):
 
 
 def find_region(view: memoryview) -> Region | None:
-    """Return the file that backs the memory, None if it is not one file mapped for sharing."""
+    """Return the file that backs the memory, None if it is not one file mapped for sharing.
+
+    Raises:
+        OSError: this process cannot find out, for want of descriptors or of /proc.
+    """
     if view.readonly or not view.nbytes:
         return None
     start = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    try:
-        mappings = [_parse(line) for line in (_SELF / "maps").read_text(errors="replace").splitlines()]
-    except OSError:
-        return None
+    mappings = [_parse(line) for line in (_SELF / "maps").read_text(errors="replace").splitlines()]
     first = _holding(mappings, start)
     last = _holding(mappings, start + view.nbytes - 1)
     if first is None or last is None or not (first.is_shared and last.is_shared and first.inode):
@@ -71,16 +72,18 @@ def _holding(mappings: list[_Mapping], address: int) -> _Mapping | None:
 
 def _open_again(mapping: _Mapping) -> int | None:
     """Duplicate the descriptor that the mapping was made from, which whoever made it keeps open."""
-    for link in (_SELF / "fd").iterdir():
-        with contextlib.suppress(OSError):
-            fd = int(link.name)
-            status = os.fstat(fd)
-            is_same = status.st_ino == mapping.inode and mapping.device == (
-                os.major(status.st_dev),
-                os.minor(status.st_dev),
-            )
-            if not is_same or not stat.S_ISREG(status.st_mode):
-                continue
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
-                return os.dup(fd)
-    return None
+    descriptors = (int(link.name) for link in (_SELF / "fd").iterdir())
+    fd = next((fd for fd in descriptors if _is_file_of(fd, mapping)), None)
+    return None if fd is None else os.dup(fd)
+
+
+def _is_file_of(fd: int, mapping: _Mapping) -> bool:
+    """Say whether the mapping could be made from the descriptor."""
+    with contextlib.suppress(OSError):
+        status = os.fstat(fd)
+        is_same = status.st_ino == mapping.inode and mapping.device == (
+            os.major(status.st_dev),
+            os.minor(status.st_dev),
+        )
+        return is_same and stat.S_ISREG(status.st_mode) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    return False

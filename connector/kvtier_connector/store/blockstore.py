@@ -6,37 +6,33 @@ What a full, read-only, failing or damaged volume does to a block is an outcome,
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.access import Access, Read
 from kvtier_connector.store.checksums import CHECKSUM_BYTES
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
-    READ_FLAGS,
     DirectIo,
     FileSystem,
-    abandon,
     make_directories,
     new_page,
-    new_token,
-    read_page,
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, tenant_of
-from kvtier_connector.store.quarantine import quarantine
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, tenant_of
+from kvtier_connector.store.publishing import replacing
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
-from kvtier_connector.store.sealing import can_read, encrypt, scratch_for, with_checksum
+from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.verify import Take, read_verified, stream_verified
 from kvtier_connector.store.writers import Writers
@@ -96,6 +92,9 @@ StoreOutcome = Stored | Present | StoreFault
 
 _RETRIES = 2
 """One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
+_GONE = {errno.ENOENT, errno.ESTALE}
+_IN_THE_WAY = {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
+"""A directory has the block's name."""
 _REFUSALS = {None: None, Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
 _STORE_FAULTS = {
     errno.ENOSPC: StoreFault.NO_SPACE,
@@ -105,13 +104,6 @@ _STORE_FAULTS = {
     errno.EPERM: StoreFault.DENIED,
     **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), StoreFault.RESOURCES),
 }
-
-
-class _Found(NamedTuple):
-    """What is on the volume under a block's name before the block is written."""
-
-    size: int
-    is_whole: bool
 
 
 class BlockStore:
@@ -155,6 +147,7 @@ class BlockStore:
         self._clock = clock
         self._direct = DirectIo(fs, self._root, direct=direct)
         self._usage = Ledger(max_bytes, quotas)
+        self._access = Access(fs, self._root, self._usage.forget)
         self._scanning = threading.Lock()
         self._writers = Writers()
         self._of_thread = threading.local()
@@ -174,7 +167,7 @@ class BlockStore:
                 self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct, keyring=self.keyring
             )
 
-        return self._open_and_read(key, self._direct.flag(target), read) or Fault.IO
+        return self._read(key, self._direct.flag(target), read) or Fault.IO
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
         """Read a block through a writable buffer of its payload's length, and hand the payload on.
@@ -191,7 +184,7 @@ class BlockStore:
             found = read_verified(self._fs, fd, key, page=page, target=whole, is_direct=True, keyring=self.keyring)
             return found if isinstance(found, Fault) or take(0, whole) else None
 
-        return self._open_and_read(key, self._direct.flag(whole), read)
+        return self._read(key, self._direct.flag(whole), read)
 
     def put(
         self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
@@ -206,7 +199,7 @@ class BlockStore:
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
         with self._writers.alone(key):
-            found = self._find(key, data.nbytes)
+            found = self._access.find(key, data.nbytes, self._page(), self.keyring)
             if found.is_whole:
                 return Present()
             encryption_key = None if self.keyring is None else self.keyring.active()
@@ -239,11 +232,14 @@ class BlockStore:
         One system call, and the bytes are not verified: `get` may still answer otherwise.
         """
         try:
-            size = self._fs.stat(self._path(key)).st_size
+            status = self._fs.stat(self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return Fault.IO
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            return False
         return size > HEADER_BYTES if payload_bytes is None else size == HEADER_BYTES + payload_bytes
 
     def delete(self, key: BlockKey) -> bool:
@@ -328,45 +324,12 @@ class BlockStore:
             page = self._of_thread.page = new_page()
         return page
 
-    def _open_and_read(
-        self, key: BlockKey, direct: int, read: Callable[[int, bool], int | Fault | None]
-    ) -> Outcome | None:
+    def _read(self, key: BlockKey, direct: int, read: Read) -> Outcome | None:
         try:
-            fd = self._fs.open(self._path(key), READ_FLAGS | direct)
-        except (FileNotFoundError, NotADirectoryError):
+            found = self._access.read(key, direct, read)
+        except FileNotFoundError:
             return Miss()
-        except OSError:
-            return Fault.IO
-        try:
-            found = read(fd, bool(direct))
-            if isinstance(found, Fault) and found.is_damage:
-                # Before the close: the open file keeps its inode number from being given to another.
-                self._usage.forget(quarantine(self._fs, self._root, fd, key, found), key.tenant)
-        except OSError:
-            return Fault.IO
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
         return Hit(found) if isinstance(found, int) else found
-
-    def _find(self, key: BlockKey, payload_bytes: int) -> _Found:
-        """Look at the file that has the block's name: its size, and whether length and header are right."""
-        try:
-            fd = self._fs.open(self._path(key), READ_FLAGS)
-        except OSError:
-            return _Found(0, is_whole=False)
-        try:
-            size = self._fs.fstat(fd).st_size
-            page = self._page()
-            header = decode_header(page[: read_page(self._fs, fd, page)])
-        except OSError:
-            return _Found(0, is_whole=False)
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
-        if not isinstance(header, Header) or header.key != key or header.payload_bytes != payload_bytes:
-            return _Found(size, is_whole=False)
-        return _Found(size, size == HEADER_BYTES + payload_bytes and can_read(header, self.keyring))
 
     def _write(self, key: BlockKey, first_page: bytes, data: memoryview) -> None:
         page = self._page()
@@ -375,26 +338,19 @@ class BlockStore:
         for _ in range(_RETRIES):
             try:
                 self._publish(path, page, data)
-            except FileNotFoundError:
-                # The first block of its directory, or somebody removed the tree or the partial file under us.
-                make_directories(self._fs, path.rpartition("/")[0])
+            except OSError as error:
+                if error.errno in _IN_THE_WAY:
+                    self._access.clear(key)
+                elif error.errno in _GONE:
+                    # The first block of its directory, or somebody removed the tree or the partial file under us.
+                    make_directories(self._fs, path.rpartition("/")[0])
+                else:
+                    raise
             else:
                 return
         self._publish(path, page, data)
 
     def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
         direct = self._direct.flag(data)
-        partial = partial_path(path, new_token())
-        fd = -1
-        is_published = False
-        try:
-            fd = self._fs.open(partial, CREATE_FLAGS | direct)
+        with replacing(self._fs, path, flags=CREATE_FLAGS | direct) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))
-            closing, fd = fd, -1
-            # Network file systems report a failed write here, so the block gets its name only afterwards.
-            self._fs.close(closing)
-            self._fs.rename(partial, path)
-            is_published = True
-        finally:
-            if not is_published:
-                abandon(self._fs, fd, partial)

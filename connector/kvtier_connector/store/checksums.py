@@ -17,9 +17,9 @@ from blake3 import blake3
 try:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 except ImportError:
-    HAS_AES: Final = False
+    HAS_AES = False
 else:
-    HAS_AES: Final = True  # type: ignore[misc]
+    HAS_AES = True
 
 CHECKSUM_BYTES = 32
 """Room in the header; a shorter checksum is followed by zeros."""

@@ -26,9 +26,17 @@ DIRECTORY_MODE = 0o2770
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """A volume is shared: a planted link must not be followed, and a planted pipe must not block the thread."""
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+FIRST_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 """For a file whose name only this process makes, so that a first write that failed can be repeated."""
-NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW
+NEXT_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+FOLLOW_FLAGS = os.O_RDONLY | os.O_NONBLOCK
+"""For files that Kubernetes mounts from ConfigMaps and Secrets, which are links."""
+
+NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno.ENODEV})
+"""What the system says of a link, a directory, a pipe, a socket or a device that was put in the place of a file."""
+
+DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+"""For a directory through which others are reached: a link to one is none."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -68,6 +76,10 @@ class FileSystem:
         """Describe a path without following a link."""
         return os.lstat(path)
 
+    def touch(self, path: str) -> None:
+        """Have the volume note that the file was written to now, by its own clock; of a link, the link."""
+        os.utime(path, follow_symlinks=False)
+
     def statvfs(self, path: str) -> os.statvfs_result:
         """Describe the volume that holds a path."""
         return os.statvfs(path)
@@ -99,6 +111,18 @@ class FileSystem:
         """List a directory."""
         with os.scandir(path) as entries:
             return list(entries)
+
+    def open_directory(self, name: str, parent: int | None = None) -> int:
+        """Open a directory, in one that is open or at a path, without following a link in the place of its name."""
+        return os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+
+    def unlink_in(self, directory: int, name: str) -> None:
+        """Remove a name from an open directory."""
+        os.unlink(name, dir_fd=directory)
+
+    def rmdir_in(self, directory: int, name: str) -> None:
+        """Remove an empty directory from an open one."""
+        os.rmdir(name, dir_fd=directory)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.format import FORMAT_VERSION
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, READ_FLAGS, FileSystem, abandon, make_directories, new_token
 from kvtier_connector.store.layout import TIER_FILE, partial_path
+from kvtier_connector.store.publishing import write_all
 
 MAX_TIER_FILE_BYTES = 1 << 20
 """More than any list of fields needs; a longer file is not ours."""
@@ -49,6 +50,56 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
     _compare(root, ours, parse(text, where=f"{root}/{TIER_FILE}"))
 
 
+class Claim:
+    """One directory that was claimed, and whether it still is; one thread at a time.
+
+    Somebody may remove it under an engine, and the next one to come may claim it for blocks of another kind.
+    """
+
+    def __init__(self, root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSystem = LOCAL) -> None:
+        """Store the settings; `renew` claims."""
+        self._root = root
+        self._identity = dict(identity)
+        self._digest = digest
+        self._fs = fs
+        self._seen: tuple[int, ...] | None = None
+
+    def renew(self) -> None:
+        """Claim the directory again; raise as `claim` does."""
+        self._seen = None
+        claim(self._root, self._identity, self._digest, fs=self._fs)
+        self._seen = self._look()
+
+    def is_current(self, *, may_write: bool) -> bool:
+        """Say whether the description is the one last compared: one system call.
+
+        Where the whole directory is gone nothing is at stake; it is made again with the next block. Where only the
+        description is, it is to be written again, unless nothing may be written.
+
+        Raises:
+            StoreUnavailable: the volume cannot be used now.
+        """
+        try:
+            seen = self._look()
+            return seen == self._seen if seen is not None else not (may_write and self._is_there())
+        except OSError as error:
+            raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            status = self._fs.stat(f"{self._root}/{TIER_FILE}")
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _is_there(self) -> bool:
+        try:
+            self._fs.stat(str(self._root))
+        except FileNotFoundError:
+            return False
+        return True
+
+
 def read(root: Path, *, fs: FileSystem = LOCAL) -> dict[str, Any] | None:
     """Return the document of ``tier.json``, None if there is no such file.
 
@@ -68,7 +119,7 @@ def parse(text: bytes, *, where: str) -> dict[str, Any]:
     remedy = "restore the file, or remove the directory: its blocks will be computed again"
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IdentityMismatch(f"{where}: not JSON: {error}; {remedy}") from error
     if not isinstance(document, dict) or not isinstance(document.get("identity"), dict):
         raise IdentityMismatch(f"{where}: not the description of a tier; {remedy}")
@@ -126,10 +177,7 @@ def _create(fs: FileSystem, root: Path, text: str) -> None:
     is_renamed = False
     try:
         fd = fs.open(partial, CREATE_FLAGS)
-        rest = memoryview(text.encode())
-        done = 0
-        while done < rest.nbytes:
-            done += fs.pwritev(fd, [rest[done:]], done)
+        write_all(fs, fd, memoryview(text.encode()))
         fs.fsync(fd)
         closing, fd = fd, -1
         fs.close(closing)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvtier_connector.contract import KEY_BYTES
 from kvtier_connector.store.checksums import HAS_AES
 from kvtier_connector.store.format import KEY_CHECK_BYTES
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem
 from kvtier_connector.store.layout import is_key_id
 
 _MOST_BYTES = 4096
@@ -167,8 +167,7 @@ class Keyring:
 
     def _read_file(self, name: str) -> bytes:
         buffer = memoryview(bytearray(_MOST_BYTES))
-        # Links are followed here: a Secret's files are links.
-        fd = self._fs.open(f"{self._directory}/{name}", 0)
+        fd = self._fs.open(f"{self._directory}/{name}", FOLLOW_FLAGS)
         try:
             return bytes(buffer[: self._fs.preadv(fd, [buffer], 0)])
         finally:

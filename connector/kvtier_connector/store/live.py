@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvtier_connector.contract import LiveSettings, decode_live
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, READ_FLAGS, FileSystem
 from kvtier_connector.store.mode import Mode
 
 BRAKE_FILE = "brake.json"
@@ -64,7 +64,7 @@ def decode_brake(content: bytes) -> Brake:
     try:
         document = json.loads(content)
         brake = Brake(Mode(document["mode"]), document.get("reason", ""), document["until_ns"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigInvalid(f"not a brake: {content[:80]!r}") from error
     if not isinstance(brake.reason, str) or type(brake.until_ns) is not int:
         raise ConfigInvalid(f"not a brake: {content[:80]!r}")
@@ -74,9 +74,10 @@ def decode_brake(content: bytes) -> Brake:
 class _WatchedFile:
     """`problem` is memory and may be read from any thread. `_read` may wait for the file."""
 
-    def __init__(self, path: str, fs: FileSystem) -> None:
+    def __init__(self, path: str, fs: FileSystem, flags: int) -> None:
         self._path = path
         self._fs = fs
+        self._flags = flags
         self._problem = ""
 
     @property
@@ -86,8 +87,7 @@ class _WatchedFile:
 
     def _read(self) -> bytes:
         buffer = memoryview(bytearray(_MOST_BYTES))
-        # Links are followed here: a ConfigMap's files are links.
-        fd = self._fs.open(self._path, 0)
+        fd = self._fs.open(self._path, self._flags)
         try:
             return bytes(buffer[: self._fs.preadv(fd, [buffer], 0)])
         finally:
@@ -116,7 +116,7 @@ class LiveFile(_WatchedFile):
             fs: The system calls.
             now: Seconds that never go back.
         """
-        super().__init__(path, fs)
+        super().__init__(path, fs, FOLLOW_FLAGS)
         self._seconds = seconds
         self._now = now
         self._refreshing = threading.Lock()
@@ -161,7 +161,8 @@ class BrakeFile(_WatchedFile):
 
     def __init__(self, path: str, *, fs: FileSystem = LOCAL, clock: Callable[[], int] = time.time_ns) -> None:
         """Start without a brake; `clock` tells nanoseconds since 1970."""
-        super().__init__(path, fs)
+        # Any writer of the volume can put something else there.
+        super().__init__(path, fs, READ_FLAGS)
         self._clock = clock
         self._content = b""
         self._brake = RELEASED

@@ -11,8 +11,8 @@ from kvtier_connector.store.fs import FileSystem, make_directories, new_token
 from kvtier_connector.store.layout import BlockKey, block_path, quarantine_path
 
 
-def quarantine(fs: FileSystem, root: str, fd: int, key: BlockKey, fault: Fault) -> int:
-    """Move the open file away, unless the name means another file by now; give up quietly where that fails.
+def quarantine(fs: FileSystem, root: str, bad: os.stat_result, key: BlockKey, fault: Fault) -> int:
+    """Move the file away, unless the name means another file by now; give up quietly where that fails.
 
     Returns:
         The bytes that were freed, because the file had to be removed instead.
@@ -20,7 +20,6 @@ def quarantine(fs: FileSystem, root: str, fd: int, key: BlockKey, fault: Fault) 
     path = f"{root}/{block_path(key)}"
     moved = f"{root}/{quarantine_path(key, fault.value, new_token())}"
     with contextlib.suppress(OSError):
-        bad = fs.fstat(fd)
         if not os.path.samestat(bad, fs.stat(path)):
             return 0
         try:

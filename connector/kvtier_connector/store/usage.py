@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+_Answer = TypeVar("_Answer")
 
 
 class Usage:
@@ -122,8 +124,10 @@ class Refusal(enum.Enum):
 class Ledger:
     """The sum of a whole tier and one for each tenant, moved together. Any thread may call any method.
 
-    The sums guard themselves; `_lock` guards only the table of tenants. Two sums are not changed at once, so a look in
-    between sees a block in one and not yet in the other.
+    The sums guard themselves; `_lock` guards the table of tenants, and is held while one of theirs changes, so that a
+    claim and its end meet the same sum. Two sums are not changed at once, so a look in between sees a block in one and
+    not yet in the other. Clients may name as many tenants as they like, so those without a byte are forgotten at each
+    scan.
     """
 
     def __init__(self, max_bytes: int, quotas: Quotas = NO_QUOTAS) -> None:
@@ -132,6 +136,7 @@ class Ledger:
         self._quotas = quotas
         self._lock = threading.Lock()
         self._tenants: dict[str, Usage] = {}
+        self._writers = 1
         self._found: dict[str, int] = {}
 
     def set_limit(self, max_bytes: int) -> None:
@@ -140,6 +145,7 @@ class Ledger:
 
     def begin_period(self, writers: int) -> None:
         """Share the room that is left, of the tier and of each tenant, with the other writers."""
+        self._writers = writers
         for usage in (self._all, *self._listed()):
             usage.begin_period(writers)
 
@@ -149,36 +155,38 @@ class Ledger:
 
     def total_of(self, tenant: str) -> int:
         """Return the bytes of one tenant."""
-        return self._of(tenant).total()
+        with self._lock:
+            usage = self._tenants.get(tenant)
+        return 0 if usage is None else usage.total()
 
     def reserve(self, count: int, tenant: str) -> Refusal | None:
         """Claim room for a write; None means that it was granted, and must be ended with `commit` or `cancel`."""
-        if not self._of(tenant).reserve(count):
+        if not self._change(tenant, lambda usage: usage.reserve(count)):
             return Refusal.QUOTA
         if not self._all.reserve(count):
-            self._of(tenant).cancel(count)
+            self._change(tenant, lambda usage: usage.cancel(count))
             return Refusal.BUDGET
         return None
 
     def commit(self, count: int, tenant: str, *, replaced: int) -> None:
         """Turn a claim into use; `replaced` bytes of an older file went away."""
-        for usage in (self._all, self._of(tenant)):
-            usage.commit(count, replaced=replaced)
+        self._all.commit(count, replaced=replaced)
+        self._change(tenant, lambda usage: usage.commit(count, replaced=replaced))
 
     def cancel(self, count: int, tenant: str) -> None:
         """Give a claim back: nothing was written."""
-        for usage in (self._all, self._of(tenant)):
-            usage.cancel(count)
+        self._all.cancel(count)
+        self._change(tenant, lambda usage: usage.cancel(count))
 
     def learn(self, count: int, tenant: str) -> None:
         """Add a file that another process wrote."""
-        for usage in (self._all, self._of(tenant)):
-            usage.learn(count)
+        self._all.learn(count)
+        self._change(tenant, lambda usage: usage.learn(count))
 
     def forget(self, count: int, tenant: str) -> None:
         """Subtract a file that was removed."""
-        for usage in (self._all, self._of(tenant)):
-            usage.forget(count)
+        self._all.forget(count)
+        self._change(tenant, lambda usage: usage.forget(count))
 
     def begin_scan(self) -> None:
         """Remember writes from now on: the scan may have passed their directories already."""
@@ -192,21 +200,33 @@ class Ledger:
         self._found[tenant] = self._found.get(tenant, 0) + count
 
     def end_scan(self) -> None:
-        """Replace the sums by what the scan found."""
-        self._all.end_scan(sum(self._found.values()))
-        for tenant in self._found:
-            self._of(tenant)
+        """Replace the sums by what the scan found, and forget tenants that have nothing."""
+        found, self._found = self._found, {}
+        self._all.end_scan(sum(found.values()))
         with self._lock:
-            tenants = dict(self._tenants)
-        for tenant, usage in tenants.items():
-            usage.end_scan(self._found.get(tenant, 0))
+            tenants = {*found, *self._tenants}
+        for tenant in tenants:
+            # One at a time: whoever stores waits for the lock.
+            self._end_scan_of(tenant, found.get(tenant, 0))
 
-    def _of(self, tenant: str) -> Usage:
-        usage = self._tenants.get(tenant)
-        if usage is None:
-            with self._lock:
-                usage = self._tenants.setdefault(tenant, Usage(self._quotas.of(tenant)))
-        return usage
+    def tenants(self) -> int:
+        """Return how many tenants are remembered."""
+        return len(self._tenants)
+
+    def _change(self, tenant: str, change: Callable[[Usage], _Answer]) -> _Answer:
+        """Change the sum of one tenant, which is not forgotten meanwhile."""
+        with self._lock:
+            usage = self._tenants.get(tenant)
+            if usage is None:
+                usage = self._tenants[tenant] = Usage(self._quotas.of(tenant))
+                usage.begin_period(self._writers)
+            return change(usage)
+
+    def _end_scan_of(self, tenant: str, found: int) -> None:
+        self._change(tenant, lambda usage: usage.end_scan(found))
+        with self._lock:
+            if not self._tenants[tenant].total():
+                del self._tenants[tenant]
 
     def _listed(self) -> list[Usage]:
         with self._lock:

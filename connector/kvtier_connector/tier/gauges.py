@@ -11,25 +11,32 @@ from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.gate import Gate
 from kvtier_connector.tier.jobs import Job
+from kvtier_connector.tier.transports import Transport
 from kvtier_connector.tier.volume import Volume
+from kvtier_connector.tier.workers import WorkerPool
 
 _STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 
 
-def observe(stats: metrics.Stats, volume: Volume, breaker: Breaker, *, stuck: int) -> None:
-    """Set what says how the volume does, and how many threads and processes it holds up."""
+def observe(stats: metrics.Stats, volume: Volume, breaker: Breaker) -> None:
+    """Set what says how the volume does."""
     stats.set(metrics.ACTIVE, int(volume.is_readable))
     if volume.refused_field:
         stats.set(metrics.REFUSED, 1, label=volume.refused_field)
     stats.set(metrics.KEY_MISSING, int(not volume.has_key))
-    stats.set(metrics.STUCK_THREADS, stuck)
     stats.set(metrics.LOAD_BREAKER, _STATES[breaker.view(Direction.LOAD).state])
     stats.set(metrics.STORE_BREAKER, _STATES[breaker.view(Direction.STORE).state])
     stats.set(metrics.MODE, _MODES[volume.mode])
     stats.set(metrics.KNOWN_BLOCKS, volume.store.known_blocks)
     if volume.is_counted:
         stats.set(metrics.USED_BYTES, volume.store.usage_bytes())
+
+
+def observe_workers(stats: metrics.Stats, pool: WorkerPool, transport: Transport) -> None:
+    """Set what says who moves blocks, and how many threads and processes the volume holds up."""
+    stats.set(metrics.STUCK_THREADS, pool.count_stuck() + transport.count_stuck())
+    stats.set(metrics.IO_PROCESSES, transport.count_processes())
 
 
 def observe_jobs(

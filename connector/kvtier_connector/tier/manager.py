@@ -89,7 +89,7 @@ class SharedVolumeTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         config_file: str,
-        enable_kv_events: bool = False,  # noqa: FBT002
+        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
         generation: str = "",
@@ -287,8 +287,8 @@ class SharedVolumeTier(SecondaryTierManager):
         if now < self._next_stats and (self._jobs or not self._stats.has_counted):
             return None
         self._next_stats = now + self.stats_seconds
-        stuck = self._pool.count_stuck() + self._transport.count_stuck()
-        gauges.observe(self._stats, self._volume, self._breaker, stuck=stuck)
+        gauges.observe(self._stats, self._volume, self._breaker)
+        gauges.observe_workers(self._stats, self._pool, self._transport)
         gauges.observe_requests(self._stats, self._gate, waiting=self._budget.waiting)
         gauges.observe_jobs(
             self._stats,

@@ -68,6 +68,12 @@ STUCK_THREADS = Metric(
     "Threads and processes that the volume holds up for longer than their deadline.",
     is_gauge=True,
 )
+IO_PROCESSES = Metric(
+    "vllm:kvtier_disk_io_processes",
+    "Processes that move blocks; 0 while threads of the engine do: because io_processes is 0, or because the processes "
+    "could not be started or died again and again, which the engine's log says once.",
+    is_gauge=True,
+)
 USED_BYTES = Metric(
     "vllm:kvtier_disk_used_bytes",
     "Bytes of the tier on the shared volume, as last counted; only with a limit.",
@@ -133,6 +139,7 @@ METRICS = (
     REFUSED,
     KEY_MISSING,
     STUCK_THREADS,
+    IO_PROCESSES,
     USED_BYTES,
     LOAD_BREAKER,
     STORE_BREAKER,

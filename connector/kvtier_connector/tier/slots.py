@@ -20,7 +20,7 @@ class Slots:
 
     def __init__(self, view: memoryview) -> None:
         """Keep vLLM's view: one row per slot."""
-        if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004
+        if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
             raise ValueError("the primary tier must be a contiguous table of one row per chunk")
         self.count: int = view.shape[0]
         self.row_bytes: int = view.strides[0]

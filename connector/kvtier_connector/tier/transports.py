@@ -51,6 +51,9 @@ class Transport(Protocol):
     def count_stuck(self) -> int:
         """Return how many processes the volume holds up."""
 
+    def count_processes(self) -> int:
+        """Return how many processes move blocks; 0 while threads do."""
+
     def close(self, timeout_seconds: float) -> bool:
         """Stop; False if something hangs and is left behind. Abandon every job before."""
 
@@ -87,6 +90,10 @@ class ThreadTransport:
         """Return 0: the pool counts its own."""
         return 0
 
+    def count_processes(self) -> int:
+        """Return 0."""
+        return 0
+
     def close(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the protocol's
         """Do nothing: the pool is closed by whoever made it."""
         return True
@@ -111,6 +118,8 @@ class ProcessTransport:
         self._breaker = transfers.breaker
         self._row_bytes = row_bytes
         self._open: dict[int, _Open] = {}
+        self._returning: set[int] = set()
+        """Jobs that are being taken back from movers that were given up."""
 
     def load(self, job: Job) -> None:
         """Send each block that the breaker lets through."""
@@ -161,7 +170,9 @@ class ProcessTransport:
             if not opened.indices:
                 del self._open[ended.owner]
             self._settle(opened.job, ended)
-        if self._open and not self._dispatcher.is_usable:
+        if not self._dispatcher.is_usable:
+            self._returning.update(self._open)
+        if self._returning:
             self._fall_back()
 
     def abandon(self, job: Job, cause: str) -> int:
@@ -184,6 +195,10 @@ class ProcessTransport:
         """Return how many movers hang."""
         return self._dispatcher.count_stuck()
 
+    def count_processes(self) -> int:
+        """Return how many movers there are to use."""
+        return self._dispatcher.count_movers()
+
     def close(self, timeout_seconds: float) -> bool:
         """End the movers."""
         return self._dispatcher.close(timeout_seconds)
@@ -196,14 +211,19 @@ class ProcessTransport:
 
     def _settle(self, job: Job, ended: Ended) -> None:
         block = job.blocks[ended.number]
+        is_telling = ended.is_of_volume
         if job.is_load:
             loaded = cast("Outcome", ended.outcome)
             self._store.record_get(block.name, loaded, seconds=ended.seconds)
-            self._breaker.record_load(loaded)
+            if is_telling:
+                self._breaker.record_load(loaded)
         else:
             stored = cast("StoreOutcome", ended.outcome)
             self._store.end_put(block.name, self._row_bytes, stored, seconds=ended.seconds, lineage=block.lineage)
-            self._breaker.record_store(stored)
+            if is_telling:
+                self._breaker.record_store(stored)
+        if not is_telling:
+            self._breaker.record_nothing(Direction.LOAD if job.is_load else Direction.STORE)
         job.settle(ended.number, ended.outcome, seconds=ended.seconds)
 
     def _forget(self, opened: _Open) -> None:
@@ -215,10 +235,16 @@ class ProcessTransport:
                 self._store.cancel_put(opened.job.blocks[index].name, self._row_bytes)
 
     def _fall_back(self) -> None:
-        """Have the threads do what the movers could not, since they died too often."""
-        for opened in list(self._open.values()):
-            if self._dispatcher.withdraw(opened.job.job_id):
+        """Have the threads do what the movers could not; a job that is begun upon is asked for again until it is free.
+
+        The movers may be tried again meanwhile, and then get new jobs only.
+        """
+        self._returning.intersection_update(self._open)
+        for job_id in list(self._returning):
+            opened = self._open[job_id]
+            if self._dispatcher.withdraw(job_id):
                 self._forget(opened)
+                self._returning.discard(job_id)
                 carry_out = self._threads.load if opened.job.is_load else self._threads.save
                 carry_out(opened.job, sorted(opened.indices))
 
@@ -232,22 +258,44 @@ def make_transport(
     if processes is None:
         processes = min(config.io_threads, len(os.sched_getaffinity(0)))
     # A process of its own knows the real system calls only.
-    region = find_region(rows.cast("B")) if processes and fs is LOCAL else None
-    if region is None:
-        if processes and fs is LOCAL:
-            logger.warning("The CPU tier is no shared memory that another process can map: threads move the blocks")
+    if not processes or fs is not LOCAL:
         return threads
     row_bytes = transfers.slots.row_bytes
-    dispatcher = Dispatcher(
-        DispatchSettings(
-            movers=processes,
-            region=region,
-            row_bytes=row_bytes,
-            root=config.root,
-            direct=config.direct_io,
-            keys_dir=config.keys_dir,
-            stuck_seconds=config.load_deadline_seconds,
+    try:
+        dispatcher = _start_dispatcher(config, rows, processes, row_bytes)
+    except OSError as error:
+        # Whatever the host has run out of, an engine that serves more slowly is better than none.
+        logger.warning(
+            "Processes that move blocks cannot be started (%s): threads do it as long as this engine lives; raise the "
+            "container's limits of open files and of processes",
+            error,
         )
-    )
-    dispatcher.start()
+        return threads
+    if dispatcher is None:
+        logger.warning("The CPU tier is no shared memory that another process can map: threads move the blocks")
+        return threads
     return ProcessTransport(dispatcher, threads, transfers, row_bytes)
+
+
+def _start_dispatcher(config: ConnectorConfig, rows: memoryview, processes: int, row_bytes: int) -> Dispatcher | None:
+    """Start the movers; None if they could not map the rows. Raises OSError where the host has no room for them."""
+    region = find_region(rows.cast("B"))
+    if region is None:
+        return None
+    try:
+        dispatcher = Dispatcher(
+            DispatchSettings(
+                movers=processes,
+                region=region,
+                row_bytes=row_bytes,
+                root=config.root,
+                direct=config.direct_io,
+                keys_dir=config.keys_dir,
+                stuck_seconds=config.load_deadline_seconds,
+            )
+        )
+    except OSError:
+        os.close(region.fd)
+        raise
+    dispatcher.start()
+    return dispatcher

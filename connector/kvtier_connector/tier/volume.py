@@ -42,7 +42,8 @@ BYPASSED = "the mode is Bypass"
 class Volume:
     """One directory on the shared volume, and whether it may be used.
 
-    The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field`; anybody reads them.
+    The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field` until it has claimed
+    the directory; then the one that follows the news does, but for `_is_writable`. Anybody reads them.
     """
 
     def __init__(
@@ -58,8 +59,7 @@ class Volume:
         """
         self._config = config
         self._generation = generation
-        self._claimed = dict(claimed)
-        self._fs = fs
+        self._ownership = identity.Claim(Path(config.root), claimed, config.digest, fs=fs)
         self.store = SharedStore(
             Path(config.root),
             fs=fs,
@@ -178,13 +178,18 @@ class Volume:
             if self._live_file.mode.may_load:
                 self._refresh_brake()
             if self._is_readable and self.mode.may_load:
+                self._stay_claimed()
+            if self._is_readable and self.mode.may_load:
                 self._synchronize()
         if self._is_readable and self.mode.may_load:
             # What was stored last is worth telling, too.
             self._synchronize()
 
     def _synchronize(self) -> None:
-        problem = self.store.synchronize(may_write=self.mode.may_store).problem
+        may_store = self.mode.may_store
+        problem = self.store.synchronize(may_write=may_store).problem
+        if not may_store:
+            self.store.show_life()
         if problem and problem != self._problem:
             logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
         self._problem = problem
@@ -238,7 +243,7 @@ class Volume:
                 self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds))
                 continue
             try:
-                identity.claim(Path(self._config.root), self._claimed, self._config.digest, fs=self._fs)
+                self._ownership.renew()
             except IdentityMismatch as error:
                 self._refused_field = error.field or UNREADABLE
                 self._refuse(error)
@@ -252,11 +257,27 @@ class Volume:
             if self._refusal:
                 logger.info("kvtier %s: disk tier at %s", self._config.tier, self._config.root)
             self._refusal = ""
-            self._is_readable = True
             self._is_writable = self._max_bytes == 0
+            self._is_readable = True
             self._tell(self._report.attach)
             return True
         return False
+
+    def _stay_claimed(self) -> None:
+        """Compare the description where it is another than before, and stop for ever if it is not of this engine.
+
+        What others write between their claim and this call could be read as ours, so it is made with each refresh.
+        """
+        try:
+            if not self._ownership.is_current(may_write=self.mode.may_store):
+                self._ownership.renew()
+        except IdentityMismatch as error:
+            self._refused_field = error.field or UNREADABLE
+            self._is_readable = False
+            self._refuse(error)
+        except StoreUnavailable:
+            # Whatever it is, loads and stores meet it as well.
+            return
 
     def _refuse(self, error: Exception) -> None:
         message = str(error)
@@ -284,7 +305,7 @@ class Volume:
             say()
         except OSError as error:
             # The probe goes on waiting, and says for what.
-            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400
+            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
 
     def _walk(self) -> None:
         try:

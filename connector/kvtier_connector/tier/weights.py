@@ -56,8 +56,8 @@ def _sample(directory: Path) -> str:
 def _commit(model: str, revision: str) -> str:
     """Return the commit that the local cache of the hub has for the revision."""
     # Here and not above: it reads the environment when it is imported, and takes a while.
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
-    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - takes a while
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - takes a while
 
     for description in _DESCRIPTIONS:
         try:

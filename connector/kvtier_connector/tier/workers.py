@@ -97,9 +97,26 @@ class WorkerPool:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+        """Start the threads; fewer where the host has no room for all, but one at least.
+
+        Raises:
+            RuntimeError: there is no room for one.
+        """
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not started:
+                    raise
+                logger.warning(
+                    "Only %d of %d threads for the volume can be started (%s): raise the container's limit of "
+                    "processes",
+                    started,
+                    len(self._threads),
+                    error,
+                )
+                del self._threads[started:]
+                return
 
     def submit(self, lane: Lane, tasks: list[Task]) -> None:
         """Queue tasks; they start in this order within their lane. After `close` they are dropped."""

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPResponse
 
 DISK_BYTES = "vllm:kvtier_disk_read_bytes_total"
 CACHED_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
@@ -93,11 +94,12 @@ class Engine:
     def _sources(self) -> dict[str, int]:
         return {source: int(self.metric(CACHED_BY_SOURCE, source=source)) for source in SOURCES}
 
-    def _open(self, path: str, data: bytes | None, *, timeout: float):  # type: ignore[no-untyped-def] # noqa: ANN202
+    def _open(self, path: str, data: bytes | None, *, timeout: float) -> HTTPResponse:
         request = urllib.request.Request(  # noqa: S310 - always http to a pod of ours
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
-        return urllib.request.urlopen(request, timeout=timeout)  # noqa: S310
+        response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)  # noqa: S310 - as above
+        return response
 
 
 def _samples(text: str, name: str) -> list[tuple[Mapping[str, str], float]]:

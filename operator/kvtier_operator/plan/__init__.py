@@ -255,8 +255,11 @@ def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
 
 
 def _refuse_foreign(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
+    without_janitor = "" if spec.janitor.enabled else names.janitor(snapshot.tier)
     in_the_way = sorted(
-        key for key in snapshot.foreign if key.kind != names.CLAIM_KIND or spec.volume.claim is not None
+        key
+        for key in snapshot.foreign
+        if (key.kind != names.CLAIM_KIND or spec.volume.claim is not None) and key.name != without_janitor
     )
     if not in_the_way:
         return None

@@ -160,7 +160,7 @@ def _listed(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]] 
     return [_KINDS[name] for name in listed]
 
 
-def _by_pattern_text(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]] | None:  # noqa: ARG001
+def _by_pattern_text(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]] | None:  # noqa: ARG001  as its siblings
     """Nemotron-H: one letter for each layer."""
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):

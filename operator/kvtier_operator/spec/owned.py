@@ -54,7 +54,8 @@ ENV: Final[Mapping[str, str]] = {
 
 def abbreviations(flag: str) -> str:
     """Return the regular expression of a flag, of what argparse takes for it, and of the value or key after it."""
-    dashes, name = re.match(r"(-+)(.*)", flag).groups()  # type: ignore[union-attr]
+    name = flag.lstrip("-")
+    dashes = flag.removesuffix(name)
     rest = ""
     for letter in reversed(name[1:]):
         rest = f"({'[-_]' if letter == '-' else letter}{rest})?"

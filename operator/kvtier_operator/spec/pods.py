@@ -178,8 +178,15 @@ class VolumeMount(ApiModel):
     """Whether mounts made later show on the other side."""
 
 
-OWN_MOUNTS: Final = re.compile(r"^/+(tmp(/*|/+kvtier(/.*)?)|dev/shm/*|((var/+lib|etc|opt)/+kvtier(-keys)?(/.*)?)?)$")
+OWN_MOUNTS: Final = re.compile(r"^/+(tmp(/+kvtier(/.*)?)?|dev/+shm|((var/+lib|etc|opt)/+kvtier(-keys)?(/.*)?)?)?/*$")
 """Mount paths that the operator takes."""
+
+ABOVE_OWN_MOUNTS: Final = re.compile(r"^/+(dev|var(/+lib)?|etc|opt)/*$")
+"""What lies above them: a volume there hides what every container needs, and one that is read-only has no room for
+ours."""
+
+DETOURS: Final = re.compile(r"(^|/)[.][.]?(/|$)")
+"""Parts of a path by which it has more spellings than one."""
 
 OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
 """Volumes that the operator gives the pods."""
@@ -187,11 +194,24 @@ OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.
 OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$")
 """Labels that the operator sets on every pod."""
 
+MOUNTS_ARE_PLAIN: Final = Rule(
+    cel=f"self.all(mount, !mount.mountPath.matches('{DETOURS.pattern}'))",
+    message="a mountPath has a part that is . or ..: write the directory itself",
+    check=lambda mounts: not any(DETOURS.search(mount["mountPath"]) for mount in mounts),
+)
+
 MOUNTS_ARE_FREE: Final = Rule(
     cel=f"self.all(mount, !mount.mountPath.matches(r'{OWN_MOUNTS.pattern}'))",
     message="a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, /var/lib/kvtier, /etc/kvtier, /etc/kvtier-keys and "
     "/opt/kvtier are the operator's; mount somewhere else, such as /tmp/hf for the model cache or /mnt",
     check=lambda mounts: not any(OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
+)
+
+MOUNTS_ARE_BESIDE: Final = Rule(
+    cel=f"self.all(mount, !mount.mountPath.matches('{ABOVE_OWN_MOUNTS.pattern}'))",
+    message="a mountPath is too high: in /dev, /var, /var/lib, /etc and /opt are directories of the operator and of "
+    "the image; mount below, such as /opt/models",
+    check=lambda mounts: not any(ABOVE_OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
 )
 
 LABELS_ARE_FREE: Final = Rule(
@@ -206,6 +226,28 @@ VOLUME_NAMES_ARE_FREE: Final = Rule(
     message="the volume names blocks, config, connector, shm, scratch and kvtier-… are the operator's; choose another",
     check=lambda volumes: not any(OWN_VOLUMES.match(volume["name"]) for volume in volumes),
 )
+
+
+class PodSecurityContext(ApiModel):
+    """Who the pods run as; the fields beside these are those of a Pod."""
+
+    # What there is besides, such as seLinuxOptions and sysctls, is for the pod's own schema to judge.
+    model_config = ConfigDict(extra="allow")
+
+    run_as_user: StrictInt | None = None
+    """Number of the user; 10001 if left out."""
+    run_as_non_root: StrictBool | None = None
+    """Whether the kubelet refuses to start the pods as root; `true` if left out."""
+
+    rules = (
+        Rule(
+            cel="!has(self.runAsUser) || self.runAsUser != 0 || (has(self.runAsNonRoot) && !self.runAsNonRoot)",
+            message="0 is root, whom runAsNonRoot keeps from running, and it is true unless you set it: choose another "
+            "user, or set runAsNonRoot to false as well",
+            check=lambda context: context.run_as_user != 0 or context.run_as_non_root is False,
+            field=".runAsUser",
+        ),
+    )
 
 
 class PodTemplate(ApiModel):
@@ -237,7 +279,7 @@ class PodTemplate(ApiModel):
         Keyed("name"),
     ] = ()
     """Secrets with the registry's credentials."""
-    security_context: Anything | None = None
+    security_context: Annotated[dict[str, Any], Pasted(PodSecurityContext)] | None = None
     """Security context of the pods, such as `fsGroup` for the volume's permissions; laid over the operator's own, which
     satisfies the restricted Pod Security Standard."""
     volumes: Annotated[
@@ -251,7 +293,7 @@ class PodTemplate(ApiModel):
         tuple[Annotated[dict[str, Any], Pasted(VolumeMount)], ...],
         Field(max_length=32),
         Keyed("mountPath"),
-        Checked((MOUNTS_ARE_FREE,)),
+        Checked((MOUNTS_ARE_PLAIN, MOUNTS_ARE_FREE, MOUNTS_ARE_BESIDE)),
     ] = ()
     """Where the engine sees those volumes."""
 

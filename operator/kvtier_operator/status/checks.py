@@ -7,6 +7,8 @@ it tests.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Final
 
 from kvtier_operator import names, quantity
@@ -16,6 +18,11 @@ from kvtier_operator.snapshot import Container, Pod, Snapshot
 from kvtier_operator.status import crashes, disk
 from kvtier_operator.status.problems import Check, Look, Problem, listed, quoted
 from kvtier_operator.status.reasons import Reason
+
+
+def _alive(snapshot: Snapshot) -> list[Pod]:
+    """Return the engine pods that are meant to stay."""
+    return [pod for pod in snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
 
 
 def claim_exists(look: Look) -> Problem | None:
@@ -166,67 +173,76 @@ def pods_can_be_created(look: Look) -> Problem | None:
     )
 
 
-def images_are_pulled(look: Look) -> Problem | None:
-    """Every image of every engine pod is there."""
-    for pod, container in _unready_containers(look.snapshot):
-        if container.waiting_reason in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
-            return Problem(
-                reason=Reason.IMAGE_PULL_FAILED,
-                message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
-                f"{quoted(container.waiting_message)}): correct spec.engine.image, or give a pull secret in "
-                "spec.engine.podTemplate.imagePullSecrets",
-            )
-    return None
+def _of_containers(check: Callable[[Look, Pod, Container], Problem | None]) -> Check:
+    """Ask of each container of the engine pods that do not serve: what a pod got over is no problem any more."""
 
-
-def references_resolve(look: Look) -> Problem | None:
-    """What containers take from Secrets and ConfigMaps exists."""
-    for pod, container in _unready_containers(look.snapshot):
-        if container.waiting_reason in {"CreateContainerConfigError", "CreateContainerError"}:
-            return Problem(
-                reason=Reason.CONFIG_MISSING,
-                message=f"container {container.name} of pod {pod.name} cannot be created"
-                f"{quoted(container.waiting_message)}: create the object it names, or correct "
-                "spec.model.tokenSecretRef or spec.engine.env",
-            )
-    return None
-
-
-def connector_is_installed(look: Look) -> Problem | None:
-    """The init container did its work."""
-    for pod, container in _unready_containers(look.snapshot):
-        if container.name == names.INSTALL_CONTAINER and container.exit_code:
-            return Problem(
-                reason=Reason.INSTALL_FAILED,
-                message=f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
-                f"`kubectl logs {pod.name} -c {container.name}` says why",
-            )
-    return None
-
-
-def engines_have_memory(look: Look) -> Problem | None:
-    """No engine was killed for its memory."""
-    for pod, container in _unready_containers(look.snapshot):
-        if container.exit_reason == "OOMKilled":
-            limit = quantity.format_bytes(look.sizing.memory_bytes)
-            return Problem(
-                reason=Reason.OUT_OF_MEMORY,
-                message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
-                f"(spec.engine.memory {look.spec.engine.memory} and the shared memory of the CPU tier): raise "
-                "spec.engine.memory, or lower spec.cpu.size",
-            )
-    return None
-
-
-def engines_stay_up(look: Look) -> Problem | None:
-    """No engine ended by itself."""
-    for pod, container in _unready_containers(look.snapshot):
-        has_ended = (
-            container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
+    @functools.wraps(check)
+    def first_problem(look: Look) -> Problem | None:
+        unready = (
+            (pod, container) for pod in _alive(look.snapshot) if not pod.is_ready for container in pod.containers
         )
-        if has_ended and container.name == names.ENGINE_CONTAINER:
-            return _crash(pod, container)
-    return None
+        return next(filter(None, (check(look, pod, container) for pod, container in unready)), None)
+
+    return first_problem
+
+
+@_of_containers
+def images_are_pulled(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """Every image of every engine pod is there."""
+    if container.waiting_reason not in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
+        return None
+    return Problem(
+        reason=Reason.IMAGE_PULL_FAILED,
+        message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
+        f"{quoted(container.waiting_message)}): correct spec.engine.image, or give a pull secret in "
+        "spec.engine.podTemplate.imagePullSecrets",
+    )
+
+
+@_of_containers
+def references_resolve(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """What containers take from Secrets and ConfigMaps exists."""
+    if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
+        return None
+    return Problem(
+        reason=Reason.CONFIG_MISSING,
+        message=f"container {container.name} of pod {pod.name} cannot be created"
+        f"{quoted(container.waiting_message)}: create the object it names, or correct "
+        "spec.model.tokenSecretRef or spec.engine.env",
+    )
+
+
+@_of_containers
+def connector_is_installed(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """The init container did its work."""
+    if container.name != names.INSTALL_CONTAINER or not container.exit_code:
+        return None
+    return Problem(
+        reason=Reason.INSTALL_FAILED,
+        message=f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
+        f"`kubectl logs {pod.name} -c {container.name}` says why",
+    )
+
+
+@_of_containers
+def engines_have_memory(look: Look, pod: Pod, container: Container) -> Problem | None:
+    """No engine was killed for its memory."""
+    if container.exit_reason != "OOMKilled":
+        return None
+    limit = quantity.format_bytes(look.sizing.memory_bytes)
+    return Problem(
+        reason=Reason.OUT_OF_MEMORY,
+        message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
+        f"(spec.engine.memory {look.spec.engine.memory} and the shared memory of the CPU tier): raise "
+        "spec.engine.memory, or lower spec.cpu.size",
+    )
+
+
+@_of_containers
+def engines_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """No engine ended by itself."""
+    has_ended = container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
+    return _crash(pod, container) if has_ended and container.name == names.ENGINE_CONTAINER else None
 
 
 def _crash(pod: Pod, container: Container) -> Problem:
@@ -334,13 +350,3 @@ SUMMARY: Final[tuple[tuple[str, tuple[Check, ...], Reason, str], ...]] = (
     ("DiskHealthy", disk.HEALTH, Reason.HEALTHY, "engines and janitor work on the volume"),
 )
 """Conditions in the order in which Ready reports their problems."""
-
-
-def _alive(snapshot: Snapshot) -> list[Pod]:
-    """Return the engine pods that are meant to stay."""
-    return [pod for pod in snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
-
-
-def _unready_containers(snapshot: Snapshot) -> list[tuple[Pod, Container]]:
-    """Return the containers of engine pods that do not serve: what a pod got over is no problem any more."""
-    return [(pod, container) for pod in _alive(snapshot) if not pod.is_ready for container in pod.containers]

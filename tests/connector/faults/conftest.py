@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "store")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / each) for each in ("store", "tier"))]
 
 from faulty_mounts import WAIT_SECONDS, FaultyVolume, wait_for  # noqa: E402 - found through the lines above
 

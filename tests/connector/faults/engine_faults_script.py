@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import sys
 import threading
 import time
@@ -20,10 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
 
-CHUNK_TOKENS = 128
 PROMPT_TOKENS = 2 * CHUNK_TOKENS + 16
 PROMPTS = 3
 FAULTS = {
@@ -44,61 +41,15 @@ def prompt(seed: int) -> list[int]:
 
 class Engine:
     def __init__(self, model: Path, config_file: Path) -> None:
-        self.llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            max_model_len=1024,
-            seed=0,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "spec_name": "KVTierSpec",
-                    "spec_module_path": "kvtier_connector.tier.spec",
-                    "cpu_bytes_to_use": 256 << 20,
-                    "block_size": CHUNK_TOKENS,
-                    "secondary_tiers": [
-                        {
-                            "type": "SharedVolumeTier",
-                            "module_path": "kvtier_connector.tier.manager",
-                            "config_file": str(config_file),
-                        }
-                    ],
-                },
-            ),
-        )
+        self.llm = make_llm(model, config_file, dtype="float32", max_model_len=1024, cpu_bytes=256 << 20)
 
     def ask(self, seeds: list[int], *, reads_cache: bool = True) -> list[dict[str, Any]]:
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt(seed)} for seed in seeds],
-            SamplingParams(
-                max_tokens=8,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                skip_reading_prefix_cache=not reads_cache,
-            ),
-            use_tqdm=False,
-        )
-        return [
-            {"seed": seed, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
-            for seed, output in zip(seeds, outputs, strict=True)
-        ]
+        answers = ask(self.llm, [prompt(seed) for seed in seeds], reads_cache=reads_cache)
+        return [{"seed": seed, **answer} for seed, answer in zip(seeds, answers, strict=True)]
 
     def reset(self) -> None:
         """Leave the volume as the only place that has blocks."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            " ".join([metric.name, *(metric.labels.get(label, "") for label in ("cause",))]).strip(): metric.value
-            for metric in self.llm.get_metrics()
-            if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
-        }
 
 
 @contextlib.contextmanager
@@ -135,7 +86,7 @@ def main() -> None:
 
     record("computed", seeds, reads_cache=False)
     deadline = time.monotonic() + RECOVERY_SECONDS
-    while not all(answer["cached"] for answer in record("healthy", seeds)) and time.monotonic() < deadline:
+    while not all(answer["cached_tokens"] for answer in record("healthy", seeds)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for fault, flags in FAULTS.items():
         engine.reset()
@@ -157,12 +108,10 @@ def main() -> None:
     is_recovered = False
     while not is_recovered and time.monotonic() < deadline:
         engine.reset()
-        is_recovered = all(answer["cached"] for answer in record("recovered", seeds))
+        is_recovered = all(answer["cached_tokens"] for answer in record("recovered", seeds))
     for seed in range(100, next(fresh)):
         record("computed", [seed], reads_cache=False)
-    result = {"answers": answers, "is_recovered": is_recovered, "metrics": engine.metrics()}
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
-    sys.stdout.flush()
+    tell({"answers": answers, "is_recovered": is_recovered, "metrics": read_metrics(engine.llm)})
 
 
 if __name__ == "__main__":

@@ -70,6 +70,12 @@ class FaultyVolume:
         with self._flags({f"fail.{call}": str(number) for call in calls}):
             yield
 
+    def fail_once(self, number: int, call: str) -> None:
+        """Let the next call fail with the error number."""
+        aside = self.control.with_name("once")
+        aside.write_text(str(number))
+        aside.rename(self.control / f"once.{call}")
+
     def clear(self) -> None:
         for path in self.control.iterdir():
             path.unlink()

@@ -4,7 +4,8 @@
     python passthrough.py SOURCE MOUNTPOINT CONTROL
 
 While CONTROL has a file ``hang.<call>``, that call waits; with ``fail.<call>``, it fails with the error number that the
-file holds. Calls: lookup, open, create, read, write, close, rename, unlink, mkdir, list. It ends when it is unmounted.
+file holds, and with ``once.<call>``, the next does. Calls: lookup, open, create, read, write, close, rename, unlink,
+mkdir, list. It ends when it is unmounted.
 """
 
 from __future__ import annotations
@@ -38,8 +39,18 @@ class PassThrough(Operations):
         try:
             number = int((self._control / f"fail.{call}").read_text())
         except (FileNotFoundError, ValueError):
-            return
-        raise FuseOSError(number)
+            number = self._take_once(call)
+        if number:
+            raise FuseOSError(number)
+
+    def _take_once(self, call: str) -> int:
+        path = self._control / f"once.{call}"
+        try:
+            number = int(path.read_text())
+            path.unlink()
+        except (FileNotFoundError, ValueError):
+            return 0
+        return number
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         # An open file and the root of the mount say how they are even while nobody can look anything up.

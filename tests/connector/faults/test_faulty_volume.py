@@ -22,7 +22,7 @@ from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.shared import SharedStore, Synchronized
 
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
 STORE_TESTS = Path(__file__).parents[1] / "store"
@@ -145,7 +145,7 @@ EXITS = """
 import atexit, sys, threading
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.shared import SharedStore, Synchronized
 from store_contract import key, pages, payload
 store = SharedStore(Path(sys.argv[1]))
 call = lambda: store.get(key(1), pages())
@@ -181,6 +181,33 @@ def test_reads_that_fail_are_faults_that_open_the_breaker_for_loads_only(
     assert breaker.view(Direction.LOAD).state is State.OPEN
     assert breaker.view(Direction.STORE).state is State.CLOSED
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert_sound(faulty_volume)
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_file_that_was_replaced_on_the_server_is_read_again_and_no_sign_that_the_volume_fails(
+    faulty_volume: FaultyVolume, call: str
+) -> None:
+    store, breaker = tier(faulty_volume), Breaker()
+    into = pages()
+    for number in range(5):
+        faulty_volume.fail_once(errno.ESTALE, call)
+        outcome = store.get(key(number), into)
+        assert outcome == Hit(BLOCK_BYTES)
+        assert into == payload(number)
+        breaker.record_load(outcome)
+    assert breaker.view(Direction.LOAD).state is State.CLOSED
+
+
+@pytest.mark.parametrize("call", ["write", "close", "rename", "create"])
+def test_a_write_into_what_was_replaced_on_the_server_is_made_again(faulty_volume: FaultyVolume, call: str) -> None:
+    store = tier(faulty_volume)
+    faulty_volume.fail_once(errno.ESTALE, call)
+    assert store.put(key(9), payload(9)) == Stored(BLOCK_BYTES)
+    faulty_volume.fail_once(errno.ESTALE, "write" if call == "rename" else call)
+    assert store.synchronize() == Synchronized(written=1, read=0, problem="")
+    assert store.get(key(9), pages()) == Hit(BLOCK_BYTES)
+    assert partials(faulty_volume) == []
     assert_sound(faulty_volume)
 
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,8 +20,6 @@ from pathlib import Path
 
 import pytest
 from faulty_mounts import FaultyVolume
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tier"))
 
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.
@@ -194,6 +191,30 @@ def test_a_directory_that_is_deleted_under_an_engine_costs_misses_and_is_made_ag
 
     wait_until(is_storing, "blocks are stored again")
     assert make(engines, known=1).serve([key(next(names) - 1)]).hit_blocks == 1
+
+
+def test_a_server_that_forgets_its_files_and_comes_back_empty_costs_misses_and_no_restart(
+    engines: Rigs, faulty_volume: FaultyVolume
+) -> None:
+    engines.write(keys(4))
+    rig = make(engines, known=4)
+    served = faulty_volume.path.parent / "source" / DIGEST
+    with faulty_volume.failing(errno.ESTALE, "lookup", "open", "read", "create", "write", "list", "mkdir", "rename"):
+        assert rig.serve(keys(4), "stale").hit_blocks == 0
+        rig.offload([key(9)], "stale too")
+        # What handles meant is gone for good.
+        served.rename(served.with_name("forgotten"))
+        served.mkdir()
+    names = itertools.count(10)
+
+    def is_storing() -> bool:
+        rig.offload([key(number := next(names))], f"again {number}")
+        return rig.metric("vllm:kvtier_disk_written_blocks") > 0
+
+    wait_until(is_storing, "blocks are stored again")
+    wait_until((served / "tier.json").exists, "the directory says again whose it is")
+    assert make(engines, known=1).serve([key(next(names) - 1)]).hit_blocks == 1
+    wait_until(lambda: len(list(served.glob("journal/*"))) >= 1, "the engine tells the others again")
 
 
 def test_a_mount_that_goes_away_under_an_engine_costs_misses(engines: Rigs, faulty_volume: FaultyVolume) -> None:

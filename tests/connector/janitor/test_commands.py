@@ -84,11 +84,15 @@ def test_one_generation_goes(engine: Engine, rig: Rig, capsys: pytest.CaptureFix
     [
         (["--generation", "cc"], "holds no generation cc; kvtier inspect shows"),
         (["--prefix", "xyz"], "hash 'xyz': must be 6 to 64 hex digits"),
+        (["--tenant", "alcie"], "holds no tenant alcie; kvtier inspect shows"),
+        (["--tenant", "alice", "--generation", "bb"], "holds no tenant alice"),
     ],
 )
 def test_what_is_not_there_is_an_error(
     engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
+    engine.put(1, tenant="alice")
+    rig.engine("bb").put(1, tenant="bob")
     assert main(["purge", str(rig.dir), *arguments]) == 1
     assert complaint in capsys.readouterr().err
 
@@ -101,6 +105,57 @@ def test_an_unclear_purge_is_misuse(engine: Engine, rig: Rig, arguments: list[st
         main(["purge", str(rig.dir), *arguments])
     assert ended.value.code == 2
     assert len(engine.there(range(6))) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["purge", "DIR", "--tenant", "Bad!"], "'Bad!' cannot be a tenant: must be 1 to 32 of a-z, 0-9"),
+        (["purge", "DIR", "--tenant", "../alice"], "'../alice' cannot be a tenant: must be"),
+        (["purge", "DIR", "--all", "--threads", "0"], "'0' is no number from 1 to 64"),
+        (["pin", "DIR", "--name", "system"], "HASH is missing"),
+        (["pin", "DIR", "001122"], "--name is required"),
+        (["gc", "DIR", "--max-bytes", "many"], "'many' is no size; write it as 100Gi"),
+        (["gc", "DIR", "--low", "75"], "'75' is no share; write it as 90%"),
+    ],
+)
+def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
+    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(rig.dir) if word == "DIR" else word for word in arguments])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["pin", "DIR", "0011", "--name", "system"], "hash '0011': must be 6 to 64 hex digits"),
+        (["pin", "DIR", "00112233", "--name", "a b"], "name 'a b': must match"),
+        (["unpin", "DIR", "a b"], "no such pin; there are none"),
+        (["gc", "DIR", "--keep-previous", "-1"], "--keep-previous -1 must be 0 or more"),
+        (["gc", "DIR", "--high", "50%", "--low", "60%"], "--low 0.6 must be below --high 0.5"),
+        (["gc", "DIR", "--current", "cc", "--keep-previous", "0"], "holds no generation cc; kvtier inspect shows"),
+        (["gc", "DIR", "--config", "DIR/blob"], "not text"),
+        (["gc", "DIR", "--config", "DIR/none"], "No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
+    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    (rig.dir / "blob").write_bytes(b"\xff")
+    assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 1
+    assert complaint in capsys.readouterr().err
+    assert engine.there(range(6)) == list(range(6))
+
+
+def test_a_generation_named_through_a_link_is_purged(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short").symlink_to(engine.root)
+    assert run_json(capsys, "purge", tmp_path / "short", "--all", "--yes")["blocks"] == 6
+    assert engine.there(range(6)) == []
 
 
 def test_a_pin_is_written_listed_and_taken_away(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:

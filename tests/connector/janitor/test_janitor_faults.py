@@ -4,16 +4,26 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import struct
+import zlib
+from pathlib import Path
 
 import pytest
+from planted import KINDS, TOO_DEEP, plant
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key
 
+from kvtier_connector.janitor.brake import BrakeWriter
+from kvtier_connector.janitor.ledger import ROW, Ledger
+from kvtier_connector.janitor.pins import PINS_FILE
+from kvtier_connector.janitor.snapshot import LEDGER_FILE, load
 from kvtier_connector.store.check import check
+from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.live import BrakeFile
+from kvtier_connector.store.live import BRAKE_FILE, BrakeFile
 from kvtier_connector.store.mode import Mode
 
 LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.5}
@@ -169,3 +179,59 @@ def test_what_was_written_anew_keeps_all_before_it(rig: Rig) -> None:
     keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
     keeper.step()
     assert engine.there(range(5)) == list(range(4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, kind: str) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(10))
+    plant(kind, engine.root / block_path(key(77)))
+    plant(kind, engine.root / block_path(key(3)).replace(key(3).hash.hex(), key(78).hash.hex()))
+    for name in (BRAKE_FILE, LEDGER_FILE):
+        plant(kind, engine.root.parent / name)
+
+    keeper = rig.keeper(**LIMITS)
+    rig.sweep(keeper)
+    rig.clock.move(4000)
+    plant(kind, engine.root.parent / PINS_FILE)
+    usage = rig.sweep(keeper)
+
+    assert engine.there(range(10)) == list(range(5))
+    assert usage.blocks == 5
+    assert any(problem.startswith("pins:") for problem in usage.problems)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket"])
+def test_a_brake_replaces_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    plant(kind, tmp_path / BRAKE_FILE)
+    BrakeWriter(str(tmp_path), fs=LOCAL).set("full")
+    brake = BrakeFile(str(tmp_path / BRAKE_FILE))
+    assert brake.refresh() is Mode.READ_ONLY
+    assert brake.reason == "full"
+
+
+@pytest.mark.parametrize("document", [TOO_DEEP, b"[]", b"{}", b'{"generations": 1}', b"\xff"])
+def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: bytes) -> None:
+    head = struct.pack("<4sIQQII", b"KVTL", 2, len(document), 0, ROW.itemsize, zlib.crc32(document))
+    (tmp_path / LEDGER_FILE).write_bytes(head + document)
+    assert load(Ledger(), tmp_path, fs=LOCAL) is None
+
+
+def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
+    document = json.dumps(
+        {
+            "generations": [],
+            "tenants": [""],
+            "epoch": 0,
+            "taken_ns": 0,
+            "walked_ns": 0,
+            "places": {},
+            "place": None,
+            "unread": [],
+        }
+    ).encode()
+    rows = bytes(ROW.itemsize)
+    checksum = zlib.crc32(rows, zlib.crc32(document))
+    head = struct.pack("<4sIQQII", b"KVTL", 2, len(document), 1, ROW.itemsize, checksum)
+    (tmp_path / LEDGER_FILE).write_bytes(head + document + rows)
+    assert load(Ledger(), tmp_path, fs=LOCAL) is None

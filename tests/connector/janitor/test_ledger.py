@@ -121,3 +121,47 @@ def test_tenants_may_be_very_many() -> None:
     ledger.renumber()
     assert ledger.total.blocks == count
     assert ledger.key(ledger.find(generation, key(1, "t69999"))) == key(1, "t69999")
+
+
+def test_tenants_that_have_no_block_any_more_are_forgotten_and_the_others_stay_as_they_are() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    ledger.apply(generation, (stored(number, 10, tenant=f"t{number}") for number in range(1000)))
+    ledger.apply(generation, [stored(2001, 11, tenant="t998", parent=998, position=1)])
+    for number in range(998):
+        ledger.forget([ledger.find(generation, key(number, f"t{number}"))])
+    ledger.renumber()
+    assert ledger.tenants == ["", "t998", "t999"]
+    for number, tenant in ((998, "t998"), (999, "t999"), (2001, "t998")):
+        assert ledger.key(ledger.find(generation, key(number, tenant))) == key(number, tenant)
+    assert {ledger.tenants[tenant]: each.blocks for (_, tenant), each in ledger.sums().items()} == {
+        "t998": 2,
+        "t999": 1,
+    }
+    continued = ledger.find(generation, key(2001, "t998"))
+    assert ledger.find_name(int(ledger.rows["parent"][continued])) == ledger.find(generation, key(998, "t998"))
+    ledger.apply(generation, [stored(1, 20, tenant="t1")])
+    assert ledger.key(ledger.find(generation, key(1, "t1"))) == key(1, "t1")
+    assert ledger.total.blocks == 4
+
+
+def test_whoever_asks_for_a_tenants_block_does_not_add_the_tenant() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    used = [Record(Op.USED, key(number, f"t{number}"), 100, 12) for number in range(1000)]
+    assert ledger.apply(generation, used) == used
+    assert ledger.tenants == [""]
+
+
+@given(news)
+@settings(max_examples=50, deadline=None)
+def test_a_ledger_that_was_restored_counts_as_before(told: list[tuple[Op, int, str, int]]) -> None:
+    ledger = Ledger()
+    numbers = [ledger.generation("aa"), ledger.generation("bb")]
+    for time_ns, (op, number, tenant, which) in enumerate(told):
+        ledger.apply(numbers[which], [Record(op, key(number, tenant), 100, time_ns + 1)])
+    other = Ledger()
+    other.restore(
+        ledger.rows.copy(), generations=list(ledger.generations), tenants=list(ledger.tenants), epoch=ledger.epoch
+    )
+    assert other.sums() == ledger.sums()

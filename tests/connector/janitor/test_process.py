@@ -10,29 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from urllib.request import urlopen
 
+from locked_image import blocked_modules, prelude
 from tier_dir import BLOCK_BYTES, Rig
 
 from kvtier_connector import command
 from kvtier_connector.contract_janitor import encode
 from kvtier_connector.contract_usage import decode
 
-ROOT = Path(__file__).resolve().parents[3]
 CONNECTOR = Path(command.__file__).parents[1]
 DEADLINE_SECONDS = 60.0
 
-ONLY = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED or name.startswith("kvtier_connector.tier"):
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-BLOCKED = {blocked!r}
-sys.meta_path.insert(0, Blocker())
-sys.path.insert(0, {connector!r})
+RUN = """
 import kvtier_connector.janitor.commands, kvtier_connector.store.check, kvtier_connector.store.inspect
 from kvtier_connector.janitor import election
 from kvtier_connector.lease import LeaseSettings
@@ -43,18 +34,6 @@ except Exception as error:
 from kvtier_connector.janitor.__main__ import main
 sys.exit(main(["--config", {config!r}, "--host", "127.0.0.1"]))
 """
-
-
-def others() -> set[str]:
-    """Return the top-level modules of all packages installed here that the lock does not name."""
-    locked = {line.partition("==")[0] for line in (ROOT / "requirements/janitor.lock").read_text().splitlines()}
-    normal = {name: re.sub(r"[-_.]+", "-", name).lower() for name in metadata.packages_distributions()}
-    blocked = set()
-    for module, owners in metadata.packages_distributions().items():
-        names = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
-        if not names & {*locked, "kvtier"} and normal[module] != "kvtier-connector":
-            blocked.add(module)
-    return blocked
 
 
 def wait_for(is_so: Callable[[], bool], log: Path) -> None:
@@ -69,10 +48,12 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
     engine.put_chain(*range(10))
     config_file, log = tmp_path / "janitor.json", tmp_path / "log"
     config_file.write_text(encode(rig.config))
-    blocked = others()
+    blocked = blocked_modules("janitor")
     assert {"vllm", "torch", "kopf"} <= blocked
     assert not {"numpy", "kubernetes"} & blocked
-    script = ONLY.format(blocked=blocked, connector=str(CONNECTOR), config=str(config_file))
+    script = prelude("janitor", paths=[CONNECTOR], absent=("kvtier_connector.tier",)) + RUN.format(
+        config=str(config_file)
+    )
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-c", script], stdout=sink, stderr=sink, env={"HOME": str(tmp_path)}

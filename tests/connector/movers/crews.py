@@ -59,7 +59,15 @@ def children(parent: int) -> list[int]:
 class CrewUnderTest:
     """A CPU tier of `ROWS` rows in shared memory, a volume, and movers between them."""
 
-    def __init__(self, root: Path, *, movers: int = 2, stuck_seconds: float = 60.0, file_system: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        movers: int = 2,
+        stuck_seconds: float = 60.0,
+        file_system: str = "",
+        retry_seconds: float = 60.0,
+    ) -> None:
         self.store = BlockStore(root)
         self._fd = os.memfd_create("cpu-tier")
         os.ftruncate(self._fd, ROWS * ROW_BYTES)
@@ -76,6 +84,7 @@ class CrewUnderTest:
                 direct=None,
                 stuck_seconds=stuck_seconds,
                 file_system=file_system,
+                retry_seconds=retry_seconds,
             )
         )
         self.dispatcher.start()
@@ -141,9 +150,15 @@ class Crews:
         self.directory = directory
         self._made: list[CrewUnderTest] = []
 
-    def make(self, *, movers: int = 2, stuck_seconds: float = 60.0, file_system: str = "") -> CrewUnderTest:
+    def make(
+        self, *, movers: int = 2, stuck_seconds: float = 60.0, file_system: str = "", retry_seconds: float = 60.0
+    ) -> CrewUnderTest:
         crew = CrewUnderTest(
-            self.directory / "volume", movers=movers, stuck_seconds=stuck_seconds, file_system=file_system
+            self.directory / "volume",
+            movers=movers,
+            stuck_seconds=stuck_seconds,
+            file_system=file_system,
+            retry_seconds=retry_seconds,
         )
         self._made.append(crew)
         return crew

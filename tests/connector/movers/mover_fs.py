@@ -59,6 +59,14 @@ class DyingFs(GatedFs):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DyingWhileShutFs(GatedFs):
+    """Every read kills the process while the gate is there."""
+
+    def wait(self) -> None:
+        if (self._beside / GATE).exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class AlwaysDyingFs(FileSystem):
     """Every read kills the process."""
 

@@ -64,6 +64,17 @@ def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
     assert isinstance(plain.put(KEY, payload), Stored)
 
 
+def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(root: Path) -> None:
+    store = BlockStore(root, fs=MappingFs())
+    path = root / block_path(KEY)
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(8 << 40)
+    read = memoryview(bytearray(SIZE))
+    assert store.stream(KEY, read, lambda _offset, _piece: True) is Fault.MAGIC
+    assert store.stream(KEY, read, lambda _offset, _piece: True) == Miss()
+
+
 def test_no_descriptor_is_left_open(root: Path) -> None:
     fs = MappingFs()
     (root / "file").write_bytes(b"x" * 5000)

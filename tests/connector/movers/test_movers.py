@@ -213,6 +213,85 @@ def test_movers_that_die_again_and_again_are_given_up(crews: Crews) -> None:
     crew.withdraw(1)
 
 
+def step_until(crew: CrewUnderTest, is_usable: bool) -> None:
+    def is_reached() -> bool:
+        crew.collect()
+        return crew.dispatcher.is_usable == is_usable
+
+    wait_until(is_reached, f"movers are {'' if is_usable else 'not '}usable")
+
+
+def test_movers_that_were_given_up_are_tried_again_until_they_work_and_it_is_said_once(
+    crews: Crews, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = shut(crews)
+    crew = crews.make(movers=1, file_system="mover_fs:DyingWhileShutFs", retry_seconds=0.02)
+    crew.write(1)
+    assert crew.dispatcher.count_movers() == 1
+    for attempt in range(3):
+        crew.load(attempt, *[1] * ROWS)
+        step_until(crew, is_usable=False)
+        assert crew.dispatcher.count_movers() == 0
+        crew.withdraw(attempt)
+        # On trial a single death ends it, so most of what was asked for was never begun.
+        assert attempt == 0 or sum(owner == attempt for owner, _ in crew.ended) <= 1
+        step_until(crew, is_usable=True)
+    gate.unlink()
+
+    crew.load(9, 1, first_slot=3)
+    wait_until(lambda: crew.collect() or (9, 0) in crew.ended, "the block is loaded")
+
+    assert crew.row(3) == payload(1)
+    assert crew.dispatcher.count_movers() == 1
+    assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
+
+
+def test_only_a_mover_that_hung_says_something_of_the_volume(crews: Crews) -> None:
+    gate = shut(crews)
+    dying = crews.make(movers=1, file_system="mover_fs:DyingFs")
+    dying.write(1)
+    dying.load(1, 1)
+    dying.wait_for(1)
+    assert dying.ended[1, 0].outcome is Fault.IO
+    assert not dying.ended[1, 0].is_of_volume
+
+    gate.touch()
+    hanging = crews.make(movers=1, stuck_seconds=0.2, file_system="mover_fs:GatedFs")
+    hanging.load(1, 1)
+    hanging.wait_for(1)
+    gate.unlink()
+    assert hanging.ended[1, 0].outcome is Fault.IO
+    assert hanging.ended[1, 0].is_of_volume
+
+
+def test_movers_that_hang_and_are_killed_are_never_given_up(crews: Crews) -> None:
+    shut(crews)
+    crew = crews.make(movers=1, stuck_seconds=0.01, file_system="mover_fs:GatedFs")
+    crew.write(1)
+    for owner in range(12):
+        crew.load(owner, 1)
+    crew.wait_for(12)
+    assert crew.dispatcher.is_usable
+
+
+def test_a_host_that_has_room_for_processes_again_gets_its_movers(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", refuse)
+        crew = crews.make(movers=2, retry_seconds=0.01)
+        assert not crew.dispatcher.is_usable
+    step_until(crew, is_usable=True)
+    crew.write(1)
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert crew.row(0) == payload(1)
+    assert crew.dispatcher.count_movers() == 2
+
+
 def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
     crews: Crews, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,10 @@ class WatchedFs(FileSystem):
         self.before("stat", path)
         return super().stat(path)
 
+    def touch(self, path: str) -> None:
+        self.before("touch", path)
+        super().touch(path)
+
     def statvfs(self, path: str) -> os.statvfs_result:
         self.before("statvfs", path)
         return super().statvfs(path)
@@ -74,6 +78,18 @@ class WatchedFs(FileSystem):
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         self.before("scandir", path)
         return super().scandir(path)
+
+    def open_directory(self, name: str, parent: int | None = None) -> int:
+        self.before("open_directory", name)
+        return super().open_directory(name, parent)
+
+    def unlink_in(self, directory: int, name: str) -> None:
+        self.before("unlink", name)
+        super().unlink_in(directory, name)
+
+    def rmdir_in(self, directory: int, name: str) -> None:
+        self.before("rmdir", name)
+        super().rmdir_in(directory, name)
 
 
 class CrashingFs(WatchedFs):

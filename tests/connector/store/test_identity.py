@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.check import check
-from kvtier_connector.store.identity import claim, read
+from kvtier_connector.store.identity import Claim, claim, read
 from kvtier_connector.store.layout import TIER_FILE
 
 IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
@@ -77,7 +79,7 @@ def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
     assert [problem.kind for problem in check(tmp_path)] == ["identity"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"identity": 1}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"identity": 1}', "\xff", TOO_DEEP.decode()])
 def test_a_damaged_file_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     (tmp_path / TIER_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(IdentityMismatch, match="restore the file"):
@@ -141,3 +143,42 @@ def test_many_threads_and_processes_may_claim_at_once(tmp_path: Path) -> None:
         list(pool.map(lambda _: claim(root, {"model": "test"}, "d1gest"), range(16)))
     assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
     assert [path.name for path in root.iterdir()] == [TIER_FILE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_description_is_a_volume_that_cannot_be_used(
+    tmp_path: Path, kind: str
+) -> None:
+    plant(kind, tmp_path / TIER_FILE)
+    with pytest.raises(StoreUnavailable, match="cannot be claimed"):
+        claim(tmp_path, IDENTITY, "d1gest")
+
+
+def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path: Path) -> None:
+    root = tmp_path / "d1gest"
+    ours = Claim(root, IDENTITY, "d1gest")
+    ours.renew()
+    assert ours.is_current(may_write=True)
+
+    (root / TIER_FILE).unlink()
+    assert ours.is_current(may_write=False)
+    assert not ours.is_current(may_write=True)
+    ours.renew()
+    assert read(root) is not None
+    assert ours.is_current(may_write=True)
+
+    shutil.rmtree(root)
+    # There is nothing that somebody else could take for theirs.
+    assert ours.is_current(may_write=True)
+    claim(root, {**IDENTITY, "dtype": "float16"}, "d1gest")
+    assert not ours.is_current(may_write=False)
+    with pytest.raises(IdentityMismatch, match="dtype"):
+        ours.renew()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_claim_on_a_volume_that_fails_says_nothing(tmp_path: Path, number: int) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    fs = FailingFs(OSError(number, "it fails"), when=lambda name, path: name == "stat")
+    with pytest.raises(StoreUnavailable, match="it fails"):
+        Claim(tmp_path, IDENTITY, "d1gest", fs=fs).is_current(may_write=True)

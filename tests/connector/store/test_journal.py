@@ -6,15 +6,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from planted import KINDS, plant
 from store_contract import NOW_NS, key
 from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter, list_journals
+from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter
 from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
@@ -25,6 +27,7 @@ from kvtier_connector.store.records import (
     Op,
     Record,
 )
+from kvtier_connector.store.scan import list_journals
 
 WRITER = "0123456789abcdef" * 2
 
@@ -43,7 +46,7 @@ def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> Jo
         fs=fs or FileSystem(),
         limits=JournalLimits(**limits),
         clock=lambda: NOW_NS,
-        now=Clock(),  # type: ignore[arg-type]
+        now=Clock(),
     )
 
 
@@ -178,11 +181,11 @@ def test_a_torn_write_of_a_living_process_is_overwritten_by_its_next_one(tmp_pat
     class FullAfterSomeBytes(FileSystem):
         is_full = True
 
-        def pwritev(self, fd: int, buffers: object, offset: int) -> int:
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if self.is_full:
-                os.pwrite(fd, bytes(buffers[0])[:150], offset)  # type: ignore[index]
+                os.pwrite(fd, bytes(buffers[0])[:150], offset)
                 raise OSError(errno.ENOSPC, "full")
-            return super().pwritev(fd, buffers, offset)  # type: ignore[arg-type]
+            return super().pwritev(fd, buffers, offset)
 
     fs = FullAfterSomeBytes()
     writer, reader = make_writer(tmp_path, fs), JournalReader(tmp_path)
@@ -361,3 +364,123 @@ def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_p
     assert len(found) == (0 if call == "scandir" else 1)
     found += read_all(reader)
     assert numbers_of(found) == [7, 7]
+
+
+def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:
+    now = Clock()
+    return JournalWriter(root, fs=fs or FileSystem(), clock=lambda: NOW_NS, now=now), now
+
+
+def written_ns(root: Path) -> int:
+    return only_file(root).stat().st_mtime_ns
+
+
+def test_a_process_that_has_nothing_to_say_renews_the_time_of_its_journal_now_and_then(tmp_path: Path) -> None:
+    writer, now = make_living(tmp_path)
+    note(writer, 1)
+    writer.flush()
+    content = only_file(tmp_path).read_bytes()
+    os.utime(only_file(tmp_path), ns=(1, 1))
+    now.seconds += 300
+    writer.flush()
+    assert written_ns(tmp_path) == 1
+    now.seconds += 400
+    writer.flush()
+    assert written_ns(tmp_path) > 1
+    assert only_file(tmp_path).read_bytes() == content
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_process_that_may_store_nothing_shows_that_it_is_there(tmp_path: Path, *, is_removed: bool) -> None:
+    writer, now = make_living(tmp_path)
+    note(writer, 1)
+    writer.show_life()
+    assert only_file(tmp_path).stat().st_size == RECORD_BYTES
+    os.utime(only_file(tmp_path), ns=(1, 1))
+    if is_removed:
+        only_file(tmp_path).unlink()
+    now.seconds += 700
+    writer.show_life()
+    assert written_ns(tmp_path) > 1
+    reader = JournalReader(tmp_path)
+    reader.start()
+    assert writer.flush() == 1
+    assert numbers_of(read_all(reader)) == [1]
+
+
+def test_a_volume_that_takes_no_sign_of_life_is_asked_now_and_then(tmp_path: Path) -> None:
+    calls: list[str] = []
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    fs = FailingFs(refused, when=lambda call, _: not calls.append(call))
+    writer, now = make_living(tmp_path, fs)
+    for _ in range(10):
+        writer.show_life()
+        now.seconds += 100
+    assert calls.count("open") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_journal_silences_nobody(tmp_path: Path, kind: str) -> None:
+    reader, writer = JournalReader(tmp_path), make_writer(tmp_path)
+    reader.start()
+    writer.flush()
+    own = tmp_path / journal_path(JournalName(writer.writer, 0))
+    own.unlink()
+    plant(kind, own)
+    plant(kind, tmp_path / journal_path(JournalName(WRITER, 0)))
+
+    note(writer, 1, 2)
+    assert writer.flush() == 2
+    assert numbers_of(read_all(reader)) == [1, 2]
+
+
+def test_a_pipe_that_somebody_reads_silences_nobody_either(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    writer.flush()
+    own = tmp_path / journal_path(JournalName(writer.writer, 0))
+    own.unlink()
+    os.mkfifo(own)
+    reading = os.open(own, os.O_RDONLY | os.O_NONBLOCK)
+    note(writer, 1)
+    assert writer.flush() == 1
+    os.close(reading)
+    assert numbers_of(read_all(JournalReader(tmp_path, but=WRITER))) == []
+    assert (tmp_path / journal_path(JournalName(writer.writer, 1))).stat().st_size == 2 * RECORD_BYTES
+
+
+def test_of_a_journal_of_any_length_that_says_nothing_little_is_read(tmp_path: Path) -> None:
+    class Counting(FileSystem):
+        count = 0
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            done = super().preadv(fd, buffers, offset)
+            self.count += done
+            return done
+
+    fs = Counting()
+    reader = JournalReader(tmp_path, fs=fs)
+    reader.start()
+    writer = make_writer(tmp_path)
+    writer.flush()
+    for path in (writer.writer, WRITER):
+        with (tmp_path / journal_path(JournalName(path, 0))).open("ab") as file:
+            file.truncate(1 << 40)
+    for _ in range(10):
+        assert read_all(reader) == []
+    assert fs.count < 16 << 20
+
+
+def test_a_journal_that_is_stale_on_the_server_leaves_the_others_heard(tmp_path: Path) -> None:
+    stale, other = make_writer(tmp_path), make_writer(tmp_path)
+    is_failing = True
+    fs = FailingFs(
+        OSError(errno.ESTALE, "stale"), when=lambda name, path: is_failing and name == "open" and stale.writer in path
+    )
+    reader = JournalReader(tmp_path, fs=fs)
+    reader.start()
+    for number, writer in enumerate((stale, other)):
+        note(writer, number)
+        writer.flush()
+    assert numbers_of(read_all(reader)) == [1]
+    is_failing = False
+    assert numbers_of(read_all(reader)) == [0]

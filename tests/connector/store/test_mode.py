@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.contract import LiveSettings, encode_live
@@ -195,7 +196,7 @@ def test_a_brake_has_one_length_whatever_it_says(reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\0" * 1024, b"{}", b"[]", b'{"mode": "ReadOnly", "until_ns": "1"}', b"\xff"]
+    "content", [b"", b"\0" * 1024, b"{}", b"[]", b'{"mode": "ReadOnly", "until_ns": "1"}', b"\xff", TOO_DEEP]
 )
 def test_what_is_no_brake_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigInvalid, match="not a brake"):
@@ -243,3 +244,21 @@ def test_half_a_brake_keeps_the_last_one_and_is_reported(brake_file: BrakeFile, 
     path.unlink()
     assert brake_file.refresh() is Mode.READ_WRITE
     assert brake_file.problem == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_brake_brakes_nobody_and_holds_nobody_up(
+    brake_file: BrakeFile, tmp_path: Path, kind: str
+) -> None:
+    plant(kind, tmp_path / "brake.json")
+    assert brake_file.refresh() is Mode.READ_WRITE
+    assert "brake.json: cannot be read" in brake_file.problem
+    # A link could lead to anything that this process may read; none of it is told.
+    assert "x:0:0" not in brake_file.problem
+
+
+def test_a_pipe_in_the_place_of_the_live_settings_holds_nobody_up(tmp_path: Path) -> None:
+    plant("pipe", tmp_path / "live.json")
+    live_file = LiveFile(str(tmp_path / "live.json"), seconds=0)
+    assert live_file.refresh() == LiveSettings()
+    assert "cannot be read" in live_file.problem

@@ -67,6 +67,43 @@ def test_the_tenants_together_are_the_tier_and_no_limit_is_exceeded_by_a_write(
         assert ledger.total() == sum(truth.values())
 
 
+def scan(ledger: Ledger, **found: int) -> None:
+    ledger.begin_scan()
+    for tenant, count in found.items():
+        ledger.find(count, tenant)
+    ledger.end_scan()
+
+
+def test_tenants_without_a_byte_are_forgotten_at_each_scan() -> None:
+    ledger = Ledger(0, QUOTAS)
+    for number in range(1000):
+        assert ledger.reserve(3, f"t{number}") is None
+        ledger.commit(3, f"t{number}", replaced=0)
+        assert ledger.reserve(1, f"t{number}") is Refusal.QUOTA
+    assert ledger.tenants() == 1000
+    scan(ledger, t1=3, t2=2)
+    scan(ledger, t1=3, t2=2)
+    assert ledger.tenants() == 2
+    assert [ledger.total_of(f"t{number}") for number in range(4)] == [0, 3, 2, 0]
+    assert ledger.reserve(3, "t0") is None
+
+
+def test_a_claim_ends_where_it_was_made_although_a_scan_forgets_tenants_meanwhile() -> None:
+    ledger = Ledger(0, QUOTAS)
+    assert ledger.reserve(2, "b") is None
+    scan(ledger)
+    ledger.commit(2, "b", replaced=0)
+    assert (ledger.total_of("b"), ledger.total()) == (2, 2)
+    assert ledger.reserve(2, "b") is Refusal.QUOTA
+
+
+def test_a_tenant_that_is_met_for_the_first_time_has_no_more_than_a_share_either() -> None:
+    ledger = Ledger(0, Quotas({}, default_bytes=100))
+    ledger.begin_period(writers=5)
+    assert ledger.reserve(11, "new") is Refusal.QUOTA
+    assert ledger.reserve(10, "new") is None
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> BlockStore:
     return BlockStore(tmp_path, quotas=Quotas({"acme": 2 * BLOCK_BYTES}))

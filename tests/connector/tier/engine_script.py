@@ -7,26 +7,21 @@ A process of its own for each engine: only a new process proves that nothing but
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from engine_under_test import ask, make_llm, read_metrics, tell
 
 PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
 WARM_UP = list(range(200, 300))
-CHUNK_TOKENS = 128
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tier", type=json.loads, required=True, help="one entry of secondary_tiers")
-    parser.add_argument("--spec-module", default="kvtier_connector.tier.spec")
+    parser.add_argument("--directory", type=Path, required=True, help="holds the model, and the volume")
+    parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
     parser.add_argument("--salt", default="", help="cache salt of the prompts")
     parser.add_argument("--key", type=Path, help="file of the key that 'rekey' replaces")
@@ -37,45 +32,22 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    llm = LLM(
-        model=str(options.model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
+    llm = make_llm(
+        options.directory / "model",
+        options.config,
         dtype="bfloat16",
         max_model_len=4096,
-        seed=0,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "spec_name": "KVTierSpec",
-                "spec_module_path": options.spec_module,
-                "cpu_bytes_to_use": 512 << 20,
-                "block_size": CHUNK_TOKENS,
-                "eviction_policy": "lru",
-                "offload_prompt_only": True,
-                "secondary_tiers": [options.tier],
-            },
-        ),
+        cpu_bytes=512 << 20,
+        eviction_policy="lru",
+        offload_prompt_only=True,
     )
 
-    def ask(prompt: list[int]) -> dict[str, Any]:
+    def timed(prompt: list[int]) -> dict[str, Any]:
         started = time.perf_counter()
-        (output,) = llm.generate(
-            {"prompt_token_ids": prompt, **({"cache_salt": options.salt} if options.salt else {})},
-            SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False),
-            use_tqdm=False,
-        )
-        seconds = time.perf_counter() - started
-        return {
-            "seconds": round(seconds, 3),
-            "cached_tokens": output.num_cached_tokens,
-            "tokens": list(output.outputs[0].token_ids),
-        }
+        (answer,) = ask(llm, [prompt], salt=options.salt)
+        return {"seconds": round(time.perf_counter() - started, 3), **answer}
 
-    ask(WARM_UP)
+    timed(WARM_UP)
     answers = {}
     for label in options.asks:
         if label in {"reset", "forget"}:
@@ -83,15 +55,13 @@ def main() -> None:
         elif label == "rekey":
             replace_key(options.key)
         else:
-            answers[label] = ask(PROMPT)
+            answers[label] = timed(PROMPT)
     deadline = time.monotonic() + 60
-    suffixes = {".kvb", ".bin"}
-    while sum(path.suffix in suffixes for path in options.directory.rglob("*")) < options.blocks:
+    while len(list(options.directory.rglob("*.kvb"))) < options.blocks:
         if time.monotonic() > deadline:
             sys.exit(f"the volume has fewer than {options.blocks} blocks after a minute")
         time.sleep(0.05)
-    sys.stdout.write("ANSWERS " + json.dumps({**answers, "metrics": read_metrics(llm)}) + "\n")
-    sys.stdout.flush()
+    tell({**answers, "metrics": read_metrics(llm)})
 
 
 def replace_key(path: Path) -> None:
@@ -100,17 +70,6 @@ def replace_key(path: Path) -> None:
     # A mounted file is swapped: the directory changes, and is looked at every five seconds.
     path.with_name("another").write_bytes(bytes(32))
     time.sleep(6)
-
-
-def read_metrics(llm: LLM) -> dict[str, float]:
-    """Return the tier's metrics, those with a cause also by ``<name>:<cause>``."""
-    metrics: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):
-            metrics[metric.name] = metrics.get(metric.name, 0) + metric.value
-            if "cause" in metric.labels:
-                metrics[f"{metric.name}:{metric.labels['cause']}"] = metric.value
-    return metrics
 
 
 if __name__ == "__main__":

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from rig import DIGEST, Rigs, keys, wait_until
+from rig import DIGEST, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from planted import TOO_DEEP, plant
 
 from kvtier_connector.contract import encode_live
 from kvtier_connector.ready import why_not_decided
+from kvtier_connector.store.identity import claim, read
 
 LONG = 600.0
 """Seconds of grace that no test waits for."""
@@ -89,3 +95,58 @@ def test_a_state_that_cannot_be_written_leaves_an_engine_that_uses_its_volume(ri
     rig = rigs.make(state_dir=str(tmp_path / "file" / "kvtier"), attach_grace_seconds=SHORT)
     rig.offload(keys(2))
     assert rig.metric("vllm:kvtier_disk_active") == 1
+
+
+def test_a_directory_that_somebody_else_claims_under_an_engine_is_not_used_any_more(rigs: Rigs) -> None:
+    rigs.write(keys(2))
+    rig = rigs.make(refresh_seconds=0.05)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 2, "the volume is walked")
+    ours = read(rigs.root)
+    assert ours is not None
+    aside = rigs.root.with_name("theirs")
+    claim(aside, {**ours["identity"], "model_name": "org/other"}, DIGEST)
+    # As if it had been removed and made anew between two looks.
+    (aside / "tier.json").rename(rigs.root / "tier.json")
+
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 0, "the engine has noticed")
+    assert rig.metric("vllm:kvtier_disk_refused", "model_name") == 1
+    assert rig.serve(keys(2)).hit_blocks == 0
+    rig.offload(keys(1, first=7))
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "inert") == 1
+
+
+def test_a_description_that_is_removed_under_an_engine_is_written_again(rigs: Rigs) -> None:
+    rig = rigs.make(refresh_seconds=0.05)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
+    before = (rigs.root / "tier.json").read_bytes()
+    (rigs.root / "tier.json").unlink()
+    wait_until((rigs.root / "tier.json").exists, "it is written again")
+    assert (rigs.root / "tier.json").read_bytes() == before
+    rig.offload(keys(2))
+    assert rig.serve(keys(2)).hit_blocks == 2
+
+
+@pytest.mark.parametrize("content", [TOO_DEEP, b""])
+def test_a_brake_that_nobody_can_read_leaves_an_engine_that_hears_of_the_others(rigs: Rigs, content: bytes) -> None:
+    rigs.root.parent.mkdir(parents=True, exist_ok=True)
+    (rigs.root.parent / "brake.json").write_bytes(content)
+    one, other = (rigs.make(refresh_seconds=0.05) for _ in range(2))
+    one.offload(keys(3))
+    wait_until(lambda: other.metric("vllm:kvtier_disk_known_blocks") == 3, "engines hear of each other")
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("link", 0), ("pipe", 1), ("directory", 1)])
+def test_what_is_no_file_is_a_miss_and_opens_no_breaker(rigs: Rigs, kind: str, processes: int) -> None:
+    rigs.write(keys(12))
+    rig = rigs.make(io_processes=processes, rescan_seconds=600.0)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 12, "the volume is walked")
+    for number in range(1, 12, 2):
+        path = rigs.block_file(key(number))
+        path.unlink()
+        plant(kind, path)
+
+    assert rig.serve(keys(12)).hit_blocks == 1
+    assert rig.metric("vllm:kvtier_disk_misses", "magic") == 6
+    assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
+    rig.offload(keys(12))
+    assert rigs.make(io_processes=processes).serve(keys(12)).hit_blocks == 12

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_process import DIGEST, run_script, write_config
 
 from kvtier_connector import contract
 from kvtier_connector.store.format import Header, decode_header
@@ -22,8 +21,6 @@ from kvtier_demo.model import make_model
 from kvtier_operator.plan import chunks
 from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 
-DIGEST = "00ff00ff00ff00ff"
-CONNECTOR = Path(contract.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("engine_script.py")
 BLOCKS = 15
 """2000 tokens fill 15 chunks of 128."""
@@ -33,51 +30,16 @@ CACHED_TOKENS = BLOCKS * 128
 def run_engine(
     directory: Path, *asks: str, blocks: int = 0, options: tuple[str, ...] = (), **settings: Any
 ) -> dict[str, Any]:
-    config = directory / contract.CONFIG_FILE
-    config.write_text(
-        contract.encode(
-            contract.ConnectorConfig(
-                tier="tests/engine",
-                root=str(directory / "volume" / DIGEST),
-                digest=DIGEST,
-                identity={"model_name": "small-llama"},
-                max_bytes=1 << 30,
-                **settings,
-            )
-        )
+    config = write_config(directory, directory / "volume", **settings)
+    return run_script(
+        SCRIPT,
+        f"--directory={directory}",
+        f"--config={config}",
+        f"--blocks={blocks}",
+        *options,
+        *asks,
+        timeout_seconds=300,
     )
-    tier = {
-        "type": "SharedVolumeTier",
-        "module_path": "kvtier_connector.tier.manager",
-        "config_file": str(config),
-    }
-    finished = subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPT),
-            f"--directory={directory}",
-            f"--model={directory / 'model'}",
-            f"--tier={json.dumps(tier)}",
-            f"--blocks={blocks}",
-            *options,
-            *asks,
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(CONNECTOR), os.environ.get("PYTHONPATH")])),
-            "PYTHONHASHSEED": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    answers = [line for line in finished.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert len(answers) == 1, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
-    parsed: dict[str, Any] = json.loads(answers[0].removeprefix("ANSWERS "))
-    return parsed
 
 
 @pytest.mark.engine

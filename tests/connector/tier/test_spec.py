@@ -88,3 +88,8 @@ def test_an_option_that_the_tier_does_not_know_stops_the_engine_with_its_name(ri
     config["secondary_tiers"][0]["n_threads"] = 3
     with pytest.raises(ConfigInvalid, match="n_threads"):
         KVTierSpec(offloading_config(extra_config=config)).get_manager()
+
+
+def test_a_setting_of_the_copies_that_is_no_truth_value_stops_the_engine_with_its_name(rigs: Rigs) -> None:
+    with pytest.raises(ConfigInvalid, match="gathered_copies"):
+        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": "no"}))

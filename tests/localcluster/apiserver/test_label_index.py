@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import urllib.parse
 import urllib.request
+from typing import Any
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
@@ -12,16 +13,16 @@ def test_a_selector_finds_what_carries_the_label_now_and_nothing_else() -> None:
     with ApiServerThread() as api:
         path = f"{api.url}/api/v1/namespaces/default/configmaps"
 
-        def send(method: str, url: str, body: object = None, kind: str = "application/json") -> dict[str, object]:
+        def send(method: str, url: str, body: object = None, kind: str = "application/json") -> dict[str, Any]:
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(url, method=method, data=data, headers={"Content-Type": kind})
             with urllib.request.urlopen(request, timeout=10) as response:
-                found: dict[str, object] = json.load(response)
+                found: dict[str, Any] = json.load(response)
                 return found
 
         def selected(selector: str) -> list[str]:
             items = send("GET", f"{path}?labelSelector={urllib.parse.quote(selector)}")["items"]
-            return [item["metadata"]["name"] for item in items]  # type: ignore[attr-defined]
+            return [item["metadata"]["name"] for item in items]
 
         def relabel(name: str, labels: dict[str, str | None]) -> None:
             send("PATCH", f"{path}/{name}", {"metadata": {"labels": labels}}, "application/merge-patch+json")

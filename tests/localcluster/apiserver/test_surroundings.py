@@ -67,7 +67,9 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 "status": {"message": "bad name"},
                 "warnings": ["look out"],
             }
-            if self.path == "/mutate":
+            path, _, query = self.path.partition("?")
+            review["query"] = query
+            if path == "/mutate":
                 response["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
             body = json.dumps({"response": response}).encode()
             self.send_response(200)
@@ -112,6 +114,7 @@ def test_webhooks_change_and_deny(api: ApiServerThread, http: Http, webhook: tup
     assert made["metadata"]["labels"] == {"seen": "yes"}
     assert reviews[1]["request"]["object"]["metadata"]["labels"] == {"seen": "yes"}
     assert "subResource" not in reviews[0]["request"]
+    assert {review["query"] for review in reviews} == {"timeout=10s"}
     code, status = http("POST", CONFIG_MAPS, {**CONFIG_MAP, "metadata": {"name": "bad"}})
     assert code == 403
     assert status["message"] == 'admission webhook "hook.demo.dev" denied the request: bad name'

@@ -111,9 +111,15 @@ async def _ask(webhook: Json, review: Json) -> Json | None:
     trust: ssl.SSLContext | bool = False
     if client.get("caBundle"):
         trust = ssl.create_default_context(cadata=base64.b64decode(client["caBundle"]).decode())
-    timeout = aiohttp.ClientTimeout(total=webhook.get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS))
+    seconds = webhook.get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)
+    # As the real API server does, to inform the webhook.
+    asked = f"{url}{'&' if '?' in url else '?'}timeout={seconds}s"
+    timeout = aiohttp.ClientTimeout(total=seconds)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, ssl=trust, json=review) as got:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(asked, ssl=trust, json=review) as got,
+        ):
             response: Json = (await got.json(content_type=None))["response"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         if webhook.get("failurePolicy", "Fail") == "Ignore":

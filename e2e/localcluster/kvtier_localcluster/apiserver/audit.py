@@ -39,7 +39,7 @@ def parse_path(path: str) -> Target | None:
             return None
     namespace = None
     is_below_namespace = rest[0] == "namespaces" and len(rest) > 2  # noqa: PLR2004 (namespaces, its name, more)
-    if is_below_namespace and not (len(rest) == 3 and rest[2] in _NAMESPACE_SUBRESOURCES):  # noqa: PLR2004
+    if is_below_namespace and not (len(rest) == 3 and rest[2] in _NAMESPACE_SUBRESOURCES):  # noqa: PLR2004 (namespaces, its name, subresource)
         namespace, rest = rest[1], rest[2:]
     if len(rest) > 3:  # noqa: PLR2004 (plural, name, subresource)
         return None

@@ -119,7 +119,7 @@ class Selection:
         for test in self.labels:
             if not test(labels):
                 return False
-        for test in self.fields:  # noqa: SIM110
+        for test in self.fields:  # noqa: SIM110 (see above)
             if not test(manifest):
                 return False
         return True

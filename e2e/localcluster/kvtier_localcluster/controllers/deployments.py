@@ -42,7 +42,7 @@ class DeploymentController(Controller):
         super().__init__(client, informers)
         self._sets = informers[REPLICA_SET]
         self._pods = informers[POD]
-        self._sets.listen(self._notice_set)
+        self._sets.listen(lambda change: self.enqueue_controller_of(change.object))
         self._pods.listen(self._notice_pod)
 
     async def sync(self, key: Key) -> None:
@@ -137,31 +137,23 @@ class DeploymentController(Controller):
             self._sets.forget(each)
 
     async def _report(self, deployment: Json, new: Json | None) -> None:
-        current = self.own.get(key_of(deployment)) or deployment
+        """Report about the Deployment that was synced: what came meanwhile was not observed."""
         sets = self._sets.controlled_by(uid_of(deployment))
         fresh = None if new is None else self._sets.get(key_of(new))
-        status = deployment_status.status_of(current, sets=sets, new=fresh, now=timestamp())
-        await self.write_status(current, status)
-        if (seconds := deployment_status.seconds_to_deadline(current, status)) is not None:
+        status = deployment_status.status_of(deployment, sets=sets, new=fresh, now=timestamp())
+        await self.write_status(deployment, status)
+        if (seconds := deployment_status.seconds_to_deadline(deployment, status)) is not None:
             self.enqueue_after(key_of(deployment), seconds)
 
     def _tell(self, deployment: Json, message: str) -> None:
         self.recorder.record(deployment, Happening(reason="ScalingReplicaSet", message=message))
-
-    def _notice_set(self, change: Change) -> None:
-        self._enqueue_owner(change.object, controller_uid(change.object))
 
     def _notice_pod(self, change: Change) -> None:
         if change.is_gone:
             owner = controller_uid(change.object)
             for replica_set in self._sets:
                 if uid_of(replica_set) == owner:
-                    self._enqueue_owner(replica_set, controller_uid(replica_set))
-
-    def _enqueue_owner(self, child: Json, owner: str | None) -> None:
-        for reference in child["metadata"].get("ownerReferences") or []:
-            if reference["uid"] == owner and reference["kind"] == DEPLOYMENT.name:
-                self.enqueue((child["metadata"]["namespace"], reference["name"]))
+                    self.enqueue_controller_of(replica_set)
 
 
 def _set_for(deployment: Json, sets: Sequence[Json]) -> Json | None:

@@ -10,7 +10,7 @@ from kvtier_localcluster import conditions
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.conditions import Condition
 from kvtier_localcluster.controllers.loop import Controller
-from kvtier_localcluster.informers import Change, Informers
+from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.kinds import (
     JOB,
     POD,
@@ -18,7 +18,6 @@ from kvtier_localcluster.kinds import (
     Key,
     Kind,
     controlled_by,
-    controller_uid,
     is_deleting,
     phase_of,
     timestamp,
@@ -37,7 +36,7 @@ class JobController(Controller):
         """Listen to Jobs and their pods."""
         super().__init__(client, informers)
         self._pods = informers[POD]
-        self._pods.listen(self._notice_pod)
+        self._pods.listen(lambda change: self.enqueue_controller_of(change.object))
 
     async def sync(self, key: Key) -> None:
         """Make the next pod where one is needed, and report."""
@@ -55,12 +54,6 @@ class JobController(Controller):
                 self._pods.remember(created)
                 active = [created]
             await self.write_status(job, _status(job, active=len(active), failed=failed, is_done=is_done))
-
-    def _notice_pod(self, change: Change) -> None:
-        owner = controller_uid(change.object)
-        for reference in change.object["metadata"].get("ownerReferences") or []:
-            if reference["uid"] == owner and reference["kind"] == JOB.name:
-                self.enqueue((change.object["metadata"]["namespace"], reference["name"]))
 
 
 def _is_finished(job: Json) -> bool:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
 from kvtier_localcluster.informers import Informer, Informers
-from kvtier_localcluster.kinds import Json, Key, Kind, key_of, merge_difference
+from kvtier_localcluster.kinds import Json, Key, Kind, controller_uid, key_of, merge_difference
 from kvtier_localcluster.recorder import EventRecorder
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +59,13 @@ class Controller(ABC):
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
         self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._expire, key)
+
+    def enqueue_controller_of(self, child: Json) -> None:
+        """Reconcile the object of our kind that controls this one, if one does."""
+        uid = controller_uid(child)
+        for reference in child["metadata"].get("ownerReferences") or []:
+            if reference["uid"] == uid and reference["kind"] == self.kind.name:
+                self.enqueue((child["metadata"]["namespace"], reference["name"]))
 
     async def run(self) -> None:
         """Reconcile until cancelled."""

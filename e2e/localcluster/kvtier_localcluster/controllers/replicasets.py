@@ -10,7 +10,7 @@ from typing import ClassVar
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.errors import ApiFailure, NotFound
-from kvtier_localcluster.informers import Change, Informers
+from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.kinds import (
     POD,
     REPLICA_SET,
@@ -18,7 +18,6 @@ from kvtier_localcluster.kinds import (
     Key,
     Kind,
     controlled_by,
-    controller_uid,
     is_deleting,
     is_ready,
     phase_of,
@@ -55,7 +54,7 @@ class ReplicaSetController(Controller):
         """Listen to ReplicaSets and their pods."""
         super().__init__(client, informers)
         self._pods = informers[POD]
-        self._pods.listen(self._notice_pod)
+        self._pods.listen(lambda change: self.enqueue_controller_of(change.object))
 
     async def sync(self, key: Key) -> None:
         """Make or delete pods until the number is right, and count them."""
@@ -123,9 +122,3 @@ class ReplicaSetController(Controller):
             "observedGeneration": replica_set["metadata"]["generation"],
         }
         await self.write_status(replica_set, status)
-
-    def _notice_pod(self, change: Change) -> None:
-        owner = controller_uid(change.object)
-        for reference in change.object["metadata"].get("ownerReferences") or []:
-            if reference["uid"] == owner and reference["kind"] == REPLICA_SET.name:
-                self.enqueue((change.object["metadata"]["namespace"], reference["name"]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or checks requirements/janitor.lock: of the locked packages, those that the janitor needs, and theirs.
+"""Writes or checks the locks of images: of the locked packages, those that operator and janitor need, and theirs.
 
-So its image has the versions that the tests ran with (``make generate`` and ``make fresh``).
+So an image has the versions that the tests ran with (``make generate`` and ``make fresh``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements/janitor.lock"
+IMAGES = ("janitor", "operator")
+"""Extras of pyproject.toml, each with an image and a lock of its name."""
 IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 
 
@@ -33,19 +34,26 @@ def closure(wanted: list[str]) -> dict[str, str]:
     return found
 
 
+def render(image: str, wanted: list[str]) -> str:
+    """Return what the lock of an image is to say."""
+    lines = [f"# The {image}'s image.", "# Written by `make generate`; installed with --no-deps."]
+    lines += [f"{name}=={version}" for name, version in sorted(closure(wanted).items())]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Do as told."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    lines = ["# The janitor's image.", "# Written by `make generate`; installed with --no-deps."]
-    lines += [f"{name}=={version}" for name, version in sorted(closure(project["janitor"]).items())]
-    text = "\n".join(lines) + "\n"
-    if sys.argv[1:] == ["--write"]:
-        LOCK.write_text(text)
-        return 0
-    if LOCK.exists() and LOCK.read_text() == text:
-        return 0
-    print(f"{LOCK.relative_to(ROOT)} is stale: run make generate", file=sys.stderr)
-    return 1
+    stale = []
+    for image in IMAGES:
+        lock, text = ROOT / f"requirements/{image}.lock", render(image, project[image])
+        if sys.argv[1:] == ["--write"]:
+            lock.write_text(text)
+        elif not lock.exists() or lock.read_text() != text:
+            stale.append(lock)
+    for lock in stale:
+        print(f"{lock.relative_to(ROOT)} is stale: run make generate", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

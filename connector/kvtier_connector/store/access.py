@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the file of a block, and tells one that is not there, or is no file, from a volume that fails.
+
+Everything on a shared volume may have been put there by another writer, so what stands where a file should be can be a
+link, a pipe or a directory. No thread and no state of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import stat
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.keyring import Keyring
+from kvtier_connector.store.layout import BlockKey, block_path
+from kvtier_connector.store.quarantine import quarantine
+from kvtier_connector.store.sealing import can_read
+
+Read = Callable[[int, bool], int | Fault | None]
+"""Reads an open file, told whether it was opened with O_DIRECT; as `read_verified` and `stream_verified`."""
+
+
+class Found(NamedTuple):
+    """What is on the volume under a block's name before the block is written."""
+
+    size: int
+    is_whole: bool
+
+
+class Access:
+    """The files of the blocks under one root; any thread may call, and waits for as long as the volume does."""
+
+    def __init__(self, fs: FileSystem, root: str, on_freed: Callable[[int, str], None]) -> None:
+        """Store the settings; `on_freed` is told the bytes and the tenant of a damaged file that had to be removed."""
+        self._fs = fs
+        self._root = root
+        self._on_freed = on_freed
+
+    def read(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
+        """Open and read a block's file, and move it out of the way if it is damaged.
+
+        A network file system says ESTALE of an open file that was removed or replaced on the server. Its name is asked
+        for once more then: whatever is there now is the answer. Servers that go on to say so are a volume that fails.
+
+        Args:
+            key: The block.
+            direct: O_DIRECT or 0.
+            read: Called again from the start where the file was stale.
+
+        Raises:
+            FileNotFoundError: the volume does not have the block.
+        """
+        try:
+            try:
+                return self._read_once(key, direct, read)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+            return self._read_once(key, direct, read)
+        except FileNotFoundError:
+            raise
+        except NotADirectoryError as error:
+            raise FileNotFoundError(error.errno, error.strerror) from error
+        except OSError:
+            return self._explain(key)
+
+    def find(self, key: BlockKey, payload_bytes: int, page: memoryview, keyring: Keyring | None) -> Found:
+        """Look at the file that has the block's name: its size, and whether length and header are right."""
+        try:
+            fd = self._fs.open(self._path(key), READ_FLAGS)
+        except OSError:
+            return Found(0, is_whole=False)
+        try:
+            size = self._fs.fstat(fd).st_size
+            header = decode_header(page[: read_page(self._fs, fd, page)])
+        except OSError:
+            return Found(0, is_whole=False)
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        if not isinstance(header, Header) or header.key != key or header.payload_bytes != payload_bytes:
+            return Found(size, is_whole=False)
+        return Found(size, size == HEADER_BYTES + payload_bytes and can_read(header, keyring))
+
+    def clear(self, key: BlockKey) -> None:
+        """Put away what is no file in the place of a block, since no file can be renamed over a directory."""
+        self._explain(key)
+
+    def _read_once(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
+        fd = self._fs.open(self._path(key), READ_FLAGS | direct)
+        try:
+            found = read(fd, bool(direct))
+            if isinstance(found, Fault) and found.is_damage:
+                # Before the close: the open file keeps its inode number from being given to another.
+                self._on_freed(quarantine(self._fs, self._root, self._fs.fstat(fd), key, found), key.tenant)
+            return found
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+
+    def _explain(self, key: BlockKey) -> Fault:
+        """Say of a file that cannot be read whether the volume fails, or whether it is none; that is put away."""
+        try:
+            status = self._fs.stat(self._path(key))
+        except OSError:
+            return Fault.IO
+        if stat.S_ISREG(status.st_mode):
+            return Fault.IO
+        try:
+            # Nobody can have stored anything in a link, a pipe or a device.
+            self._fs.unlink(self._path(key))
+        except OSError:
+            quarantine(self._fs, self._root, status, key, Fault.MAGIC)
+        return Fault.MAGIC
+
+    def _path(self, key: BlockKey) -> str:
+        return f"{self._root}/{block_path(key)}"

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tenants that clients name as they like: neither what is told of them nor what is decided grows with their number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from prometheus_client.parser import text_string_to_metric_families
+from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Rig
+
+from kvtier_connector.janitor.budget import Space, make_limits
+from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, exposition
+from kvtier_connector.janitor.report import Look, Report, Tallies, make_report, usage_document
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.records import Op, Record
+
+
+def report_of(count: int) -> Report:
+    """Return the report on so many tenants, of which each has a few bytes more than the one before."""
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    keys = [BlockKey(number.to_bytes(8, "big"), 0, f"t{number}") for number in range(count)]
+    ledger.apply(generation, [Record(Op.STORED, key, number, 1) for number, key in enumerate(keys)])
+    look = Look(
+        tier="ns/llama",
+        is_counted=True,
+        space=Space(),
+        brake="",
+        quarantined=Sum(),
+        created={"aa": 1},
+        problems={},
+        max_bytes=0,
+        oldest_ns=None,
+        last_used_ns={},
+    )
+    return make_report(ledger, look, Tallies())
+
+
+def samples_of(report: Report, name: str) -> dict[str, float]:
+    text = exposition(lambda: report)().decode()
+    return {
+        sample.labels.get("tenant", ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_the_largest_tenants_have_a_sample_each_and_the_others_one_together() -> None:
+    report = report_of(3000)
+    samples = samples_of(report, "kvtier_janitor_tenant_used_bytes")
+    assert len(samples) == MOST_TENANTS + 1
+    assert OTHER in samples
+    assert {"t2999", "t2900"} <= samples.keys()
+    assert sum(samples.values()) == report.usage.used_bytes
+    assert samples_of(report, "kvtier_janitor_tenants") == {"": 3000}
+
+
+def test_few_tenants_have_a_sample_each_and_no_other() -> None:
+    samples = samples_of(report_of(3), "kvtier_janitor_tenant_used_bytes")
+    assert samples.keys() == {"t0", "t1", "t2"}
+
+
+def test_the_document_lists_the_largest_tenants_and_sums_up_the_rest() -> None:
+    report = report_of(3000)
+    document = json.loads(usage_document(report))
+    assert (len(document["tenants"]), document["tenants"][0]["tenant"]) == (1000, "t2999")
+    rest = document["janitor"]["other_tenants"]
+    assert (document["janitor"]["tenants"], rest["blocks"]) == (3000, 2000)
+    assert rest["bytes"] + sum(each["used_bytes"] for each in document["tenants"]) == document["used_bytes"]
+
+
+def limited(rig: Rig, used: dict[int, int], default_quota_bytes: int) -> dict[int, tuple[int, int]]:
+    config = rig.keeper(default_quota_bytes=default_quota_bytes).config
+    tenants = ["", *(f"t{number}" for number in used)]
+    return dict(make_limits(config, Space(), tenants=tenants, used=used, other_bytes=0, now_ns=0).quotas)
+
+
+def test_a_decision_looks_at_the_tenants_above_their_quotas_and_first_at_the_largest(rig: Rig) -> None:
+    assert limited(rig, dict.fromkeys(range(1, 1000), 10), 100) == {}
+    quotas = limited(rig, {number: number for number in range(1, 1000)}, 100)
+    assert (len(quotas), min(quotas)) == (256, 744)
+
+
+def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig) -> None:
+    engine = rig.engine()
+    for number in range(20):
+        engine.put(number, tenant=f"t{number}")
+    keeper = rig.keeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
+    rig.sweep(keeper)
+    keeper.close()
+    document = (rig.dir / "janitor.ledger").read_bytes()
+    assert [f't{number}"'.encode() in document for number in range(20)] == [False] * 16 + [True] * 4
+
+
+def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig) -> None:
+    engine = rig.engine()
+    for number in range(300):
+        engine.store.put(BlockKey(number.to_bytes(4, "big"), 0, f"t{number}"), memoryview(bytes(PAYLOAD_BYTES)))
+    engine.store.synchronize()
+    keeper = rig.keeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
+    done: Callable[[], bool] = lambda: rig.sweep(keeper).blocks == 0  # noqa: E731 - asked again and again
+    assert any(done() for _ in range(5))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walks over a volume of which a part cannot be read, and of janitors that are restarted on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+from store_faults import WatchedFs
+from tier_dir import BLOCK_BYTES, Engine, Rig, key
+
+from kvtier_connector.store.layout import block_path
+
+DAY = 86_400.0
+
+
+class Unreadable(WatchedFs):
+    """Refuses to look at one path and at what is below it."""
+
+    def __init__(self, path: str, number: int = errno.EIO) -> None:
+        self.path, self.number = path, number
+
+    def before(self, call: str, path: str | None) -> None:
+        if self.path and call in {"scandir", "open"} and path is not None and f"{path}/".startswith(f"{self.path}/"):
+            raise OSError(self.number, os.strerror(self.number), path)
+
+
+ALICE = block_path(key(3, "alice"))
+PLACES = [
+    (ALICE.rpartition("/")[0], 1),
+    (ALICE.rpartition("/")[0].rpartition("/")[0], 1),
+    (ALICE, 1),
+    ("tenants/alice/blocks", 10),
+    ("tenants", 20),
+    ("blocks", 10),
+]
+"""Paths in a generation, and how many of the blocks of `fill` are below them."""
+
+
+def fill(engine: Engine) -> None:
+    for tenant in ("", "alice", "bob"):
+        engine.put(*range(10), tenant=tenant)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize(("place", "count"), PLACES)
+def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(rig: Rig, number: int, place: str, count: int) -> None:
+    engine = rig.engine()
+    fill(engine)
+    shutil.rmtree(engine.root / "journal")
+    fs = Unreadable(f"{engine.root}/{place}", number)
+    keeper = rig.keeper(fs)
+    usage = rig.sweep(keeper)
+    assert (usage.blocks, usage.is_counted) == (30 - count, True)
+    assert all(word in "".join(usage.problems) for word in (place.rpartition(".")[0], os.strerror(number)))
+    fs.path = ""
+    rig.clock.move(700)
+    usage = rig.sweep(keeper)
+    assert (usage.blocks, usage.problems) == (30, ())
+
+
+@pytest.mark.parametrize(("place", "count"), PLACES)
+def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str, count: int) -> None:
+    engine = rig.engine()
+    fill(engine)
+    fs = Unreadable("")
+    keeper = rig.keeper(fs, verify_seconds=100.0)
+    assert rig.sweep(keeper).blocks == 30
+    fs.path = f"{engine.root}/{place}"
+    for tenant in ("", "alice", "bob"):
+        (engine.root / block_path(key(5, tenant))).unlink()
+    for _ in range(60):
+        rig.clock.move(10)
+        keeper.step()
+    assert keeper.report is not None
+    hidden = {1: 0, 10: 1, 20: 2}[count]
+    assert keeper.report.usage.blocks == 27 + hidden
+    assert [problem for problem in keeper.report.usage.problems if place in problem] or place == ALICE
+
+
+def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(10))
+    shutil.rmtree(engine.root / "journal")
+    fs = Unreadable(f"{engine.root}/{block_path(key(9)).rpartition('/')[0]}")
+    rig.sweep(rig.keeper(fs, max_bytes=9 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5))
+    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
+
+
+def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig) -> None:
+    engine = rig.engine()
+    fill(engine)
+    tried = []
+
+    class Counted(Unreadable):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "scandir" and path == self.path:
+                tried.append(rig.clock.seconds)
+            super().before(call, path)
+
+    keeper = rig.keeper(Counted(f"{engine.root}/tenants/alice/blocks/030"))
+    rig.sweep(keeper)
+    for _ in range(2 * 360):
+        rig.clock.move(10)
+        keeper.step()
+    assert 5 <= len(tried) <= 10
+
+
+def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Rig) -> None:
+    engine, old, locked = rig.engine(), rig.engine("bb"), rig.engine("cc")
+    for each in (engine, old, locked):
+        each.put(*range(10))
+    fs = Unreadable(str(locked.root))
+    for path in [*old.root.glob("journal/*"), old.root / "tier.json"]:
+        os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(3 * DAY * 1e9)))
+    usage = rig.sweep(rig.keeper(fs, keep_previous=0, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5))
+    assert not old.root.exists()
+    assert engine.there(range(10)) == [6, 7, 8, 9]
+    assert len(locked.there(range(10))) == 10
+    assert any(str(locked.root) in problem for problem in usage.problems)
+    fs.path = ""
+
+
+def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig: Rig) -> None:
+    for digest in ("aa", "bb"):
+        quarantined = rig.engine(digest).root / "quarantine" / "x"
+        quarantined.parent.mkdir()
+        quarantined.write_bytes(b"1")
+        os.utime(quarantined, (0, 0))
+    usage = rig.sweep(rig.keeper(Unreadable(f"{rig.dir}/aa/quarantine")))
+    assert [(rig.dir / digest / "quarantine" / "x").exists() for digest in ("aa", "bb")] == [True, False]
+    assert any("aa/quarantine" in problem for problem in usage.problems)
+
+
+def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    first = rig.keeper()
+    rig.sweep(first)
+    first.close()
+    rig.clock.move(60)
+    fs = Unreadable(str(rig.dir))
+    fs.path = ""
+    second = rig.keeper(fs)
+    fs.path = str(rig.dir)
+    for _ in range(3):
+        second.step()
+        rig.clock.move(10)
+    assert second.report is not None
+    assert second.report.usage.blocks == 5
+    assert any("Input/output" in problem for problem in second.report.usage.problems)
+    fs.path = ""
+    rig.clock.move(700)
+    usage = rig.sweep(second)
+    assert (usage.blocks, usage.problems) == (5, ())
+
+
+def test_the_walk_over_days_gets_through_although_each_janitor_ends_on_the_way(rig: Rig) -> None:
+    engine = rig.engine()
+    fill(engine)
+    settings = {"verify_seconds": 1000.0}
+    first = rig.keeper(**settings)
+    rig.sweep(first)
+    first.close()
+    rig.clock.move(1.0)
+    shutil.rmtree(engine.root / "blocks")
+    shutil.rmtree(engine.root / "tenants/bob/blocks/040")
+    blocks = []
+    for _ in range(8):
+        keeper = rig.keeper(**settings)
+        for _ in range(30):
+            rig.clock.move(10)
+            keeper.step()
+        keeper.close()
+        assert keeper.report is not None
+        blocks.append(keeper.report.usage.blocks)
+    assert (blocks[0], blocks[-1]) == (30, 19)
+
+
+def test_what_an_earlier_janitor_could_not_read_is_still_stated_and_kept(rig: Rig) -> None:
+    engine = rig.engine()
+    fill(engine)
+    place = f"{engine.root}/tenants/alice/blocks/030"
+    first = rig.keeper(Unreadable(place))
+    rig.sweep(first)
+    first.close()
+    second = rig.keeper(Unreadable(place))
+    second.step()
+    assert second.report is not None
+    assert any("alice/blocks/030" in problem for problem in second.report.usage.problems)
+    assert second.report.usage.blocks == 30

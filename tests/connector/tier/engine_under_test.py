@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine of the scripts that tests run in processes of their own: one with the disk tier, asked greedily."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_process import RESULT
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+CHUNK_TOKENS = 128
+
+
+def make_llm(
+    model: Path, config_file: Path, *, dtype: str, max_model_len: int, cpu_bytes: int, **offloading: Any
+) -> LLM:
+    """Start an engine; ``offloading`` are further settings of its connector."""
+    return LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        seed=0,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "spec_name": "KVTierSpec",
+                "spec_module_path": "kvtier_connector.tier.spec",
+                "cpu_bytes_to_use": cpu_bytes,
+                "block_size": CHUNK_TOKENS,
+                "secondary_tiers": [
+                    {
+                        "type": "SharedVolumeTier",
+                        "module_path": "kvtier_connector.tier.manager",
+                        "config_file": str(config_file),
+                    }
+                ],
+                **offloading,
+            },
+        ),
+    )
+
+
+def ask(llm: LLM, prompts: list[list[int]], *, salt: str = "", reads_cache: bool = True) -> list[dict[str, Any]]:
+    """Return, for each prompt, the answer and how many of the prompt's tokens came from a cache."""
+    salted = {"cache_salt": salt} if salt else {}
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt, **salted} for prompt in prompts],
+        SamplingParams(
+            max_tokens=8,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            skip_reading_prefix_cache=not reads_cache,
+        ),
+        use_tqdm=False,
+    )
+    return [
+        {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens} for output in outputs
+    ]
+
+
+def read_metrics(llm: LLM) -> dict[str, float]:
+    """Return the tier's metrics, those with a cause also by ``<name>:<cause>``."""
+    metrics: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):
+            metrics[metric.name] = metrics.get(metric.name, 0) + metric.value
+            if "cause" in metric.labels:
+                metrics[f"{metric.name}:{metric.labels['cause']}"] = metric.value
+    return metrics
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Print what the test is to know."""
+    sys.stdout.write(RESULT + json.dumps(result) + "\n")
+    sys.stdout.flush()

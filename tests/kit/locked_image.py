@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An interpreter that finds what an image's lock names, and no other package that happens to be installed here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_PRELUDE = """
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+class Locked:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in BLOCKED and not name.startswith(ABSENT):
+            return PathFinder.find_spec(name, path, target)
+BLOCKED, ABSENT = {blocked!r}, {absent!r}
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Locked]
+sys.path[:0] = {paths!r}
+"""
+
+
+def blocked_modules(image: str) -> set[str]:
+    """Return the top-level modules of all packages installed here that the lock does not name."""
+    locked = {line.partition("==")[0] for line in (ROOT / f"requirements/{image}.lock").read_text().splitlines()}
+    return {
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if not {_normal(owner) for owner in owners} & {*locked, "kvtier"}
+    }
+
+
+def prelude(image: str, *, paths: Sequence[Path], absent: tuple[str, ...] = ()) -> str:
+    """Return what a script begins with, to run as in the image: our code in ``paths``, without what is ``absent``."""
+    return _PRELUDE.format(blocked=blocked_modules(image), paths=[str(each) for each in paths], absent=absent)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
