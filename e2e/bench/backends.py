@@ -30,7 +30,9 @@ CPU = "cpu"
 
 ALL = (KVTIER, FS, NONE, LIFEBOAT)
 """What is measured unless told otherwise."""
-KNOWN = (*ALL, CPU)
+COPIES = {"kvtier-chunks": {"gathered_copies": True}, "kvtier-pages": {"gathered_copies": False}}
+"""Ours, copying between GPU and host memory in whole chunks and page by page, whatever is the default."""
+KNOWN = (*ALL, CPU, *COPIES)
 
 
 def has_volume(backend: str) -> bool:
@@ -61,7 +63,7 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": offload.cpu_bytes, "block_size": offload.block_tokens},
         }
-    is_ours = backend == KVTIER or offload.is_cpu_build
+    is_ours = backend in {KVTIER, *COPIES} or offload.is_cpu_build
     spec = (
         {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}
         if is_ours
@@ -72,6 +74,7 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             **spec,
+            **COPIES.get(backend, {}),
             "cpu_bytes_to_use": offload.cpu_bytes,
             "block_size": offload.block_tokens,
             "eviction_policy": "lru",
@@ -114,7 +117,7 @@ def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:
     }
 
 
-_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat}
+_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat, **dict.fromkeys(COPIES, _kvtier)}
 
 
 def unpack_lifeboat(wheel: Path | None, into: Path) -> Path | None:

@@ -7,12 +7,12 @@ here, in a sentence, because the message of the condition has the details.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from kvtier_operator import reference
 from kvtier_operator.api_reference import CONDITIONS
 from kvtier_operator.status import Reason
 
@@ -116,6 +116,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.CANARY_NOT_STORED,
         Reason.CANARY_BUSY,
         Reason.CANARY_UNANSWERED,
+        Reason.CANARY_LOCKED,
         Reason.CANARY_OFF,
         Reason.SINGLE_REPLICA,
     ),
@@ -180,6 +181,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.CANARY_NOT_STORED: "`vllm:kvtier_disk_shed_stores_total` says why; or set `spec.disk.mode` to ReadWrite.",
     Reason.CANARY_BUSY: "Add `--enable-prompt-tokens-details` to `spec.engine.args`.",
     Reason.CANARY_UNANSWERED: "Let the operator reach port 8000 of the pods, or turn the canary off.",
+    Reason.CANARY_LOCKED: "Let the operator [read the key](privacy.md#keys-of-the-api), or turn the canary off.",
     Reason.SINGLE_REPLICA: "Two replicas can prove it.",
     Reason.LOADING_LOSES: "Use faster storage, a larger CPU tier, or `spec.disk.mode: Bypass`.",
 }
@@ -199,17 +201,7 @@ def render() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the document, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(prog="conditions_reference", description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="write docs/conditions.md")
-    action.add_argument("--check", action="store_true", help="exit with 1 if it would change")
-    if parser.parse_args(arguments).write:
-        REFERENCE.write_text(render(), encoding="utf-8")
-        return 0
-    is_fresh = REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == render()
-    if not is_fresh:
-        sys.stderr.write(f"{REFERENCE} is stale; run this with --write\n")
-    return 0 if is_fresh else 1
+    return reference.run(arguments, prog="conditions_reference", file=REFERENCE, render=render)
 
 
 if __name__ == "__main__":

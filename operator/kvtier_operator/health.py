@@ -7,13 +7,12 @@ stuck, and already while an operator waits for the lead.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from typing import ClassVar, Final
 
+from kvtier_operator.answers import JsonHandler
 from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 Check = Callable[[], str | None]
@@ -92,27 +91,14 @@ class Beat:
         return 0.0 if last is None else self._clock() - last
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     health: ClassVar[Health]
-    protocol_version = "HTTP/1.1"
-    timeout = 10
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  the library's name
         """Answer a probe."""
         path = self.path.partition("?")[0]
         if path not in {"/healthz", "/readyz"}:
-            self._answer(404, {"error": "there are /healthz and /readyz"})
+            self.answer(404, {"error": "there are /healthz and /readyz"})
             return
         problems = self.health.problems(path)
-        self._answer(503 if problems else 200, {"ok": not problems, "problems": problems})
-
-    def _answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log no probes."""
+        self.answer(503 if problems else 200, {"ok": not problems, "problems": problems})

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 from collections import Counter as Tally
@@ -17,7 +16,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 
-from kvtier_operator import __version__
+from kvtier_operator import __version__, reference
 from kvtier_operator.listening import EVERYWHERE, HttpServer
 
 REFERENCE: Final = Path(__file__).parents[2] / "docs" / "operator-metrics.md"
@@ -190,17 +189,7 @@ def render() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the document, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(prog="kvtier_operator.metrics")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help=f"write {REFERENCE.name}")
-    action.add_argument("--check", action="store_true", help="exit with 1 if it would change")
-    if parser.parse_args(arguments).write:
-        REFERENCE.write_text(render(), encoding="utf-8")
-        return 0
-    is_fresh = REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == render()
-    if not is_fresh:
-        sys.stderr.write(f"{REFERENCE} is stale; run this with --write\n")
-    return 0 if is_fresh else 1
+    return reference.run(arguments, prog="kvtier_operator.metrics", file=REFERENCE, render=render)
 
 
 def _row(metric: Metric) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from kvtier_operator.admission import Verdict
+from kvtier_operator.answers import SLOWEST_CLIENT_SECONDS, JsonHandler
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.listening import EVERYWHERE, HttpServer
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 PATH: Final = "/validate"
 _LONGEST_BODY_BYTES: Final = 8 << 20
-_SLOWEST_CLIENT_SECONDS: Final = 10.0
 
 _TIMEOUT: Final = re.compile(r"(?:^|&)timeout=([0-9]{1,3})s(?:&|$)")
 _USUAL_TIMEOUT_SECONDS: Final = 5.0
@@ -117,7 +117,7 @@ class _Server(HttpServer):
         """Wrap a connection; it shakes hands on its own thread, where a slow client holds up nobody."""
         connection, address = super().get_request()
         self._pair.refresh()
-        connection.settimeout(_SLOWEST_CLIENT_SECONDS)
+        connection.settimeout(SLOWEST_CLIENT_SECONDS)
         return self._pair.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  the library's signature
@@ -125,28 +125,26 @@ class _Server(HttpServer):
         logger.debug("A connection from %s ended early.", client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     judge: ClassVar[Judge]
-    protocol_version = "HTTP/1.1"
-    timeout = _SLOWEST_CLIENT_SECONDS
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802  the library's name
         """Answer an AdmissionReview."""
         length = self.headers.get("Content-Length", "")
         if self.path.partition("?")[0] != PATH or not length.isdecimal() or int(length) > _LONGEST_BODY_BYTES:
             self.close_connection = True
-            self._answer(400, {"error": f"POST an AdmissionReview to {PATH}"})
+            self.answer(400, {"error": f"POST an AdmissionReview to {PATH}"})
             return
         try:
             review = json.loads(self.rfile.read(int(length)))
             request = review["request"]
             uid, new, old = request["uid"], request["object"], request.get("oldObject")
         except (ValueError, KeyError, TypeError):
-            self._answer(400, {"error": "this is no AdmissionReview of admission.k8s.io/v1"})
+            self.answer(400, {"error": "this is no AdmissionReview of admission.k8s.io/v1"})
             return
         # The name and the namespace may be missing in an object that is being created.
         metadata = {"namespace": request.get("namespace"), "name": request.get("name") or "", **new.get("metadata", {})}
-        self._answer(200, _response(uid, self._judged({**new, "metadata": metadata}, old)))
+        self.answer(200, _response(uid, self._judged({**new, "metadata": metadata}, old)))
 
     def _judged(self, new: dict[str, Any], old: dict[str, Any] | None) -> Verdict:
         try:
@@ -155,17 +153,6 @@ class _Handler(BaseHTTPRequestHandler):
             # An edge: a bug of ours must not stand between a person and their cluster.
             logger.exception("A write could not be judged; it is admitted.")
             return Verdict(warnings=("kvtier could not check this write; see the operator's log",))
-
-    def _answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log no requests: they are in the API server's audit log."""
 
 
 def _patience(path: str) -> float:

@@ -23,6 +23,7 @@ from kvtier_connector.janitor.pins import check_name, parse_hash, read_pins, wri
 from kvtier_connector.janitor.purge import Criteria, purge
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.layout import TIER_FILE, is_tenant
+from kvtier_connector.store.progress import readable_size
 
 _KEEP_ALL = 1 << 30
 _MOST_THREADS = 64
@@ -91,8 +92,8 @@ def _purge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         verb = "removed" if options.yes else "would remove"
         for each in results:
             rest = f", and {each.leftovers} quarantined or partial files" if each.leftovers else ""
-            sys.stdout.write(f"{each.path}: {verb} {each.blocks} blocks, {units.show_size(each.bytes)}{rest}\n")
-        sys.stdout.write(f"{verb} {blocks} blocks, {units.show_size(size)}\n")
+            sys.stdout.write(f"{each.path}: {verb} {each.blocks} blocks, {readable_size(each.bytes)}{rest}\n")
+        sys.stdout.write(f"{verb} {blocks} blocks, {readable_size(size)}\n")
         if not options.yes:
             sys.stdout.write("nothing was removed; add --yes to do it\n")
     for each in problems:
@@ -193,7 +194,7 @@ def _show_gc(
     verb = "would remove" if options.dry_run else "removed"
     sys.stdout.writelines(f"{verb} {count} blocks: {reason}\n" for reason, count in evicted.items())
     sys.stdout.writelines(f"removed {count} leftovers: {kind}\n" for kind, count in leftovers.items() if count)
-    sys.stdout.write(f"{blocks} blocks, {units.show_size(used_bytes)} on the volume\n")
+    sys.stdout.write(f"{blocks} blocks, {readable_size(used_bytes)} on the volume\n")
 
 
 def _gc_config(options: argparse.Namespace) -> JanitorConfig:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, READ_FLAGS, FileSystem, abandon, new_token
-from kvtier_connector.store.layout import MAX_HASH_BYTES, MIN_HASH_BYTES, partial_path
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem
+from kvtier_connector.store.layout import MAX_HASH_BYTES, MIN_HASH_BYTES
+from kvtier_connector.store.publishing import replacing, write_all
 
 PINS_FILE = "pins.json"
 """Name of the file, beside the generations of the tier."""
@@ -81,19 +82,5 @@ def write_pins(tier_dir: Path, pins: Mapping[str, bytes], *, fs: FileSystem = LO
     if len(pins) > MOST_PINS:
         raise ConfigInvalid(f"{len(pins)} pins: must be at most {MOST_PINS}; unpin some")
     text = json.dumps({"pins": {name: pins[name].hex() for name in sorted(pins)}}, indent=2) + "\n"
-    path = f"{tier_dir}/{PINS_FILE}"
-    partial = partial_path(path, new_token())
-    fd = -1
-    is_published = False
-    try:
-        fd = fs.open(partial, CREATE_FLAGS)
-        rest = memoryview(text.encode())
-        while rest:
-            rest = rest[fs.pwritev(fd, [rest], len(text.encode()) - rest.nbytes) :]
-        closing, fd = fd, -1
-        fs.close(closing)
-        fs.rename(partial, path)
-        is_published = True
-    finally:
-        if not is_published:
-            abandon(fs, fd, partial)
+    with replacing(fs, f"{tier_dir}/{PINS_FILE}") as fd:
+        write_all(fs, fd, memoryview(text.encode()))

@@ -20,8 +20,8 @@ import numpy as np
 
 from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
 from kvtier_connector.janitor.patrol import Place
-from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem, abandon, new_token
-from kvtier_connector.store.layout import partial_path
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem
+from kvtier_connector.store.publishing import replacing, write_all
 
 LEDGER_FILE = "janitor.ledger"
 """Name of the file, beside the generations of the tier."""
@@ -71,22 +71,10 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
     rows = memoryview(ledger.rows.view(np.uint8).data)
     checksum = zlib.crc32(rows, zlib.crc32(document))
     head = _HEAD.pack(_MAGIC, _VERSION, len(document), ledger.rows.size, ROW.itemsize, checksum)
-    path = f"{tier_dir}/{LEDGER_FILE}"
-    partial = partial_path(path, new_token())
-    fd = -1
-    is_published = False
-    try:
-        fd = fs.open(partial, CREATE_FLAGS)
-        offset = _write(fs, fd, memoryview(head + document), 0)
-        offset = _write(fs, fd, rows, offset)
-        closing, fd = fd, -1
-        fs.close(closing)
-        fs.rename(partial, path)
-        is_published = True
-    finally:
-        if not is_published:
-            abandon(fs, fd, partial)
-    return offset
+    with replacing(fs, f"{tier_dir}/{LEDGER_FILE}") as fd:
+        end_of_document = write_all(fs, fd, memoryview(head + document))
+        write_all(fs, fd, rows, end_of_document)
+    return end_of_document + rows.nbytes
 
 
 def load(ledger: Ledger, tier_dir: Path, *, fs: FileSystem) -> Snapshot | None:
@@ -146,13 +134,6 @@ def _are_numbered(rows: Rows, known: Mapping[str, Any]) -> bool:
         int(rows["generation"].max()) < len(known["generations"]) and int(rows["tenant"].max()) < len(known["tenants"])
     )
     return are_names and is_in_range and isinstance(known["epoch"], int)
-
-
-def _write(fs: FileSystem, fd: int, data: memoryview, offset: int) -> int:
-    done = 0
-    while done < data.nbytes:
-        done += fs.pwritev(fd, [data[done : done + _PIECE_BYTES]], offset + done)
-    return offset + done
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:

@@ -33,12 +33,3 @@ def parse_share(text: str) -> float:
     if match is None or not 0 < float(match[1]) <= 100:  # noqa: PLR2004 - percent
         raise argparse.ArgumentTypeError(f"{text!r} is no share; write it as 90%")
     return float(match[1]) / 100
-
-
-def show_size(count: float) -> str:
-    """Return bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004 - the step between these units
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

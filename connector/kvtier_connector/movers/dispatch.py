@@ -233,7 +233,10 @@ class Dispatcher:
             pipe.flush()
 
     def _drain(self) -> list[Ended]:
-        ended = []
+        ended: list[Ended] = []
+        if not self._flights:
+            # In most steps nothing is under way, and a system call lets other threads in.
+            return ended
         for entry, ticket in TOKEN.iter_unpack(self._done.receive()):
             flight = self._flights.get(entry)
             if flight is None or flight.ticket != ticket:

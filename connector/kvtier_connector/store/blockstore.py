@@ -24,14 +24,13 @@ from kvtier_connector.store.fs import (
     LOCAL,
     DirectIo,
     FileSystem,
-    abandon,
     make_directories,
     new_page,
-    new_token,
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, partial_path, tenant_of
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, tenant_of
+from kvtier_connector.store.publishing import replacing
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
@@ -353,21 +352,5 @@ class BlockStore:
 
     def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
         direct = self._direct.flag(data)
-        partial = partial_path(path, new_token())
-        fd = -1
-        is_left = True
-        try:
-            fd = self._fs.open(partial, CREATE_FLAGS | direct)
+        with replacing(self._fs, path, flags=CREATE_FLAGS | direct) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))
-            closing, fd = fd, -1
-            # Network file systems report a failed write here, so the block gets its name only afterwards.
-            self._fs.close(closing)
-            self._fs.rename(partial, path)
-            is_left = False
-        except FileNotFoundError:
-            # Its directory is not there, so neither is the file: one call less for the first block of each directory.
-            is_left = False
-            raise
-        finally:
-            if is_left:
-                abandon(self._fs, fd, partial)

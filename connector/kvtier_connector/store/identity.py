@@ -18,6 +18,7 @@ from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.format import FORMAT_VERSION
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, READ_FLAGS, FileSystem, abandon, make_directories, new_token
 from kvtier_connector.store.layout import TIER_FILE, partial_path
+from kvtier_connector.store.publishing import write_all
 
 MAX_TIER_FILE_BYTES = 1 << 20
 """More than any list of fields needs; a longer file is not ours."""
@@ -176,10 +177,7 @@ def _create(fs: FileSystem, root: Path, text: str) -> None:
     is_renamed = False
     try:
         fd = fs.open(partial, CREATE_FLAGS)
-        rest = memoryview(text.encode())
-        done = 0
-        while done < rest.nbytes:
-            done += fs.pwritev(fd, [rest[done:]], done)
+        write_all(fs, fd, memoryview(text.encode()))
         fs.fsync(fd)
         closing, fd = fd, -1
         fs.close(closing)

@@ -6,6 +6,7 @@ Files may come and go meanwhile; one that is gone before it is looked at is left
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import stat
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import (
+    JOURNAL,
     TIER_FILE,
     BlockKey,
     is_partial,
@@ -228,3 +230,25 @@ def _work(walk: _ParallelWalk, directories: _Directories) -> None:
             if found:
                 walk.ready.append(found)
             walk.changed.notify_all()
+
+
+def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:
+    """Return path relative to the root, size and time of the last write of each journal.
+
+    Raises:
+        StoreUnavailable: they cannot be looked at.
+    """
+    found = []
+    try:
+        for entry in fs.scandir(f"{root}/{JOURNAL}"):
+            path = f"{JOURNAL}/{entry.name}"
+            if parse_journal_path(path) is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = fs.stat(f"{root}/{path}")
+                found.append((path, status.st_size, status.st_mtime_ns))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
+    return sorted(found)

@@ -6,7 +6,9 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -14,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -21,7 +24,12 @@ from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.shm import clear_stale_regions, explaining_shortage
 from kvtier_connector.tier import hooks
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+from kvtier_connector.tier.gpu_copies import gather_copies
 
+GATHERED_COPIES = "gathered_copies"
+"""In kv_connector_extra_config: whether KV blocks are copied in whole chunks between GPU and host memory, with up to
+128 MiB more of GPU memory (at most 512, where a chunk is larger than 64)."""
+GATHERED_BY_DEFAULT = False
 logger = init_logger("vllm.kvtier.spec")
 
 
@@ -30,6 +38,8 @@ class KVTierSpec(TieringOffloadingSpec):
 
     The engine's processes share one region in /dev/shm; a worker makes it before the scheduler opens it. A region that
     a killed engine left is removed first, or the new one would not fit beside it. One that any process holds stays.
+
+    Takes what TieringOffloadingSpec takes from ``kv_connector_extra_config``, and ``gathered_copies`` (true or false).
     """
 
     @override
@@ -38,6 +48,7 @@ class KVTierSpec(TieringOffloadingSpec):
         self.engine_config: VllmConfig | None = None
         """All of vLLM's configuration, in the scheduler; None where it is not known."""
         hooks.install()
+        self._gathers = _is_on(self.extra_config, GATHERED_COPIES, default=GATHERED_BY_DEFAULT)
         self._cpu_worker: CpuCopyWorker | None = None
 
     @override
@@ -61,6 +72,14 @@ class KVTierSpec(TieringOffloadingSpec):
     def _explaining_shortage(self) -> AbstractContextManager[None]:
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
 
+    @override
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
+        worker = super().create_worker(kv_caches)
+        if self._gathers:
+            reason = gather_copies(worker)
+            logger.info("KV blocks are copied %s", f"page by page: {reason}" if reason else "in whole chunks")
+        return worker
+
     def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
         if self.config.canonical_layout:
             raise ConfigInvalid("canonical_layout is not supported on vLLM's CPU platform; remove it")
@@ -76,6 +95,13 @@ class KVTierSpec(TieringOffloadingSpec):
         except Exception:
             region.cleanup()
             raise
+
+
+def _is_on(settings: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = settings.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigInvalid(f"{name} in kv_connector_extra_config must be true or false, not {value!r}")
+    return value
 
 
 def _clear_stale_regions() -> None:

@@ -186,7 +186,10 @@ class Volume:
             self._synchronize()
 
     def _synchronize(self) -> None:
-        problem = self.store.synchronize(may_write=self.mode.may_store).problem
+        may_store = self.mode.may_store
+        problem = self.store.synchronize(may_write=may_store).problem
+        if not may_store:
+            self.store.show_life()
         if problem and problem != self._problem:
             logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
         self._problem = problem

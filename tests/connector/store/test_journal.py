@@ -16,7 +16,7 @@ from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter, list_journals
+from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter
 from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
@@ -27,6 +27,7 @@ from kvtier_connector.store.records import (
     Op,
     Record,
 )
+from kvtier_connector.store.scan import list_journals
 
 WRITER = "0123456789abcdef" * 2
 
