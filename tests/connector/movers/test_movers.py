@@ -346,7 +346,7 @@ def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_sy
     engine.communicate()
 
     wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover is left")
-    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208
+    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
 
 
 def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: Crews) -> None:
