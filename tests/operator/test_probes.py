@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from clocks import Clock
 from live import until
 
 from kvtier_operator import probes
@@ -35,14 +36,6 @@ class Pod:
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Rig:
