@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from clocks import Clock
+from waiting import until
 
 from kvtier_connector.errors import LeaseConflict, LeaseUnavailable
 from kvtier_connector.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
@@ -292,13 +292,6 @@ def test_whatever_fails_there_are_never_two_leaders_and_one_comes_back(seed: int
 def quick(server: LeaseServer, identity: str, told: list[bool]) -> Elector:
     fast = settings(identity, duration_seconds=2, deadline_seconds=0.6, renew_seconds=0.2, retry_seconds=0.1)
     return Elector(server.api(), fast, on_change=told.append)
-
-
-def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
 
 
 def test_on_threads_it_leads_hands_over_and_ends() -> None:

@@ -15,8 +15,9 @@ import pytest
 import yaml
 from clocks import Clock
 from fake_cluster import FakeCluster
-from live import APPS, Client, running, until
+from live import APPS, Client, running
 from tiers import NAMESPACE, tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_operator import handlers

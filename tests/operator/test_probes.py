@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from clocks import Clock
-from live import until
+from waiting import until
 
 from kvtier_operator import probes
 from kvtier_operator.probes import Address, Answer, Probes, fetch

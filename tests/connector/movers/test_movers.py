@@ -313,15 +313,15 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
 
 def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews) -> None:
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path\n"
         "from crews import CrewUnderTest\n"
-        "crew = CrewUnderTest(Path(sys.argv[2]), movers=3)\n"
+        "crew = CrewUnderTest(Path(sys.argv[1]), movers=3)\n"
         "print(*crew.processes, flush=True)\n"
         "sys.stdin.read()\n"
     )
     engine = subprocess.Popen(
-        [sys.executable, "-c", script, str(Path(__file__).parent), str(crews.directory / "volume")],
+        [sys.executable, "-c", script, str(crews.directory / "volume"), *sys.path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
