@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, key, payload, wait_until
@@ -244,6 +245,37 @@ def test_movers_that_were_given_up_are_tried_again_until_they_work_and_it_is_sai
     assert crew.row(3) == payload(1)
     assert crew.dispatcher.count_movers() == 1
     assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
+
+
+def test_movers_that_die_before_they_are_ready_cost_no_block_when_they_are_tried_again(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+    started: list[object] = []
+
+    def start_nothing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return popen([sys.executable, "-S", "-c", "pass"], **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", start_nothing)
+        crew = crews.make(movers=2, retry_seconds=0.01)
+        step_until(crew, is_usable=False)
+        before = len(started)
+        seen: set[bool] = set()
+
+        def are_tried() -> bool:
+            crew.collect()
+            seen.add(crew.dispatcher.is_usable)
+            return len(started) >= before + 6
+
+        wait_until(are_tried, "they are tried again and again")
+        assert seen == {False}
+    step_until(crew, is_usable=True)
+    crew.write(1)
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert crew.row(0) == payload(1)
 
 
 def test_only_a_mover_that_hung_says_something_of_the_volume(crews: Crews) -> None:
