@@ -6,9 +6,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
