@@ -35,7 +35,7 @@ COPIES = {
     "kvtier-loads": {"gathered_copies": "loads"},
     "kvtier-pages": {"gathered_copies": "none"},
 }
-"""Ours, copying between GPU and host memory in whole chunks, only loads so, or page by page, whatever is the default."""
+"""Ours, copying between GPU and host memory in whole chunks, only loads so, or by pages, whatever is the default."""
 KNOWN = (*ALL, CPU, *COPIES)
 
 

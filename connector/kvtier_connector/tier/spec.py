@@ -25,7 +25,7 @@ from kvtier_connector.tier.cpu_worker import CpuCopyWorker
 from kvtier_connector.tier.gpu_copies import gather_copies
 
 GATHERED_COPIES = "gathered_copies"
-"""In kv_connector_extra_config: which of the copies between GPU and host memory move whole chunks, ``all``, ``loads`` or
+"""In kv_connector_extra_config: which copies between GPU and host memory move whole chunks, ``all``, ``loads`` or
 ``none``. Each direction takes 64 MiB more of GPU memory (one chunk, where a chunk is larger)."""
 GATHERED = ("all", "loads", "none")
 GATHERED_BY_DEFAULT = "none"
