@@ -9,8 +9,26 @@ from typing import Any
 
 from e2e.bench.stats import Summary
 
-COLOURS = {"none": "#9aa0a6", "fs": "#e8710a", "lifeboat": "#9334e6", "kvtier": "#1a73e8"}
-NAMES = {"none": "no offload (computed)", "fs": "vLLM fs", "lifeboat": "lifeboatcache", "kvtier": "kvtier"}
+COLOURS = {
+    "none": "#9aa0a6",
+    "cpu": "#12b5cb",
+    "fs": "#e8710a",
+    "lifeboat": "#9334e6",
+    "kvtier": "#1a73e8",
+    "kvtier-chunks": "#185abc",
+    "kvtier-loads": "#4285f4",
+    "kvtier-pages": "#669df6",
+}
+NAMES = {
+    "none": "no offload (computed)",
+    "cpu": "vLLM CPU tier",
+    "fs": "vLLM fs",
+    "lifeboat": "lifeboatcache",
+    "kvtier": "kvtier",
+    "kvtier-chunks": "kvtier, whole chunks",
+    "kvtier-loads": "kvtier, chunks loaded",
+    "kvtier-pages": "kvtier, pages",
+}
 
 _WHOLE = 100
 """Larger numbers are written without decimals."""

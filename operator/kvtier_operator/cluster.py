@@ -36,6 +36,7 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     ("v1", "Node"): "nodes",
     ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
     ("v1", "Pod"): "pods",
+    ("v1", "Secret"): "secrets",
     ("v1", "Service"): "services",
     ("v1", "ServiceAccount"): "serviceaccounts",
     ("apps/v1", "Deployment"): "deployments",

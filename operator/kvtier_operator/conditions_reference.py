@@ -116,6 +116,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.CANARY_NOT_STORED,
         Reason.CANARY_BUSY,
         Reason.CANARY_UNANSWERED,
+        Reason.CANARY_LOCKED,
         Reason.CANARY_OFF,
         Reason.SINGLE_REPLICA,
     ),
@@ -180,6 +181,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.CANARY_NOT_STORED: "`vllm:kvtier_disk_shed_stores_total` says why; or set `spec.disk.mode` to ReadWrite.",
     Reason.CANARY_BUSY: "Add `--enable-prompt-tokens-details` to `spec.engine.args`.",
     Reason.CANARY_UNANSWERED: "Let the operator reach port 8000 of the pods, or turn the canary off.",
+    Reason.CANARY_LOCKED: "Let the operator [read the key](privacy.md#keys-of-the-api), or turn the canary off.",
     Reason.SINGLE_REPLICA: "Two replicas can prove it.",
     Reason.LOADING_LOSES: "Use faster storage, a larger CPU tier, or `spec.disk.mode: Bypass`.",
 }

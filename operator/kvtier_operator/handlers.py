@@ -21,6 +21,7 @@ import kopf
 from kvtier_operator import names
 from kvtier_operator.claim_users import ClaimUsers
 from kvtier_operator.cluster import Cluster, Credentials
+from kvtier_operator.engine_keys import read_key
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
 from kvtier_operator.inventory import Inventory
@@ -126,7 +127,12 @@ class Operator:
             settle_seconds=settings.settle_seconds,
         )
         self._probes: Probes[TierName] = Probes(self._queue.add, interval_seconds=settings.probe_seconds)
-        self._proofs = Proofs(self._queue.add, settle_seconds=settings.canary_settle_seconds)
+        self._proofs = Proofs(
+            self._queue.add,
+            # Past what is remembered of objects: nothing of a key is to stay.
+            read_key=lambda tier, source: read_key(cluster, tier, source),
+            settle_seconds=settings.canary_settle_seconds,
+        )
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
             health.alive_if("queue", self._stuck_queue)

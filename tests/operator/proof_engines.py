@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier_operator.proof.engine import EngineError, Served
+from kvtier_operator.proof.engine import EngineError, EngineLocked, Served
 from kvtier_operator.proof.exposition import Reading
 
 
@@ -28,6 +28,7 @@ class ScriptedEngine:
     other_requests: int = 0
     """Finished beside each of ours."""
     failure: str = ""
+    wants_another_key: bool = False
     counted: Reading = field(default_factory=lambda: Reading(block_tokens=16, has_tier=True))
     asked: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -58,6 +59,8 @@ class ScriptedEngine:
         return self.counted
 
     def _fail(self) -> None:
+        if self.wants_another_key:
+            raise EngineLocked("answers /v1/models with 401")
         if self.failure:
             raise EngineError(self.failure)
 

@@ -75,6 +75,14 @@ def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(failing: str
     assert found.problem == f"pod {failing} answers /v1/models with 401"
 
 
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_an_engine_that_asks_for_another_key_is_told_apart(failing: str) -> None:
+    first, second = pair()
+    (first if failing == "a" else second).wants_another_key = True
+    found = send(first, second)
+    assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, f"pod {failing} answers /v1/models with 401")
+
+
 def test_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
     volume = SharedVolume()
     first, second = ScriptedEngine(volume), ScriptedEngine(volume)

@@ -18,7 +18,9 @@ from kvtier_operator import spec, status
 from kvtier_operator.names import TierName
 from kvtier_operator.proof.asking import Ask, NoCanary, Target, make_ask
 from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.engine import EngineLocked
 from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
+from kvtier_operator.proof.keys import KeySource
 from kvtier_operator.proof.monitor import Proofs
 
 TIER = TierName(namespace="serving", name="llama")
@@ -34,13 +36,26 @@ class Bench:
         volume = SharedVolume()
         self.engines = {target.address: ScriptedEngine(volume) for target in TARGETS}
         self.woken: list[TierName] = []
+        self.keys: list[str] = []
+        self.secrets: dict[str, str] = {}
         self.proofs = Proofs(
             self.woken.append,
-            connect=self.engines.__getitem__,
+            connect=self.connect,
+            read_key=self.read_key,
             now=self.clock.now,
             pause=self.clock.pause,
             settle_seconds=0,
         )
+
+    def connect(self, address: str, key: str) -> ScriptedEngine:
+        self.keys.append(key)
+        return self.engines[address]
+
+    def read_key(self, tier: TierName, source: KeySource) -> str:
+        assert tier == TIER
+        if source.secret not in self.secrets:
+            raise EngineLocked(f"the operator may not read Secret {source.secret}")
+        return self.secrets[source.secret]
 
     def look(self, ask: Ask = ASK, proven: str | None = None) -> Findings:
         return self.proofs.look(TIER, ask, proven_rollout=proven)
@@ -105,6 +120,25 @@ def test_engines_that_do_not_answer_are_told_once() -> None:
         assert made.woken == [TIER]
 
 
+def test_engines_with_a_key_are_asked_with_it_and_their_metrics_without() -> None:
+    locked = replace(ASK, key=KeySource(secret="s", entry="k"))
+    with bench() as made:
+        made.secrets["s"] = "sesame"
+        assert made.canary(locked).outcome is CanaryOutcome.LOADED
+        assert made.keys.count("sesame") == 2
+        assert set(made.keys) == {"", "sesame"}
+
+
+def test_a_key_that_cannot_be_read_is_told_and_nobody_is_asked() -> None:
+    locked = replace(ASK, key=KeySource(secret="s", entry="k"))
+    with bench() as made:
+        found = made.canary(locked)
+        assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, "the operator may not read Secret s")
+        assert made.asked() == 0
+        made.secrets["s"] = "sesame"
+        assert made.canary(replace(locked, rollout="r2")).outcome is CanaryOutcome.LOADED
+
+
 def test_a_tier_that_is_gone_is_forgotten() -> None:
     with bench() as made:
         made.canary()
@@ -158,6 +192,7 @@ FAILING: list[tuple[CanaryOutcome, str, str]] = [
     (CanaryOutcome.NOT_STORED, "False", "CanaryNotStored"),
     (CanaryOutcome.BUSY, "Unknown", "CanaryBusy"),
     (CanaryOutcome.UNANSWERED, "Unknown", "CanaryUnanswered"),
+    (CanaryOutcome.LOCKED, "Unknown", "CanaryLocked"),
 ]
 
 

@@ -35,6 +35,13 @@
 - apiGroups: [""]
   resources: [events]
   verbs: [create, list] # listed only about a pod that its node cannot start
+{{- with .Values.rbac.readSecrets }}
+- apiGroups: [""]
+  # Keys that engines ask for; read when they are asked a canary prompt.
+  resources: [secrets]
+  resourceNames: {{ toJson . }}
+  verbs: [get]
+{{- end }}
 {{- end -}}
 
 {{- /* What it reads of the cluster itself; without it, the operator does not tell in advance that no node fits. */ -}}

@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass
 
 from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.keys import KeySource, find_key
 from kvtier_operator.snapshot import Pod, Snapshot
 from kvtier_operator.spec import TierSpec
 
@@ -44,6 +45,8 @@ class Ask:
     interval_seconds: float
     offers: int
     chunk: Chunk
+    key: KeySource | None = None
+    """Of the engines' API."""
 
 
 def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> Ask:
@@ -63,6 +66,7 @@ def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chun
         interval_seconds=spec.proof.canary.interval_seconds,
         offers=spec.disk.admission.min_reuse,
         chunk=chunk,
+        key=find_key(spec),
     )
 
 

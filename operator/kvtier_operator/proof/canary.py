@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_operator.proof.engine import Engine, EngineError, Served
+from kvtier_operator.proof.engine import Engine, EngineError, EngineLocked, Served
 from kvtier_operator.proof.exposition import Reading
 from kvtier_operator.proof.findings import Canary, CanaryOutcome
 
@@ -74,19 +74,21 @@ def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: 
         prompt, model = _prompt(first.engine, chunk)
         return _run(first, second, model=model, prompt=prompt, offers=offers, waiting=waiting)
     except _NotAnsweredError as error:
-        return Canary(
-            outcome=CanaryOutcome.UNANSWERED, first=first.name, second=second.name, problem=f"pod {error.pod} {error}"
-        )
+        return _unanswered(first, second, error.pod, error.error)
     except EngineError as error:
-        return Canary(
-            outcome=CanaryOutcome.UNANSWERED, first=first.name, second=second.name, problem=f"pod {first.name} {error}"
-        )
+        return _unanswered(first, second, first.name, error)
 
 
 class _NotAnsweredError(EngineError):
     def __init__(self, pod: str, error: EngineError) -> None:
         super().__init__(str(error))
         self.pod = pod
+        self.error = error
+
+
+def _unanswered(first: Replica, second: Replica, pod: str, error: EngineError) -> Canary:
+    outcome = CanaryOutcome.LOCKED if isinstance(error, EngineLocked) else CanaryOutcome.UNANSWERED
+    return Canary(outcome=outcome, first=first.name, second=second.name, problem=f"pod {pod} {error}")
 
 
 def _prompt(engine: Engine, chunk: Chunk) -> tuple[list[int], Served]:

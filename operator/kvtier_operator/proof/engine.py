@@ -23,6 +23,10 @@ class EngineError(Exception):
     """An engine did not answer as expected; the message says how, without any address that changes."""
 
 
+class EngineLocked(EngineError):
+    """An engine asks for a key that is missing or not its own; the message never holds one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """The model that an engine serves."""
@@ -51,9 +55,16 @@ class Engine(Protocol):
 class HttpEngine:
     """The OpenAI API and the metrics of one engine pod."""
 
-    def __init__(self, address: str) -> None:
-        """Remember the pod's IP address."""
+    def __init__(self, address: str, key: str = "") -> None:
+        """Remember the pod's IP address, and the key of its API, which its metrics do without.
+
+        Raises:
+            EngineLocked: no request can carry the key.
+        """
+        if not (key.isascii() and key.isprintable()):
+            raise EngineLocked("is asked with a key of characters that no request can carry")
         self._address = address
+        self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
 
     def model(self) -> Served:
         """Return what it serves."""
@@ -92,7 +103,11 @@ class HttpEngine:
                     method,
                     path,
                     body=None if body is None else json.dumps(body),
-                    headers={"Content-Type": "application/json", "Connection": "close"},
+                    headers={
+                        "Content-Type": "application/json",
+                        "Connection": "close",
+                        **(self._authorization if path.startswith("/v1/") else {}),
+                    },
                 )
                 answer = connection.getresponse()
                 data = answer.read(MOST_BYTES)
@@ -100,6 +115,8 @@ class HttpEngine:
             raise EngineError(f"does not answer {path} ({type(error).__name__})") from error
         finally:
             connection.close()
+        if answer.status in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:
+            raise EngineLocked(f"answers {path} with {answer.status}")
         if answer.status != http.HTTPStatus.OK:
             raise EngineError(f"answers {path} with {answer.status}")
         return data

@@ -22,6 +22,8 @@ class CanaryOutcome(enum.Enum):
     """Other requests ran at the same time, so what was counted may be theirs."""
     UNANSWERED = enum.auto()
     """An engine did not answer as expected."""
+    LOCKED = enum.auto()
+    """Engines ask for a key that the operator does not have."""
 
     @property
     def is_proof(self) -> bool:

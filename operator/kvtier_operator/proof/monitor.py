@@ -20,11 +20,12 @@ from typing import Final
 
 from kvtier_operator.names import TierName
 from kvtier_operator.proof import canary, effect
-from kvtier_operator.proof.asking import Ask, Target
+from kvtier_operator.proof.asking import Ask
 from kvtier_operator.proof.effect import Sample
-from kvtier_operator.proof.engine import Engine, EngineError, HttpEngine
+from kvtier_operator.proof.engine import Engine, EngineError, EngineLocked, HttpEngine
 from kvtier_operator.proof.exposition import Reading
-from kvtier_operator.proof.findings import Canary, Findings
+from kvtier_operator.proof.findings import Canary, CanaryOutcome, Findings
+from kvtier_operator.proof.keys import KeySource
 from kvtier_operator.workqueue import Done, WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class Proofs:
         changed: Callable[[TierName], None],
         *,
         workers: int = 4,
-        connect: Callable[[str], Engine] = HttpEngine,
+        connect: Callable[[str, str], Engine] = HttpEngine,
+        read_key: Callable[[TierName, KeySource], str] = lambda _tier, source: source.literal,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], bool] | None = None,
         settle_seconds: float = SETTLE_SECONDS,
@@ -69,13 +71,15 @@ class Proofs:
         Args:
             changed: told, from a thread of ours, which tier to look at again.
             workers: tiers that are asked at the same time.
-            connect: returns the engine at an IP address.
+            connect: returns the engine at an IP address, to be asked with a key; without one where it is empty.
+            read_key: returns the key of a tier's engines, or raises `EngineLocked`.
             now: seconds that never go back.
             pause: waits so many seconds; True if the operator stops.
             settle_seconds: how long after a rollout the first canary is sent.
         """
         self._changed = changed
         self._connect = connect
+        self._read_key = read_key
         self._now = now
         self._settle_seconds = settle_seconds
         self._stopping = threading.Event()
@@ -139,7 +143,7 @@ class Proofs:
         if record.sample_due <= now:
             updated = self._sample(updated, now)
         if record.ask.refusal is None and record.due <= now:
-            updated = self._send(updated)
+            updated = self._send(tier, updated)
         self._store(tier, record, updated)
         due = [updated.sample_due] if updated.ask.refusal is not None else [updated.sample_due, updated.due]
         return Done(again_after=max(1.0, min(due) - self._now()))
@@ -160,7 +164,7 @@ class Proofs:
             if self._stopping.is_set():
                 break
             try:
-                readings[target.pod] = self._connect(target.address).metrics()
+                readings[target.pod] = self._connect(target.address, "").metrics()
             except EngineError as error:
                 logger.debug("pod %s %s", target.pod, error)
         samples = effect.keep(record.samples, Sample(at=now, readings=readings))
@@ -170,12 +174,8 @@ class Proofs:
         findings = replace(record.findings, effect=found, break_even_tokens=effect.break_even(readings))
         return replace(record, samples=samples, findings=findings, sample_due=now + SAMPLE_SECONDS)
 
-    def _send(self, record: _Record) -> _Record:
-        first, second = (self._replica(target) for target in record.ask.targets[:2])
-        if random.random() < 0.5:  # noqa: PLR2004, S311  each way in its turn
-            first, second = second, first
-        found = canary.run(first, second, chunk=record.ask.chunk, offers=record.ask.offers, waiting=self._waiting)
-        ask = record.ask
+    def _send(self, tier: TierName, record: _Record) -> _Record:
+        ask, found = record.ask, self._ask(tier, record.ask)
         if found.outcome.is_proof:
             due = self._now() + ask.interval_seconds * random.uniform(0.9, 1.0)  # noqa: S311  no secret
             known = record.findings.canary
@@ -184,12 +184,25 @@ class Proofs:
             return replace(record, due=due, failures=0, misses=0, findings=findings)
         failures = record.failures + 1
         misses = record.misses + 1 if found.outcome.is_disproof else 0
-        due = self._now() + min(RETRY_SECONDS * 2 ** min(failures - 1, 16), ask.interval_seconds)
+        # A key that is given to the operator changes nothing else that would tell.
+        longest = SAMPLE_SECONDS if found.outcome is CanaryOutcome.LOCKED else ask.interval_seconds
+        due = self._now() + min(RETRY_SECONDS * 2 ** min(failures - 1, 16), longest)
         findings = replace(record.findings, canary=self._worth_telling(record.findings.canary, found, misses))
         return replace(record, due=due, failures=failures, misses=misses, findings=findings)
 
-    def _replica(self, target: Target) -> canary.Replica:
-        return canary.Replica(name=target.pod, engine=self._connect(target.address))
+    def _ask(self, tier: TierName, ask: Ask) -> Canary:
+        """Send a canary, each way in its turn."""
+        first, second = ask.targets[:2]
+        if random.random() < 0.5:  # noqa: PLR2004, S311  no secret
+            first, second = second, first
+        try:
+            key = "" if ask.key is None else self._read_key(tier, ask.key)
+            replicas = [
+                canary.Replica(name=each.pod, engine=self._connect(each.address, key)) for each in (first, second)
+            ]
+        except EngineLocked as error:
+            return Canary(outcome=CanaryOutcome.LOCKED, first=first.pod, second=second.pod, problem=str(error))
+        return canary.run(*replicas, chunk=ask.chunk, offers=ask.offers, waiting=self._waiting)
 
     @staticmethod
     def _worth_telling(known: Canary | None, found: Canary, misses: int) -> Canary | None:

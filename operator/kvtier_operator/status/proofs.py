@@ -112,8 +112,14 @@ def _canary(found: Canary) -> Problem:
         case CanaryOutcome.UNANSWERED:
             return _unknown(
                 Reason.CANARY_UNANSWERED,
-                f"{found.problem}: the operator must reach port 8000 of the pods (network policy) without a key; if "
-                "that is not wanted, set spec.proof.canary.enabled to false",
+                f"{found.problem}: the operator must reach port 8000 of the pods (network policy); if that is not "
+                "wanted, set spec.proof.canary.enabled to false",
+            )
+        case CanaryOutcome.LOCKED:
+            return _unknown(
+                Reason.CANARY_LOCKED,
+                f"{found.problem}: engines ask for a key; give it as VLLM_API_KEY in spec.engine.env, and name its "
+                "Secret in rbac.readSecrets of the operator's chart, or set spec.proof.canary.enabled to false",
             )
 
 

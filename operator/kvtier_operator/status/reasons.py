@@ -100,6 +100,7 @@ class Reason(enum.Enum):
     CANARY_NOT_STORED = "CanaryNotStored", "Engines store nothing on the volume."
     CANARY_BUSY = "CanaryBusy", "Other requests blur what a canary prompt did."
     CANARY_UNANSWERED = "CanaryUnanswered", "An engine does not answer the operator's canary prompt."
+    CANARY_LOCKED = "CanaryLocked", "Engines ask for a key that the operator does not have."
     CANARY_OFF = "CanaryOff", "spec.proof.canary.enabled is false."
     SINGLE_REPLICA = "SingleReplica", "One replica cannot show that it shares with another."
     LOADING_PAYS = "LoadingPays", "Loading from the volume was quicker than computing again, over the last hour."

@@ -130,7 +130,7 @@ class Rig:
             cpu_page_size=ROW_BYTES,
         )
         self.primary = CPUPrimaryTierOffloadingManager(num_chunks=chunks, mmap_region=region)
-        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs})
+        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})
         self.tier: SharedVolumeTier = tier_class(
             offloading_spec=spec,
             primary_kv_view=self.primary.get_kv_memoryview(),
