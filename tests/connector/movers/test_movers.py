@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, key, payload, wait_until
@@ -246,6 +247,37 @@ def test_movers_that_were_given_up_are_tried_again_until_they_work_and_it_is_sai
     assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
 
 
+def test_movers_that_die_before_they_are_ready_cost_no_block_when_they_are_tried_again(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+    started: list[object] = []
+
+    def start_nothing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return popen([sys.executable, "-S", "-c", "pass"], **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", start_nothing)
+        crew = crews.make(movers=2, retry_seconds=0.01)
+        step_until(crew, is_usable=False)
+        before = len(started)
+        seen: set[bool] = set()
+
+        def are_tried() -> bool:
+            crew.collect()
+            seen.add(crew.dispatcher.is_usable)
+            return len(started) >= before + 6
+
+        wait_until(are_tried, "they are tried again and again")
+        assert seen == {False}
+    step_until(crew, is_usable=True)
+    crew.write(1)
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert crew.row(0) == payload(1)
+
+
 def test_only_a_mover_that_hung_says_something_of_the_volume(crews: Crews) -> None:
     gate = shut(crews)
     dying = crews.make(movers=1, file_system="mover_fs:DyingFs")
@@ -313,12 +345,12 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
 
 ENGINE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from crews import CrewUnderTest
-crew = CrewUnderTest(Path(sys.argv[2]), movers=3, file_system=sys.argv[3])
+crew = CrewUnderTest(Path(sys.argv[1]), movers=3, file_system=sys.argv[2])
 crew.write(1)
-if sys.argv[3]:
+if sys.argv[2]:
     crew.load(1, 1)
 print(*crew.processes, flush=True)
 sys.stdin.read()
@@ -327,7 +359,7 @@ sys.stdin.read()
 
 def start_engine(crews: Crews, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a process that has three movers; one reads, if there is a file system."""
-    arguments = [str(Path(__file__).parent), str(crews.directory / "volume"), file_system]
+    arguments = [str(crews.directory / "volume"), file_system, *sys.path]
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert engine.stdout is not None
     return engine, [int(number) for number in engine.stdout.readline().split()]
