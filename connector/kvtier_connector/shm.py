@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove the shared-memory files that killed engines leave behind, and no others.
+"""Remove the shared-memory files that killed engines leave behind, and no others; explain where a new one does not fit.
 
 vLLM keeps the pinned CPU tier in ``/dev/shm/vllm_offload_<engine>.mmap`` and removes the name on a clean exit only. In
 a pod, /dev/shm outlives the container; the next engine then does not fit beside the dead one's file, and every restart
@@ -18,16 +18,24 @@ otherwise protect a dead engine's memory for ever.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier_connector.errors import ConfigInvalid
+
 PREFIX = "vllm_offload_"
 SHM = Path("/dev/shm")  # noqa: S108 - vLLM puts the files here
 PROC = Path("/proc")
+
+_NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFAULT}
+"""What the system says when it has no page to give; EFAULT is its answer to a mapping that is to be filled."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,31 @@ class _Holders(NamedTuple):
 
     files: frozenset[_File]
     hidden_users: frozenset[int]
+
+
+@contextlib.contextmanager
+def explaining_shortage(wanted_bytes: int, directory: str | Path = SHM) -> Iterator[None]:
+    """Say which setting to change where a region of so many bytes does not fit; every other error passes.
+
+    Raises:
+        ConfigInvalid: the region does not fit.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        is_shortage = error.errno in _NO_ROOM if isinstance(error, OSError) else str(directory) in str(error)
+        if not is_shortage:
+            raise
+        try:
+            room = shutil.disk_usage(directory)
+            have = f"{room.free >> 20} of {room.total >> 20} MiB are free"
+        except OSError:
+            have = "nobody can tell how much is free"
+        raise ConfigInvalid(
+            f"{directory} is too small: the CPU tier needs {wanted_bytes >> 20} MiB there and {have} ({error}); lower "
+            "spec.cpu.size of the KVCacheTier, or, in a pod of your own, lower cpu_bytes_to_use or mount a larger "
+            f"emptyDir of medium Memory at {directory}, within the container's memory limit"
+        ) from error
 
 
 def clear_stale_regions(directory: str | Path = SHM) -> list[str]:

@@ -23,6 +23,14 @@ from kvtier_operator.status.reasons import Reason
             Reason.SHM_TOO_SMALL,
         ),
         ("OSError: [Errno 14] Bad address", Reason.SHM_TOO_SMALL),
+        (
+            "RuntimeError: Insufficient space in /dev/shm for CPU KV offload shared region in /dev/shm: 9 MiB required",
+            Reason.SHM_TOO_SMALL,
+        ),
+        (
+            "kvtier_connector.errors.ConfigInvalid: /dev/shm is too small: the CPU tier needs 9 MiB there",
+            Reason.SHM_TOO_SMALL,
+        ),
         ("FileExistsError: [Errno 17] File exists: '/dev/shm/vllm_offload_1.mmap'", Reason.STALE_SHM),
         ("OSError: [Errno 28] /dev/shm/vllm_offload_1.mmap: No space left on device", Reason.STALE_SHM),
         ("RuntimeError: No CUDA GPUs are available", Reason.DEVICE_MISSING),

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 from fake_cluster import FakeCluster
-from live import until
 from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
+from waiting import until
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName

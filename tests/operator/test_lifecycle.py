@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, running, until
+from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, running
 from tiers import tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 

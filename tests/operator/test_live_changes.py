@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from fake_cluster import FakeCluster
 from test_reconcile import CHILDREN, run
 from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, tier
@@ -31,6 +32,17 @@ def test_a_budget_reaches_engines_and_janitor_without_a_new_pod() -> None:
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["max_bytes"] == 1 << 40
     told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (told.max_bytes, told.ttl_seconds, told.low_watermark, told.keep_previous) == (1 << 40, 3600, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "count"),
+    [("0%", 0.0, 0), ("7%", 0.07, 0), ("50Gi", 0.0, 50 << 30), ("1.5e9", 0.0, 1_500_000_000)],
+)
+def test_free_space_reaches_the_janitor_as_a_share_or_as_an_amount(free: str, fraction: float, count: int) -> None:
+    cluster = FakeCluster(tier(disk={"budget": {"minFree": free}}))
+    run(cluster)
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (told.min_free_fraction, told.min_free_bytes) == (fraction, count)
 
 
 def test_another_key_reaches_the_engines_without_a_new_pod() -> None:

@@ -20,8 +20,9 @@ import yaml
 from aiohttp.test_utils import make_mocked_request
 from chart import NAMESPACE as SYSTEM
 from chart import render
-from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, until
+from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers
 from tiers import tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread, writes
 from kvtier_localcluster.apiserver.rbac import Grant, Rbac, grants_of

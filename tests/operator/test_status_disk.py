@@ -62,6 +62,16 @@ def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[st
             id="others fill the volume",
         ),
         pytest.param(
+            view(
+                usage(volume_bytes=VOLUME, volume_free_bytes=45 << 30),
+                spec=spec.parse(tier(disk={"budget": {"maxBytes": "1Ti", "minFree": "50Gi"}})),
+            ),
+            "DiskWithinBudget",
+            Reason.VOLUME_FULL,
+            "45 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (50Gi)",
+            id="others fill the volume to an amount",
+        ),
+        pytest.param(
             view(usage(problems=("unlink /var/lib/kvtier/x: Permission denied",))),
             "DiskHealthy",
             Reason.JANITOR_HINDERED,

@@ -48,7 +48,8 @@ def min_free_bytes(config: JanitorConfig, space: Space) -> int:
     """Return what shall stay free of the file system; 0 where it does not say how large it is."""
     if not space.is_known:
         return 0
-    return max(config.min_free_bytes, int(config.min_free_fraction * space.total_bytes))
+    wanted = max(config.min_free_bytes, int(config.min_free_fraction * space.total_bytes))
+    return min(wanted, space.total_bytes)
 
 
 def make_limits(  # noqa: PLR0913 - keywords

@@ -16,6 +16,8 @@ from kvtier_connector.janitor.ledger import Ledger, Rows
 from kvtier_connector.janitor.policy import Blocks, Flags, Ints, link
 from kvtier_connector.store.layout import BLOCKS, MAX_HASH_BYTES, TENANTS, tenant_directory, tenant_of
 
+_NEARLY_ALL = 0.9
+
 
 def make_blocks(
     ledger: Ledger, *, order: Sequence[str], pins: Collection[bytes], is_aging: bool = True
@@ -69,6 +71,13 @@ def pinned_rows(ledger: Ledger, pins: Collection[bytes]) -> Ints:
     """Return the rows of the blocks with these hashes."""
     rows = np.flatnonzero(ledger.rows["is_alive"])
     return rows[_pinned(ledger.rows, rows, pins)]
+
+
+def expire_most(ledger: Ledger, before_ns: int) -> bool:
+    """Say whether nearly all blocks were created before that."""
+    rows = ledger.rows
+    expired = int(np.count_nonzero(rows["is_alive"] & (rows["created"] < before_ns)))
+    return expired > _NEARLY_ALL * ledger.total.blocks
 
 
 def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:

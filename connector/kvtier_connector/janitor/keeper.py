@@ -16,7 +16,8 @@ from pathlib import Path
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.janitor.brake import BrakeWriter, make_tier_directory
 from kvtier_connector.janitor.budget import Space, brake_reason, is_due, make_limits, make_space
-from kvtier_connector.janitor.columns import Extremes, make_blocks, used_by_tenant
+from kvtier_connector.janitor.clocks import HELD, Clocks
+from kvtier_connector.janitor.columns import Extremes, expire_most, make_blocks, used_by_tenant
 from kvtier_connector.janitor.eviction import Eviction
 from kvtier_connector.janitor.generations import Generation, find_generations
 from kvtier_connector.janitor.ledger import Ledger, sum_of
@@ -52,6 +53,7 @@ class Keeper:
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
         is_lasting: bool = True,
+        ask_volume: Callable[[], int | None] | None = None,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -62,11 +64,15 @@ class Keeper:
             now: Seconds that never go back.
             may_act: Asked before each batch of removals: whether this is still the active janitor of the tier.
             is_lasting: Whether it keeps ledger and brake on the volume; what runs once beside a janitor does not.
+            ask_volume: What time it is on the volume, as `clock`, None where it does not say; by default a file tells.
         """
         self.config = config
         self._dir = str(Path(config.tier_dir))
         self._fs = fs = Beneath(fs, self._dir)
-        self._clock = clock
+        self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
+        ask = ask_volume or (lambda: self._brake.ask_time_ns() if may_act() else None)
+        self._clocks = Clocks(ask=ask, is_starting=is_lasting, clock=clock, now=now)
+        self._clock = clock = self._clocks.time_ns
         self._now = now
         self._may_act = may_act
         self._is_lasting = is_lasting
@@ -74,7 +80,6 @@ class Keeper:
         self._ledger = Ledger()
         self._news = News(self._dir, self._ledger, fs=fs, clock=clock)
         self._patrol = Patrol(self._ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
-        self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
         self._generations: list[Generation] = []
         self._retirement = Retirement(self._dir, fs=fs, clock=clock, own_writers=lambda: self._news.tokens)
         self._pins: dict[str, bytes] | None = None
@@ -92,7 +97,7 @@ class Keeper:
         self._published: tuple[int, Look | None, int] = (-1, None, 0)
         self.tallies = Tallies()
         removed = self.tallies.removed_leftovers
-        self._tidy = Tidy(self._dir, fs=fs, busy=self._busy_tenants, removed=removed, now=now)
+        self._tidy = Tidy(self._dir, fs=fs, ledger=self._ledger, removed=removed, now=now)
         self.report: Report | None = None
         """The last one; None before the first step."""
 
@@ -142,8 +147,9 @@ class Keeper:
             self._brake_or_let_go()
             with self._problems.trying("tell"):
                 self._news.flush()
-            self._give_up_generations(may_go_on)
-            self._remove_leftovers(may_go_on)
+            if not self._clocks.is_jumped:
+                self._give_up_generations(may_go_on)
+                self._remove_leftovers(may_go_on)
             self._save_if_due()
         if is_time:
             self._next_look = self._now() + self.config.sweep_seconds
@@ -180,6 +186,8 @@ class Keeper:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> None:
+        self._clocks.look()
+        self._problems.state("clock", self._clocks.problem)
         with self._problems.trying("volume"):
             self._generations = find_generations(self._fs, self._dir, self._generations)
             problems = (f"generation: {each.problem}" for each in self._generations if each.problem)
@@ -259,12 +267,8 @@ class Keeper:
                     self._news.flush()
                 self._listen()
         if eviction.is_done or "remove" in self._problems or not self._may_act():
-            self.tallies.evicted_blocks += eviction.removed
-            self.tallies.evicted_bytes += eviction.freed_bytes
-            self.tallies.spared_blocks += eviction.spared
-            self.tallies.sweeps += 1
-            self.tallies.sweep_seconds = self._now() - self._eviction_began
-            self.tallies.last_sweep = self._clock() / 1e9
+            seconds = self._now() - self._eviction_began
+            self.tallies.add_sweep(eviction, seconds=seconds, ended=self._clock() / 1e9)
             self._eviction = None
             self._extremes.forget()
 
@@ -313,10 +317,6 @@ class Keeper:
             with self._problems.trying("tidy"):
                 self._tidy.step(self._digests(), make_ages(config), now_ns=now_ns)
 
-    def _busy_tenants(self, digest: str) -> set[str]:
-        number = self._ledger.generation(digest)
-        return {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
-
     def _save_if_due(self) -> None:
         is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0
         if (is_first or self._now() >= self._next_save) and self._eviction is None:
@@ -356,6 +356,11 @@ class Keeper:
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
+        before_ns = limits.expire_before
+        is_held = before_ns is not None and self._clocks.is_doubtful and expire_most(self._ledger, before_ns)
+        self._problems.state("ttl", HELD if is_held else "")
+        if is_held:
+            limits = replace(limits, expire_before=None)
         # Pins that were never read may hold any block, but not against its time to live.
         return limits if self._pins is not None else Limits(expire_before=limits.expire_before)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import ConfigInvalid, StoreUnavailable
-from kvtier_connector.janitor.walk import find_tenants, meet
+from kvtier_connector.janitor.walk import find_tenants, meet_all
 from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -27,6 +27,7 @@ from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
 
 _TENANT = re.compile(rf"{TENANTS}/([^/]+)/")
 _FLUSH_EVERY = 4096
+_MEET_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ def _purge_one(  # noqa: PLR0913 - keywords
 ) -> None:
     fs = Beneath(fs, str(root))
     journal = JournalWriter(root, fs=fs, clock=clock)
-    chosen = _choose(root, criteria, fs=fs, threads=threads, now_ns=clock())
-    for entry in chosen:
+    unread: list[OSError] = []
+    for entry in _choose(root, criteria, fs=fs, threads=threads, now_ns=clock(), unread=unread):
         if not is_dry:
             try:
                 fs.unlink(f"{root}/{entry.path}")
@@ -127,6 +128,8 @@ def _purge_one(  # noqa: PLR0913 - keywords
             if purged.blocks % _FLUSH_EVERY == 0:
                 _flush(journal)
     _flush(journal)
+    if unread:
+        purged.failed, purged.problem = purged.failed + len(unread), purged.problem or str(unread[0])
 
 
 def _flush(journal: JournalWriter) -> None:
@@ -136,11 +139,14 @@ def _flush(journal: JournalWriter) -> None:
             journal.flush()
 
 
-def _choose(
-    root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, now_ns: int
+def _choose(  # noqa: PLR0913 - keywords
+    root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, now_ns: int, unread: list[OSError]
 ) -> Iterator[BlockEntry | Leftover]:
-    members = None if criteria.prefix is None else _members(root, criteria, fs=fs, threads=threads)
-    for entry in scan_parallel(root, fs=fs, threads=threads):
+    """Yield what is to go; of what cannot be looked at, why it cannot is added to `unread`."""
+    members = None
+    if criteria.prefix is not None:
+        members = _members(root, criteria, fs=fs, threads=threads, unread=unread)
+    for entry in scan_parallel(root, fs=fs, threads=threads, unread=unread):
         if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
             continue
         if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
@@ -153,18 +159,21 @@ def _choose(
         yield entry
 
 
-def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int) -> set[BlockKey]:
+def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, unread: list[OSError]) -> set[BlockKey]:
     """Return the keys of the blocks with the hash, and of all that continue them; opens every block of the tenant."""
     keys = [
         entry.key
-        for entry in scan_parallel(root, fs=fs, threads=threads)
+        for entry in scan_parallel(root, fs=fs, threads=threads, unread=[])
         if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
     ]
     parents: dict[BlockKey, BlockKey] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
-        for met in pool.map(lambda key: meet(fs, str(root), key), keys):
-            if met is not None and met.header is not None and met.header.lineage.parent:
-                parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
+        for some in _parts(keys):
+            found, refused = meet_all(pool, fs, str(root), some)
+            unread += [each.error for each in refused]
+            for met in found:
+                if met.header is not None and met.header.lineage.parent:
+                    parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
     is_member: dict[BlockKey, bool] = {}
     for key in keys:
         path: list[BlockKey] = []
@@ -177,6 +186,11 @@ def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int) ->
         for each in path:
             is_member[each] = answer
     return {key for key in keys if is_member[key]}
+
+
+def _parts(keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
+    for start in range(0, len(keys), _MEET_AT_ONCE):
+        yield keys[start : start + _MEET_AT_ONCE]
 
 
 def _tenant(entry: BlockEntry | Leftover) -> str:

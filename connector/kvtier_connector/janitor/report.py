@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtier_connector.contract_usage import MOST_ENTRIES, GenerationUsage, TenantUsage, Usage, encode
 from kvtier_connector.janitor.budget import Space
+from kvtier_connector.janitor.eviction import Eviction
 from kvtier_connector.janitor.ledger import Ledger, Sum, sum_of
 from kvtier_connector.janitor.policy import Reason
 
@@ -31,6 +32,14 @@ class Tallies:
     """Of the last decision, until all of it was carried out."""
     last_sweep: float = 0.0
     """When that was: seconds since 1970."""
+
+    def add_sweep(self, eviction: Eviction, *, seconds: float, ended: float) -> None:
+        """Add what a decision came to: how long it took, and when it ended."""
+        self.evicted_blocks += eviction.removed
+        self.evicted_bytes += eviction.freed_bytes
+        self.spared_blocks += eviction.spared
+        self.sweeps += 1
+        self.sweep_seconds, self.last_sweep = seconds, ended
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.janitor.ledger import Sum
+from kvtier_connector.janitor.ledger import Ledger, Sum
 from kvtier_connector.janitor.removal import remove_directory, remove_empty_tree
 from kvtier_connector.janitor.snapshot import LEDGER_FILE
 from kvtier_connector.janitor.walk import find_tenants, list_own
@@ -130,7 +130,7 @@ class Tidy:
         tier_dir: str,
         *,
         fs: FileSystem,
-        busy: Callable[[str], set[str]],
+        ledger: Ledger,
         removed: Counter[str],
         now: Callable[[], float],
     ) -> None:
@@ -139,13 +139,13 @@ class Tidy:
         Args:
             tier_dir: Directory of the generations.
             fs: The system calls.
-            busy: Tells the tenants that have blocks in a generation.
+            ledger: Knows the tenants that have blocks.
             removed: Counts by kind what was removed.
             now: Seconds that never go back.
         """
         self._dir = tier_dir
         self._fs = fs
-        self._busy = busy
+        self._ledger = ledger
         self._removed = removed
         self._now = now
         self._next_at = now()
@@ -191,4 +191,6 @@ class Tidy:
 
     def _sweep_tenants(self, digest: str, _: Ages, now_ns: int) -> None:
         root = f"{self._dir}/{digest}"
-        self._removed["tenant"] += sweep_tenants(self._fs, root, busy=self._busy(digest), now_ns=now_ns)
+        number = self._ledger.generation(digest)
+        busy = {self._ledger.tenants[tenant] for generation, tenant in self._ledger.sums() if generation == number}
+        self._removed["tenant"] += sweep_tenants(self._fs, root, busy=busy, now_ns=now_ns)

@@ -50,7 +50,7 @@ class Current(NamedTuple):
     ticket: int
     """`NO_TICKET` while it waits for work."""
     started: float
-    """On `time.monotonic`, which all processes of a host share."""
+    """On `time.monotonic`, which all processes of a host share; 0 until it is ready for work."""
 
 
 class Result(NamedTuple):

@@ -8,6 +8,7 @@ does: whatever ended them, a limit of the pod or a node without memory, may be o
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import subprocess
@@ -29,6 +30,14 @@ LONGEST_BACKOFF_SECONDS = 600.0
 _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 """Copies into the CPU tier of 64 KiB and more bypass the processor's caches: it is the GPU that reads them next. That
 saves reading each line before it is written, a third of the memory traffic. Other C libraries ignore it."""
+
+
+class _State(enum.Enum):
+    USABLE = "usable"
+    RESTING = "resting"
+    """Given up until the back-off is over."""
+    STARTING = "starting"
+    """Tried again, and not yet all ready; whatever goes wrong costs nobody a block."""
 
 
 class Crew:
@@ -56,7 +65,8 @@ class Crew:
         self._killed: set[int] = set()
         self._deaths: deque[float] = deque()
         self._deaths_in_vain = 0
-        self._retry_at: float | None = None
+        self._state = _State.USABLE
+        self._retry_at = 0.0
         self._trial_ends: float | None = None
 
     def start(self) -> None:
@@ -67,7 +77,7 @@ class Crew:
     @property
     def is_usable(self) -> bool:
         """Whether the processes live; False for a while once they died too often, or one could not be started."""
-        return self._retry_at is None
+        return self._state is _State.USABLE
 
     def count(self) -> int:
         """Return how many processes there are to use."""
@@ -103,22 +113,25 @@ class Crew:
         """Say whether `kill` ended one that `bury` named."""
         return mover in self._killed
 
-    def try_again(self) -> None:
-        """Start what is missing of a crew that was given up, once the back-off is over; else do nothing."""
+    def try_again(self, is_ready: Callable[[int], bool]) -> None:
+        """Start what is missing of a crew that was given up, once the back-off is over, and use it when all are ready.
+
+        From then on it is on trial for a while, with the first death as its end.
+        """
         now = time.monotonic()
-        if self._retry_at is None:
-            if self._trial_ends is not None and now >= self._trial_ends:
-                self._trial_ends = None
-                self._backoff_seconds = self._first_backoff_seconds
-                logger.info("Movers of blocks work again")
-        elif now >= self._retry_at:
-            self._retry_at = None
+        if self._state is _State.RESTING and now >= self._retry_at:
+            self._state = _State.STARTING
             self._deaths.clear()
             self._deaths_in_vain = 0
-            self._trial_ends = now + _DEATH_WINDOW_SECONDS
             for mover in range(self._size):
                 if mover not in self._processes:
                     self._try_to_spawn(mover)
+        elif self._state is _State.STARTING and all(is_ready(mover) for mover in range(self._size)):
+            self._state = _State.USABLE
+            self._trial_ends = now + _DEATH_WINDOW_SECONDS
+        elif self._state is _State.USABLE and self._trial_ends is not None and now >= self._trial_ends:
+            self._trial_ends = None
+            logger.info("Movers of blocks work again")
 
     def kill(self, mover: int) -> None:
         """End a process that hangs; `bury` tells when it is gone."""
@@ -143,13 +156,13 @@ class Crew:
         return all(process.returncode is not None for process in self._processes.values())
 
     def _are_too_many(self) -> bool:
-        if self._trial_ends is not None:
+        if self._state is _State.STARTING or self._trial_ends is not None:
             return bool(self._deaths)
         return len(self._deaths) > 2 * self._size + _SPARE_DEATHS or self._deaths_in_vain > self._size + _SPARE_DEATHS
 
     def _try_to_spawn(self, mover: int) -> None:
         """Start a process, or give the crew up: a host that has no room for one must not end the engine."""
-        if not self.is_usable:
+        if self._state is _State.RESTING:
             return
         try:
             self._spawn(mover)
@@ -157,14 +170,15 @@ class Crew:
             self._give_up(time.monotonic(), f"one cannot be started: {error}")
 
     def _give_up(self, now: float, reason: str) -> None:
-        if not self.is_usable:
+        if self._state is _State.RESTING:
             return
-        if self._trial_ends is None:
+        if self._state is _State.STARTING or self._trial_ends is not None:
+            self._backoff_seconds = min(2 * self._backoff_seconds, LONGEST_BACKOFF_SECONDS)
+        else:
             self._backoff_seconds = self._first_backoff_seconds
             # Once: what follows until they work again is the same news.
             logger.error("Movers of blocks are given up (%s); threads take over, and they are tried again", reason)
-        else:
-            self._backoff_seconds = min(2 * self._backoff_seconds, LONGEST_BACKOFF_SECONDS)
+        self._state = _State.RESTING
         self._retry_at = now + self._backoff_seconds
 
     def _spawn(self, mover: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier_connector.movers.board import ENTRIES, NO_TICKET, TOKEN, Board, create_board
+from kvtier_connector.movers.board import ENTRIES, NO_TICKET, TOKEN, Board, Current, create_board
 from kvtier_connector.movers.crew import FIRST_BACKOFF_SECONDS, Crew
 from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.movers.region import Region
@@ -233,7 +233,10 @@ class Dispatcher:
             pipe.flush()
 
     def _drain(self) -> list[Ended]:
-        ended = []
+        ended: list[Ended] = []
+        if not self._flights:
+            # In most steps nothing is under way, and a system call lets other threads in.
+            return ended
         for entry, ticket in TOKEN.iter_unpack(self._done.receive()):
             flight = self._flights.get(entry)
             if flight is None or flight.ticket != ticket:
@@ -259,7 +262,7 @@ class Dispatcher:
 
     def _tend(self, now: float) -> list[Ended]:
         """Look after the processes."""
-        self._crew.try_again()
+        self._crew.try_again(self._is_ready)
         self._recoveries = [recovery for recovery in self._recoveries if not self._recover(recovery)]
         ended = self._bury(now)
         self._stuck = 0
@@ -324,12 +327,17 @@ class Dispatcher:
                 self._crew.kill(mover)
         return not fence.remaining
 
+    def _is_ready(self, mover: int) -> bool:
+        return self._board.current(mover).started > 0
+
     def _hangs(self, mover: int, now: float) -> bool:
         current = self._board.current(mover)
         return current.ticket != NO_TICKET and current.started < now - self._settings.stuck_seconds
 
     def _command(self, mover: int) -> tuple[str, list[int]]:
         settings = self._settings
+        # What the one before it said is not true of this one.
+        self._board.set_current(mover, Current(0, NO_TICKET, 0.0))
         group = mover % self._groups
         # Half of a group also saves, so that a burst of stores never takes every mover from the loads.
         is_saving = mover // self._groups < max(1, settings.movers // self._groups // 2)

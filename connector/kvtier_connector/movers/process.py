@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier_connector.movers.board import TOKEN, Board, Current, Result
+from kvtier_connector.movers.board import NO_TICKET, TOKEN, Board, Current, Result
 from kvtier_connector.movers.mapped import MappingFs
 from kvtier_connector.movers.tasks import Task, decode_task, encode_outcome
 from kvtier_connector.store.blockstore import BlockStore, Outcome, StoreOutcome
@@ -136,6 +136,7 @@ class Mover:
 
     def run(self) -> None:
         """Work until the engine closes the pipes."""
+        self._rest()
         is_mapping = True
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
@@ -167,7 +168,11 @@ class Mover:
             outcome = self._load(task, entry, ticket) if task.is_load else self._save(task, entry, ticket)
         if self._board.ticket(entry) == ticket:
             self._board.write_result(entry, Result(*encode_outcome(outcome), time.monotonic() - started))
-        self._board.set_current(mover, Current(0, 0, 0.0))
+        self._rest()
+
+    def _rest(self) -> None:
+        """Say that it has nothing to do, which also says that it is ready."""
+        self._board.set_current(self._settings.mover, Current(0, NO_TICKET, time.monotonic()))
 
     def _load(self, task: Task, entry: int, ticket: int) -> Outcome | None:
         def take(offset: int, piece: memoryview) -> bool:

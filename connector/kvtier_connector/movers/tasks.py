@@ -18,6 +18,7 @@ WITHDRAWN = 0
 _HIT, _MISS, _STORED, _PRESENT = 1, 2, 3, 4
 _FAULTS: tuple[Fault | StoreFault, ...] = (*Fault, *StoreFault)
 _FIRST_FAULT = 16
+_OTHERS: dict[int, Outcome | StoreOutcome] = {_MISS: Miss(), _PRESENT: Present()}
 _CODES = {fault: number for number, fault in enumerate(_FAULTS, start=_FIRST_FAULT)}
 
 
@@ -57,12 +58,10 @@ def encode_outcome(outcome: Outcome | StoreOutcome | None) -> tuple[int, int]:
 
 def decode_outcome(code: int, moved_bytes: int) -> Outcome | StoreOutcome | None:
     """Read what `encode_outcome` returned."""
+    if code == _STORED:
+        return Stored(moved_bytes)
+    if code == _HIT:
+        return Hit(moved_bytes)
     if code >= _FIRST_FAULT:
         return _FAULTS[code - _FIRST_FAULT]
-    outcomes: dict[int, Outcome | StoreOutcome] = {
-        _HIT: Hit(moved_bytes),
-        _MISS: Miss(),
-        _STORED: Stored(moved_bytes),
-        _PRESENT: Present(),
-    }
-    return outcomes.get(code)
+    return _OTHERS.get(code)

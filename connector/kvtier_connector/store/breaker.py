@@ -46,6 +46,8 @@ class Sign(enum.Enum):
     """The next one will end the same way."""
 
 
+_HARMLESS = frozenset({Sign.GOOD, Sign.NEUTRAL})
+
 _STORE_SIGNS = {
     StoreFault.NO_BUDGET: Sign.NEUTRAL,
     StoreFault.NO_QUOTA: Sign.NEUTRAL,
@@ -100,7 +102,7 @@ class _Circuit:
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
-        self._bad = 0
+        self.bad = 0
         self._backoff_seconds = limits.first_backoff_seconds
         self._retry_at = 0.0
         self._attempt_ends: float | None = None
@@ -142,10 +144,10 @@ class _Circuit:
 
     def _record_closed(self, sign: Sign, cause: str, now: float) -> None:
         if sign is Sign.GOOD:
-            self._bad = 0
+            self.bad = 0
         elif sign is not Sign.NEUTRAL:
-            self._bad += 1
-            if sign is Sign.FATAL or self._bad >= self._limits.bad_in_a_row:
+            self.bad += 1
+            if sign is Sign.FATAL or self.bad >= self._limits.bad_in_a_row:
                 self.opened += 1
                 self._backoff_seconds = self._limits.first_backoff_seconds
                 self._open(cause, now)
@@ -154,7 +156,7 @@ class _Circuit:
         self._attempt_ends = None
         if sign is Sign.GOOD:
             self.is_closed = True
-            self._bad = 0
+            self.bad = 0
         elif sign is not Sign.NEUTRAL:
             self._fail_attempt(cause, now)
 
@@ -194,8 +196,12 @@ class Breaker:
 
     def admit(self, direction: Direction) -> bool:
         """Ask before each operation; True obliges to tell its end with one of the methods below."""
+        circuit = self._circuits[direction]
+        # Without the lock, for it is asked for each block: a circuit that opens meanwhile lets one more through.
+        if circuit.is_closed:
+            return True
         with self._lock:
-            return self._circuits[direction].admit(self._now())
+            return circuit.admit(self._now())
 
     def record_load(self, outcome: Outcome) -> None:
         """Tell what a `get` answered."""
@@ -221,8 +227,12 @@ class Breaker:
             return CircuitView(circuit.state(now), circuit.cause, circuit.opened, circuit.retry_in(now))
 
     def _record(self, direction: Direction, sign: Sign, cause: str) -> None:
+        circuit = self._circuits[direction]
+        if sign in _HARMLESS and circuit.is_closed and not circuit.bad:
+            # What nearly every block says, and what changes nothing.
+            return
         with self._lock:
-            self._circuits[direction].record(sign, cause, self._now())
+            circuit.record(sign, cause, self._now())
 
 
 def _cause(outcome: Outcome | StoreOutcome) -> str:

@@ -76,6 +76,10 @@ class FileSystem:
         """Describe a path without following a link."""
         return os.lstat(path)
 
+    def touch(self, path: str) -> None:
+        """Have the volume note that the file was written to now, by its own clock; of a link, the link."""
+        os.utime(path, follow_symlinks=False)
+
     def statvfs(self, path: str) -> os.statvfs_result:
         """Describe the volume that holds a path."""
         return os.statvfs(path)

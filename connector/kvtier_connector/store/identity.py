@@ -8,6 +8,7 @@ say exactly what the caller expects is refused.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 from collections.abc import Mapping
@@ -50,6 +51,16 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
     _compare(root, ours, parse(text, where=f"{root}/{TIER_FILE}"))
 
 
+class Standing(enum.Enum):
+    """How a directory that was claimed is now."""
+
+    SAME = "same"
+    GONE = "gone"
+    """Nothing is at stake: it is made again with the next block."""
+    OTHER = "other"
+    """It is to be claimed again."""
+
+
 class Claim:
     """One directory that was claimed, and whether it still is; one thread at a time.
 
@@ -70,18 +81,19 @@ class Claim:
         claim(self._root, self._identity, self._digest, fs=self._fs)
         self._seen = self._look()
 
-    def is_current(self, *, may_write: bool) -> bool:
-        """Say whether the description is the one last compared: one system call.
+    def look(self, *, may_write: bool) -> Standing:
+        """Say how the description is compared with when it was last claimed: one system call if it is as it was.
 
-        Where the whole directory is gone nothing is at stake; it is made again with the next block. Where only the
-        description is, it is to be written again, unless nothing may be written.
+        Where only the description is gone, it is to be written again, unless nothing may be written.
 
         Raises:
             StoreUnavailable: the volume cannot be used now.
         """
         try:
             seen = self._look()
-            return seen == self._seen if seen is not None else not (may_write and self._is_there())
+            if seen is not None:
+                return Standing.SAME if seen == self._seen else Standing.OTHER
+            return Standing.OTHER if may_write and self._is_there() else Standing.GONE
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error
 

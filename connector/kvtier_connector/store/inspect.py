@@ -19,9 +19,8 @@ from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
-from kvtier_connector.store.journal import list_journals
 from kvtier_connector.store.progress import counted, existing_directory, readable_size
-from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, LeftoverKind, list_journals, scan_parallel
 
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
 """Upper bounds in seconds, with the names that people see."""

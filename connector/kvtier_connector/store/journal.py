@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 import time
 from collections import deque
@@ -64,6 +65,8 @@ class JournalLimits:
     """A segment that would grow beyond it is left, and the next one begun."""
     segments: int = 16
     """The writer removes its own segments before these last ones."""
+    life_seconds: float = 600.0
+    """A journal to which nothing was written for so long has its time renewed while its process is there."""
 
 
 class JournalWriter:
@@ -99,6 +102,7 @@ class JournalWriter:
         self._flushing = threading.Lock()
         self._number = 0
         self._offset = 0
+        self._shown_at = -math.inf
 
     def append(self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
         """Note what was done; it is written at the next flush. A repeated USED is left out."""
@@ -131,6 +135,7 @@ class JournalWriter:
                 batch = list(self._pending)
                 self._pending.clear()
             if not batch and self._offset:
+                self._show_life()
                 return 0
             try:
                 self._write(b"".join(batch))
@@ -142,6 +147,30 @@ class JournalWriter:
                     self._trim()
                 raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be written: {error}") from error
         return len(batch)
+
+    def show_life(self) -> None:
+        """Have the volume note that this process is there, although it may store nothing; now and then, if it can.
+
+        Whoever gives up generations that nobody uses goes by when their journals were last written to. So an empty one
+        is begun where there is none, and later only its time is renewed.
+        """
+        with self._flushing:
+            self._show_life()
+
+    def _show_life(self) -> None:
+        """Renew the time of the journal if it is time to; the caller holds `_flushing`."""
+        if self._now() - self._shown_at < self._limits.life_seconds:
+            return
+        self._shown_at = self._now()
+        with contextlib.suppress(OSError):
+            if self._offset:
+                try:
+                    self._fs.touch(self._path(self._number))
+                except FileNotFoundError:
+                    # Somebody took it for a dead process's.
+                    self._begin_segment()
+            if not self._offset:
+                self._write(b"")
 
     def _was_seen(self, key: BlockKey) -> bool:
         """Note the block as used now, and say whether it had been already; the caller holds `_lock`."""
@@ -197,6 +226,7 @@ class JournalWriter:
             raise
         self._fs.close(fd)
         self._offset += len(data)
+        self._shown_at = self._now()
 
     def _path(self, number: int) -> str:
         return f"{self._root}/{journal_path(JournalName(self.writer, number))}"
@@ -368,25 +398,3 @@ class JournalReader:
         if data:
             tail.stalls = 0
         return records
-
-
-def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:
-    """Return path relative to the root, size and time of the last write of each journal.
-
-    Raises:
-        StoreUnavailable: they cannot be looked at.
-    """
-    found = []
-    try:
-        for entry in fs.scandir(f"{root}/{JOURNAL}"):
-            path = f"{JOURNAL}/{entry.name}"
-            if parse_journal_path(path) is None:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                status = fs.stat(f"{root}/{path}")
-                found.append((path, status.st_size, status.st_mtime_ns))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
-    return sorted(found)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.journal import list_journals
-from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
+from kvtier_connector.store.scan import Leftover, LeftoverKind, list_journals, scan
 
 
 def remove_stale_partials(

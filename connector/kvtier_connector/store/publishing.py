@@ -25,17 +25,22 @@ def replacing(fs: FileSystem, path: str, *, flags: int = CREATE_FLAGS) -> Iterat
     """
     partial = partial_path(path, new_token())
     fd = -1
-    is_published = False
+    is_left = True
     try:
-        fd = fs.open(partial, flags)
+        try:
+            fd = fs.open(partial, flags)
+        except FileNotFoundError:
+            # Its directory is not there yet, so neither is the file: one call less for the first one of each.
+            is_left = False
+            raise
         yield fd
         closing, fd = fd, -1
         # Network file systems report a failed write here, so the file gets its name only afterwards.
         fs.close(closing)
         fs.rename(partial, path)
-        is_published = True
+        is_left = False
     finally:
-        if not is_published:
+        if is_left:
             abandon(fs, fd, partial)
 
 

@@ -6,6 +6,7 @@ Files may come and go meanwhile; one that is gone before it is looked at is left
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import stat
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import (
+    JOURNAL,
     TIER_FILE,
     BlockKey,
     is_partial,
@@ -79,20 +81,22 @@ def scan(
     yield from scan_parallel(root, fs=fs, partial_age_seconds=partial_age_seconds, clock=clock)
 
 
-def scan_parallel(
+def scan_parallel(  # noqa: PLR0913 - keywords with defaults
     root: Path,
     *,
     fs: FileSystem = LOCAL,
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     clock: Callable[[], int] = time.time_ns,
     threads: int = 1,
+    unread: list[OSError] | None = None,
 ) -> Iterator[BlockEntry | Leftover]:
     """Do as `scan` does, with this many directories read at once: a network volume answers each only after a while.
 
     The threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
+    With `unread`, a directory that cannot be looked at ends nothing: why it cannot is added to the list.
     """
     youngest_ns = clock() - int(partial_age_seconds * 1e9)
-    directories = _Directories(fs, str(root))
+    directories = _Directories(fs, str(root), unread)
     try:
         for found in directories.list_all() if threads <= 1 else _walk_parallel(directories, threads):
             for path, status in found:
@@ -129,14 +133,24 @@ _Found = list[tuple[str, os.stat_result]]
 
 
 class _Directories:
-    """Lists one directory after the other; stateless, so any thread may."""
+    """Lists one directory after the other; stateless but for a list that grows, so any thread may."""
 
-    def __init__(self, fs: FileSystem, root: str) -> None:
+    def __init__(self, fs: FileSystem, root: str, unread: list[OSError] | None) -> None:
         self._fs = fs
         self._root = root
+        self._unread = unread
 
     def list_one(self, relative: str) -> tuple[list[str], _Found]:
         """Return the directories in this one, and its files."""
+        if self._unread is None:
+            return self._list(relative)
+        try:
+            return self._list(relative)
+        except OSError as error:
+            self._unread.append(error)
+            return [], []
+
+    def _list(self, relative: str) -> tuple[list[str], _Found]:
         try:
             entries = self._fs.scandir(f"{self._root}/{relative}" if relative else self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -228,3 +242,25 @@ def _work(walk: _ParallelWalk, directories: _Directories) -> None:
             if found:
                 walk.ready.append(found)
             walk.changed.notify_all()
+
+
+def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:
+    """Return path relative to the root, size and time of the last write of each journal.
+
+    Raises:
+        StoreUnavailable: they cannot be looked at.
+    """
+    found = []
+    try:
+        for entry in fs.scandir(f"{root}/{JOURNAL}"):
+            path = f"{JOURNAL}/{entry.name}"
+            if parse_journal_path(path) is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = fs.stat(f"{root}/{path}")
+                found.append((path, status.st_size, status.st_mtime_ns))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
+    return sorted(found)

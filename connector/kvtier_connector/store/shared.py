@@ -262,6 +262,10 @@ class SharedStore:
                 problems.append(str(error))
         return Synchronized(written, read, "; ".join(problems))
 
+    def show_life(self) -> None:
+        """Have the volume note that this process uses it, although it may store nothing: see `JournalWriter`."""
+        self._journal.show_life()
+
     def rescan(self, *, is_stopped: Callable[[], bool] = lambda: False, may_write: bool = True) -> bool:
         """Walk the root: then the index is complete and the usage exact. Call it at the start and now and then.
 

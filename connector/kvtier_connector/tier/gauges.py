@@ -39,17 +39,21 @@ def observe_workers(stats: metrics.Stats, pool: WorkerPool, transport: Transport
     stats.set(metrics.IO_PROCESSES, transport.count_processes())
 
 
-def observe_jobs(stats: metrics.Stats, jobs: Collection[Job], *, block_bytes: int, job_seconds: float) -> None:
-    """Set what says how much is under way; a job's deadline is so many seconds after its beginning."""
+def observe_jobs(
+    stats: metrics.Stats, jobs: Collection[Job], *, storing: int, block_bytes: int, job_seconds: float
+) -> None:
+    """Set what says how much is under way: `storing` blocks, and jobs with so many seconds from begin to deadline."""
     loading = sum(len(job.blocks) for job in jobs if job.is_load)
     stats.set(metrics.QUEUED_LOAD_BYTES, loading * block_bytes)
+    stats.set(metrics.QUEUED_STORE_BYTES, storing * block_bytes)
     stats.set(metrics.QUEUED_JOBS, len(jobs))
     begun = time.monotonic() + job_seconds
     stats.set(metrics.OLDEST_JOB_SECONDS, max(0.0, begun - min((job.deadline for job in jobs), default=begun)))
 
 
-def observe_gate(stats: metrics.Stats, gate: Gate) -> None:
-    """Set what says whether loading pays."""
+def observe_requests(stats: metrics.Stats, gate: Gate, *, waiting: int) -> None:
+    """Set what says whether loading pays, and how many requests wait for room."""
+    stats.set(metrics.WAITING_REQUESTS, waiting)
     stats.set(metrics.LOAD_PACE, gate.load_tokens_per_second)
     stats.set(metrics.COMPUTE_PACE, gate.compute_tokens_per_second)
     stats.set(metrics.BREAK_EVEN_TOKENS, gate.break_even_tokens)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two things that vLLM's scheduler knows and does not pass on to a tier: a request's cache salt, and its whole config.
+"""Where our tier and vLLM's scheduler meet beyond vLLM's interface.
 
-There is no public way to either, so the two functions that have them are wrapped: each does what it did before, and
-leaves a note. An upgrade of vLLM that moves them fails in a test; in a pod, what is missing is treated as unknown.
+The scheduler knows a request's cache salt and the whole config and does not pass them on, and it looks at requests more
+often than it needs to. There is no public way to change either, so functions of vLLM are wrapped: each does what it did
+before, and leaves a note or is spared requests that it has nothing to do for. An upgrade of vLLM that moves them fails
+in a test; in a pod, what is missing is treated as unknown, or done as often as before.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvtier_connector.tier import frontier
+
 _MARK = "kvtier_wrapped"
 
 
@@ -27,9 +31,13 @@ class Salt:
 
 
 def install() -> None:
-    """Wrap both functions, once in a process."""
+    """Wrap the functions, once in a process."""
     _wrap(scheduler, "_create_req_context", _note_salt)
-    _wrap(getattr(scheduler, "OffloadingConnectorScheduler", None), "__init__", _note_config)
+    offloading = getattr(scheduler, "OffloadingConnectorScheduler", None)
+    _wrap(offloading, "__init__", _note_config)
+    _wrap(offloading, "_update_req_states", frontier.skip_unchanged)
+    _wrap(offloading, "_build_store_jobs", frontier.skip_settled)
+    _wrap(offloading, "reset_cache", frontier.look_again)
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -57,8 +65,11 @@ def _note_config(original: Callable[..., None]) -> Callable[..., None]:
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
         spec: Any = given.get("spec")
-        if hasattr(spec, "engine_config"):
+        is_ours = hasattr(spec, "engine_config")
+        if is_ours:
             spec.engine_config = given.get("vllm_config")
         original(*args, **kwargs)
+        if is_ours:
+            frontier.begin(given.get("self"))
 
     return init

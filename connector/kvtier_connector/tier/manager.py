@@ -36,7 +36,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
@@ -48,6 +47,7 @@ from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.gate import Choice, Gate
 from kvtier_connector.tier.jobs import Block, Job, abandon_late
 from kvtier_connector.tier.lookups import Lookups, Verdict
+from kvtier_connector.tier.obstacles import why_not_loading, why_not_storing
 from kvtier_connector.tier.offers import Offers, admit, is_new
 from kvtier_connector.tier.settings import read_config
 from kvtier_connector.tier.slots import Slots
@@ -80,6 +80,8 @@ class SharedVolumeTier(SecondaryTierManager):
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.DISK
     fs: ClassVar[FileSystem] = LOCAL
     """The system calls; tests derive a class with others."""
+    stats_seconds: ClassVar[float] = 0.2
+    """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -120,6 +122,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._deadline_seconds = config.load_deadline_seconds
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
+        self._next_stats = 0.0
         self._budget = PromotionBudget(self._slots.count)
         self._chains = Chains(offloading_spec, config.tenant_from)
         self._gate = Gate(
@@ -230,7 +233,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._transport.collect()
         self._is_loading_stuck = self._transport.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
         self._is_storing_stuck = self._transport.is_stuck(Lane.STORE)
-        self._why_not_loading = self._find_why_not_loading()
+        self._why_not_loading = why_not_loading(self._volume, self._breaker, is_stuck=self._is_loading_stuck)
         abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
@@ -279,14 +282,21 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        # At once, too, when the last transfer has ended: vLLM may not ask again before the next request.
+        if now < self._next_stats and (self._jobs or not self._stats.has_counted):
+            return None
+        self._next_stats = now + self.stats_seconds
         gauges.observe(self._stats, self._volume, self._breaker)
         gauges.observe_workers(self._stats, self._pool, self._transport)
-        gauges.observe_gate(self._stats, self._gate)
+        gauges.observe_requests(self._stats, self._gate, waiting=self._budget.waiting)
         gauges.observe_jobs(
-            self._stats, self._jobs.values(), block_bytes=self._slots.row_bytes, job_seconds=self._deadline_seconds
+            self._stats,
+            self._jobs.values(),
+            storing=self._queued_store_blocks,
+            block_bytes=self._slots.row_bytes,
+            job_seconds=self._deadline_seconds,
         )
-        self._stats.set(metrics.QUEUED_STORE_BYTES, self._queued_store_blocks * self._slots.row_bytes)
-        self._stats.set(metrics.WAITING_REQUESTS, self._budget.waiting)
         return self._stats.take()
 
     @override
@@ -362,30 +372,11 @@ class SharedVolumeTier(SecondaryTierManager):
             self._stats.count(metrics.REFUSED_PROMOTIONS, int(cause == metrics.BUDGET))
         return LookupResult.MISS
 
-    def _find_why_not_loading(self) -> str | None:
-        if not self._volume.mode.may_load:
-            return metrics.BYPASSED
-        if not self._volume.is_readable:
-            return metrics.INERT
-        if self._is_loading_stuck:
-            return metrics.STUCK
-        return None if self._breaker.has_room(Direction.LOAD) else metrics.BREAKER
-
     def _why_not_storing(self, context: ReqContext) -> str | None:
         if self._chains.of(context).is_refused:
             return metrics.NO_TENANT
-        if not self._volume.mode.may_store:
-            return metrics.BYPASSED
-        if not self._volume.is_readable:
-            return metrics.INERT
-        if not self._volume.is_writable:
-            return metrics.UNCOUNTED
-        if not self._volume.has_key:
-            return StoreFault.NO_KEY.value
-        if self._is_storing_stuck:
-            return metrics.STUCK
-        if not self._breaker.has_room(Direction.STORE):
-            return metrics.BREAKER
+        if cause := why_not_storing(self._volume, self._breaker, is_stuck=self._is_storing_stuck):
+            return cause
         is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
         return metrics.QUEUE_FULL if is_full else None
 

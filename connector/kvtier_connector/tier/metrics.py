@@ -182,16 +182,22 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
+_LABELS = {metric.name: len(metric.labels) for metric in METRICS}
+
+
 class Stats:
     """What was observed since the last `take`. Scheduler thread only."""
 
     def __init__(self) -> None:
         """Start empty."""
         self._stats = OffloadingConnectorStats()
+        self.has_counted = False
+        """Whether a counter was added to since the last `take`."""
 
     def count(self, metric: Metric, amount: float = 1, *, cause: str | None = None) -> None:
         """Add to a counter."""
         if amount:
+            self.has_counted = True
             self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
 
     def set(self, metric: Metric, value: float, *, label: str | None = None) -> None:
@@ -200,11 +206,11 @@ class Stats:
 
     def take(self) -> OffloadingConnectorStats:
         """Return what was observed and start over."""
-        taken, self._stats = self._stats, OffloadingConnectorStats()
+        taken, self._stats, self.has_counted = self._stats, OffloadingConnectorStats(), False
         return taken
 
     @staticmethod
     def _checked(metric: Metric, label: str | None) -> str:
-        if metric not in METRICS or len(metric.labels) != (label is not None):
+        if _LABELS.get(metric.name) != (label is not None):
             raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
         return metric.name

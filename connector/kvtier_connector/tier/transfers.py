@@ -100,16 +100,18 @@ def count_loaded(job: Job, stats: metrics.Stats) -> list[OffloadKey]:
 def count_stored(job: Job, stats: metrics.Stats) -> list[OffloadKey]:
     """Count how the blocks of a store ended, and return the keys of those that are on the volume."""
     stored = []
+    written = written_bytes = 0
     for block, outcome in zip(job.blocks, job.outcomes, strict=True):
         if isinstance(outcome, Stored):
-            stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
-            stats.count(metrics.WRITTEN_BLOCKS)
-        elif isinstance(outcome, Present):
-            stats.count(metrics.PRESENT_BLOCKS)
-        else:
+            written += 1
+            written_bytes += outcome.bytes_written
+        elif not isinstance(outcome, Present):
             cause = outcome.value if isinstance(outcome, StoreFault) else job.cause
             stats.count(metrics.SHED_STORES, cause=cause)
             continue
         stored.append(block.key)
+    stats.count(metrics.WRITTEN_BLOCKS, written)
+    stats.count(metrics.WRITTEN_BYTES, written_bytes)
+    stats.count(metrics.PRESENT_BLOCKS, len(stored) - written)
     stats.count(metrics.WRITE_SECONDS, job.busy_seconds)
     return stored

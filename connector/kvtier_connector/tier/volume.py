@@ -37,6 +37,11 @@ GENERATION = "generation"
 """Stands for a field where the settings are not those that the engine was started for."""
 LIVE_SECONDS = 5.0
 BYPASSED = "the mode is Bypass"
+_NEWS = {
+    identity.Standing.GONE: "is gone; it is made again with the next block",
+    identity.Standing.SAME: "is back; it is walked anew",
+    identity.Standing.OTHER: "was made anew; it is ours, and is walked anew",
+}
 
 
 class Volume:
@@ -81,6 +86,8 @@ class Volume:
         self._refused_field = ""
         self._settled = threading.Event()
         self._closed = threading.Event()
+        self._is_walk_due = threading.Event()
+        self._standing = identity.Standing.SAME
         self._report = Report(config.state_dir, config.tier)
         self._patience = threading.Timer(config.attach_grace_seconds, self._give_up)
         self._patience.name, self._patience.daemon = "kvtier-patience", True
@@ -110,6 +117,7 @@ class Volume:
     def close(self, timeout_seconds: float) -> None:
         """Stop; a thread that hangs in a system call is left behind."""
         self._closed.set()
+        self._is_walk_due.set()
         self._patience.cancel()
         self._tell(self._report.end)
         deadline = time.monotonic() + timeout_seconds
@@ -167,11 +175,14 @@ class Volume:
             return
         if not self._max_bytes:
             self._settled.set()
-        while not self._closed.is_set():
+        while True:
+            self._is_walk_due.clear()
+            if self._closed.is_set():
+                return
             if self.mode.may_load:
                 self._walk()
                 self._settled.set()
-            self._closed.wait(self._config.rescan_seconds)
+            self._is_walk_due.wait(self._config.rescan_seconds)
 
     def _follow(self) -> None:
         while not self._closed.wait(self._config.refresh_seconds / 2):
@@ -186,7 +197,10 @@ class Volume:
             self._synchronize()
 
     def _synchronize(self) -> None:
-        problem = self.store.synchronize(may_write=self.mode.may_store).problem
+        may_store = self.mode.may_store
+        problem = self.store.synchronize(may_write=may_store).problem
+        if not may_store:
+            self.store.show_life()
         if problem and problem != self._problem:
             logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
         self._problem = problem
@@ -263,10 +277,12 @@ class Volume:
     def _stay_claimed(self) -> None:
         """Compare the description where it is another than before, and stop for ever if it is not of this engine.
 
-        What others write between their claim and this call could be read as ours, so it is made with each refresh.
+        What others write between their claim and this call could be read as ours, so it is made with each refresh. A
+        directory that went, came back or was made anew is walked at once: what is known of it is of another time.
         """
         try:
-            if not self._ownership.is_current(may_write=self.mode.may_store):
+            standing = self._ownership.look(may_write=self.mode.may_store)
+            if standing is identity.Standing.OTHER:
                 self._ownership.renew()
         except IdentityMismatch as error:
             self._refused_field = error.field or UNREADABLE
@@ -275,6 +291,12 @@ class Volume:
         except StoreUnavailable:
             # Whatever it is, loads and stores meet it as well.
             return
+        else:
+            is_news = standing is identity.Standing.OTHER or standing is not self._standing
+            self._standing = identity.Standing.SAME if standing is identity.Standing.OTHER else standing
+            if is_news:
+                logger.warning("kvtier %s: %s %s", self._config.tier, self._config.root, _NEWS[standing])
+                self._is_walk_due.set()
 
     def _refuse(self, error: Exception) -> None:
         message = str(error)

@@ -50,6 +50,7 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
             high_watermark=budget.high_fraction,
             low_watermark=budget.low_fraction,
             min_free_fraction=budget.min_free_fraction,
+            min_free_bytes=budget.min_free_bytes,
             min_bytes=budget.min_bytes or 0,
             ttl_seconds=float(budget.ttl_seconds),
             keep_previous=spec.generations.keep_previous,

@@ -25,10 +25,17 @@ IS_PERCENTAGE: Final = Rule(
     check=lambda text: _PERCENTAGE.fullmatch(text) is not None,
 )
 
-IS_SHARE: Final = Rule(
-    cel=f"self.matches('{_SHARE.pattern}')",
-    message='is not a percentage below 100%; write a whole number and the sign, such as "5%"',
-    check=lambda text: _SHARE.fullmatch(text) is not None,
+IS_FREE_SPACE: Final = Rule(
+    cel=f"self.matches('{_SHARE.pattern}') || isQuantity(self)",
+    message='is neither a percentage below 100% nor a quantity; write such as "5%" or "50Gi"',
+    check=lambda text: _SHARE.fullmatch(text) is not None or quantity.is_quantity(text),
+)
+
+AT_LEAST_ONE_MEBIBYTE_FREE: Final = Rule(
+    cel="!isQuantity(self) || quantity(self).compareTo(quantity('1Mi')) >= 0",
+    message='must be at least 1Mi where it is no percentage: write the sign or the unit, such as "5%" or "50Gi"; "0%" '
+    "leaves it to others",
+    check=lambda text: not quantity.is_quantity(text) or quantity.parse_quantity(text) >= 1 << 20,
 )
 
 IS_DURATION: Final = Rule(
@@ -64,8 +71,12 @@ _ShortText = Annotated[StrictStr, StringConstraints(min_length=2, max_length=24)
 Percentage = Annotated[_ShortText, Checked((IS_PERCENTAGE,))]
 """A whole percentage, from 1% to 100%."""
 
-Share = Annotated[_ShortText, Checked((IS_SHARE,))]
-"""A whole percentage, from 0% to 99%."""
+FreeSpace = Annotated[
+    StrictStr,
+    StringConstraints(min_length=1, max_length=32),
+    Checked((IS_FREE_SPACE, AT_LEAST_ONE_MEBIBYTE_FREE)),
+]
+"""A whole percentage, from 0% to 99%, or an amount of storage."""
 
 Duration = Annotated[_ShortText, Checked((IS_DURATION, AT_LEAST_ONE_MINUTE))]
 """A time of at least a minute."""
@@ -93,9 +104,9 @@ class Budget(ApiModel):
     ttl: Duration = "168h"
     """Age at which a block is removed, however often it is read: the longest that anything derived from a prompt is
     kept."""
-    min_free: Share = "5%"
-    """Share of the volume that stays free, whoever fills it: the janitor evicts when less is left, and has engines stop
-    storing where that does not help. `0%` leaves it to others."""
+    min_free: FreeSpace = "5%"
+    """What stays free of the volume, whoever fills it, as a share such as `5%` or an amount such as `50Gi`: the janitor
+    evicts when less is left, and has engines stop storing where that does not help. `0%` leaves it to others."""
     min_size: Annotated[ByteQuantity | None, Field(alias="minBytes")] = None
     """Share that this tier keeps when others fill the volume: for the sake of `minFree`, the janitor does not evict
     below it. At most `maxBytes`."""
@@ -145,8 +156,13 @@ class Budget(ApiModel):
 
     @property
     def min_free_fraction(self) -> float:
-        """Return `min_free` as a fraction."""
-        return _percent(self.min_free) / 100
+        """Return `min_free` as a fraction of the volume; 0 where it is an amount."""
+        return _percent(self.min_free) / 100 if self.min_free.endswith("%") else 0.0
+
+    @property
+    def min_free_bytes(self) -> int:
+        """Return `min_free` in bytes; 0 where it is a share."""
+        return 0 if self.min_free.endswith("%") else quantity.parse_bytes(self.min_free)
 
     @property
     def ttl_seconds(self) -> int:

@@ -216,4 +216,15 @@ class TierSpec(ApiModel):
             ),
             field=".disk.budget.minBytes",
         ),
+        Rule(
+            cel="!has(self.disk.budget.minFree) || !has(self.volume.claim) "
+            "|| !isQuantity(self.disk.budget.minFree) || !isQuantity(self.volume.claim.size) || "
+            "quantity(self.disk.budget.minFree).compareTo(quantity(self.volume.claim.size)) < 0",
+            message="must be less than spec.volume.claim.size, or no block could ever stay: lower "
+            "spec.disk.budget.minFree or raise spec.volume.claim.size",
+            check=lambda spec: (
+                spec.volume.claim is None or spec.disk.budget.min_free_bytes < spec.volume.claim.size_bytes
+            ),
+            field=".disk.budget.minFree",
+        ),
     )

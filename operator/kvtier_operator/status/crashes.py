@@ -65,7 +65,7 @@ _CLUES: Final = (
     _clue(
         r"((no space left|errno 28|cannot allocate|errno 12).*(/dev/shm|shm|shared.?memory)"
         r"|(/dev/shm|shm_open|shared.?memory).*(no space left|errno 28|too small|cannot allocate)"
-        r"|bus error|errno 14\] bad address)",
+        r"|insufficient space in /dev/shm|bus error|errno 14\] bad address)",
         Reason.SHM_TOO_SMALL,
         _SHM_REMEDY,
     ),

@@ -83,13 +83,16 @@ def brake_is_off(look: Look) -> Problem | None:
 
 def volume_has_room(look: Look) -> Problem | None:
     """As much of the volume is free as was asked for."""
-    usage, wanted = look.snapshot.janitor.usage, look.spec.disk.budget.min_free_fraction
-    if usage is None or not usage.volume_bytes or usage.volume_free_bytes * _TOLERANCE >= usage.volume_bytes * wanted:
+    usage, budget = look.snapshot.janitor.usage, look.spec.disk.budget
+    if usage is None or not usage.volume_bytes:
+        return None
+    wanted = max(budget.min_free_bytes, usage.volume_bytes * budget.min_free_fraction)
+    if usage.volume_free_bytes * _TOLERANCE >= wanted:
         return None
     return Problem(
         reason=Reason.VOLUME_FULL,
         message=f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
-        f"on the volume, less than spec.disk.budget.minFree ({look.spec.disk.budget.min_free}), and blocks of this "
+        f"on the volume, less than spec.disk.budget.minFree ({budget.min_free}), and blocks of this "
         f"tier take {quantity.show_bytes(usage.used_bytes)}: free it of what is not ours, raise "
         "spec.volume.claim.size, or lower minFree",
     )

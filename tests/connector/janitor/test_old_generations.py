@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from tier_dir import BLOCK_BYTES, Engine, Rig
 
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.shared import SharedStore
+
 DAY = 86_400.0
 
 
@@ -113,3 +116,33 @@ def test_the_current_generation_is_never_removed(rig: Rig) -> None:
     rig.clock.move(30 * DAY)
     rig.sweep(rig.keeper(keep_previous=0))
     assert engine.has(1)
+
+
+class Stamping(FileSystem):
+    """A volume that stamps files with the rig's time."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    def touch(self, path: str) -> None:
+        os.utime(path, ns=(self.rig.clock.ns, self.rig.clock.ns))
+
+
+def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there(rig: Rig) -> None:
+    old = rig.engine("bb")
+    old.put(1)
+    rig.engine("aa")
+    for path in [*old.root.glob("journal/*"), old.root / "tier.json"]:
+        os.utime(path, (0, 0))
+    fs = Stamping(rig)
+    reading = SharedStore(old.root, fs=fs, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
+    keeper = rig.keeper(keep_previous=0)
+    for _ in range(18):
+        reading.synchronize(may_write=False)
+        reading.show_life()
+        rig.sweep(keeper)
+        rig.clock.move(600)
+    assert old.has(1)
+    rig.clock.move(3600)
+    rig.sweep(keeper)
+    assert not old.root.exists()

@@ -88,6 +88,8 @@ class Rig:
     def __init__(self, base: Path) -> None:
         self.dir = base / "ns.llama"
         self.clock = Clock()
+        self.ahead_ns = 0
+        """By how much the janitor's clock is ahead of the volume's."""
         self.config = JanitorConfig(
             tier="ns/llama", tier_dir=str(self.dir), current="aa", sweep_seconds=10, http_port=0, threads=2
         )
@@ -101,6 +103,8 @@ class Rig:
             fs=fs or FileSystem(),
             clock=lambda: self.clock.ns,
             now=lambda: self.clock.seconds,
+            # The files have the real time.
+            ask_volume=lambda: self.clock.ns - self.ahead_ns,
         )
         keeper.open()
         return keeper

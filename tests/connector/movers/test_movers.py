@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, key, payload, wait_until
@@ -246,6 +247,37 @@ def test_movers_that_were_given_up_are_tried_again_until_they_work_and_it_is_sai
     assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
 
 
+def test_movers_that_die_before_they_are_ready_cost_no_block_when_they_are_tried_again(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+    started: list[object] = []
+
+    def start_nothing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return popen([sys.executable, "-S", "-c", "pass"], **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", start_nothing)
+        crew = crews.make(movers=2, retry_seconds=0.01)
+        step_until(crew, is_usable=False)
+        before = len(started)
+        seen: set[bool] = set()
+
+        def are_tried() -> bool:
+            crew.collect()
+            seen.add(crew.dispatcher.is_usable)
+            return len(started) >= before + 6
+
+        wait_until(are_tried, "they are tried again and again")
+        assert seen == {False}
+    step_until(crew, is_usable=True)
+    crew.write(1)
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert crew.row(0) == payload(1)
+
+
 def test_only_a_mover_that_hung_says_something_of_the_volume(crews: Crews) -> None:
     gate = shut(crews)
     dying = crews.make(movers=1, file_system="mover_fs:DyingFs")
@@ -311,29 +343,55 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
     assert not crews.make(movers=2).dispatcher.is_usable
 
 
-def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews) -> None:
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\n"
-        "from crews import CrewUnderTest\n"
-        "crew = CrewUnderTest(Path(sys.argv[2]), movers=3)\n"
-        "print(*crew.processes, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", script, str(Path(__file__).parent), str(crews.directory / "volume")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+ENGINE = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from pathlib import Path
+from crews import CrewUnderTest
+crew = CrewUnderTest(Path(sys.argv[1]), movers=3, file_system=sys.argv[2])
+crew.write(1)
+if sys.argv[2]:
+    crew.load(1, 1)
+print(*crew.processes, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_engine(crews: Crews, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Start a process that has three movers; one reads, if there is a file system."""
+    arguments = [str(crews.directory / "volume"), file_system, *sys.path]
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert engine.stdout is not None
-    movers = [int(number) for number in engine.stdout.readline().split()]
+    return engine, [int(number) for number in engine.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("file_system", ["", "mover_fs:GatedFs"])
+def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_system: str) -> None:
+    shut(crews)
+    engine, movers = start_engine(crews, file_system)
     assert len(movers) == 3
     assert all(is_alive(mover) for mover in movers)
+    wait_until(lambda: not file_system or is_waiting(crews), "a read hangs")
+    left = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names
 
     engine.kill()
     engine.communicate()
 
     wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover is left")
+    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
+
+
+def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: Crews) -> None:
+    one, movers = start_engine(crews)
+    other = crews.make(movers=2)
+    one.kill()
+    one.communicate()
+    wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover of the dead engine is left")
+
+    other.load(1, 1)
+    other.wait_for(1)
+    assert other.row(0) == payload(1)
+    assert all(is_alive(mover) for mover in other.processes)
 
 
 def test_closing_ends_idle_movers_and_those_that_hang(crews: Crews) -> None:

@@ -47,6 +47,10 @@ class WatchedFs(FileSystem):
         self.before("stat", path)
         return super().stat(path)
 
+    def touch(self, path: str) -> None:
+        self.before("touch", path)
+        super().touch(path)
+
     def statvfs(self, path: str) -> os.statvfs_result:
         self.before("statvfs", path)
         return super().statvfs(path)

@@ -18,7 +18,7 @@ from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.check import check
-from kvtier_connector.store.identity import Claim, claim, read
+from kvtier_connector.store.identity import Claim, Standing, claim, read
 from kvtier_connector.store.layout import TIER_FILE
 
 IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
@@ -158,20 +158,20 @@ def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path
     root = tmp_path / "d1gest"
     ours = Claim(root, IDENTITY, "d1gest")
     ours.renew()
-    assert ours.is_current(may_write=True)
+    assert ours.look(may_write=True) is Standing.SAME
 
     (root / TIER_FILE).unlink()
-    assert ours.is_current(may_write=False)
-    assert not ours.is_current(may_write=True)
+    assert ours.look(may_write=False) is Standing.GONE
+    assert ours.look(may_write=True) is Standing.OTHER
     ours.renew()
     assert read(root) is not None
-    assert ours.is_current(may_write=True)
+    assert ours.look(may_write=True) is Standing.SAME
 
     shutil.rmtree(root)
     # There is nothing that somebody else could take for theirs.
-    assert ours.is_current(may_write=True)
+    assert ours.look(may_write=True) is Standing.GONE
     claim(root, {**IDENTITY, "dtype": "float16"}, "d1gest")
-    assert not ours.is_current(may_write=False)
+    assert ours.look(may_write=False) is Standing.OTHER
     with pytest.raises(IdentityMismatch, match="dtype"):
         ours.renew()
 
@@ -181,4 +181,4 @@ def test_a_claim_on_a_volume_that_fails_says_nothing(tmp_path: Path, number: int
     claim(tmp_path, IDENTITY, "d1gest")
     fs = FailingFs(OSError(number, "it fails"), when=lambda name, path: name == "stat")
     with pytest.raises(StoreUnavailable, match="it fails"):
-        Claim(tmp_path, IDENTITY, "d1gest", fs=fs).is_current(may_write=True)
+        Claim(tmp_path, IDENTITY, "d1gest", fs=fs).look(may_write=True)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from planted import KINDS, plant
+from clocks import Clock
 from store_contract import NOW_NS, key
 from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter, list_journals
+from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter
 from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
@@ -27,16 +27,9 @@ from kvtier_connector.store.records import (
     Op,
     Record,
 )
+from kvtier_connector.store.scan import list_journals
 
 WRITER = "0123456789abcdef" * 2
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
@@ -45,7 +38,7 @@ def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> Jo
         fs=fs or FileSystem(),
         limits=JournalLimits(**limits),
         clock=lambda: NOW_NS,
-        now=Clock(),
+        now=Clock(1000.0),
     )
 
 
@@ -100,7 +93,7 @@ def test_a_process_does_not_read_its_own_journal(tmp_path: Path) -> None:
 
 
 def test_a_use_is_noted_once_in_a_window(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     writer = JournalWriter(tmp_path, limits=JournalLimits(used_window_seconds=60), now=clock)
     note(writer, 1, 1, 1, op=Op.USED)
     assert writer.pending == 1
@@ -363,57 +356,6 @@ def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_p
     assert len(found) == (0 if call == "scandir" else 1)
     found += read_all(reader)
     assert numbers_of(found) == [7, 7]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_in_the_place_of_a_journal_silences_nobody(tmp_path: Path, kind: str) -> None:
-    reader, writer = JournalReader(tmp_path), make_writer(tmp_path)
-    reader.start()
-    writer.flush()
-    own = tmp_path / journal_path(JournalName(writer.writer, 0))
-    own.unlink()
-    plant(kind, own)
-    plant(kind, tmp_path / journal_path(JournalName(WRITER, 0)))
-
-    note(writer, 1, 2)
-    assert writer.flush() == 2
-    assert numbers_of(read_all(reader)) == [1, 2]
-
-
-def test_a_pipe_that_somebody_reads_silences_nobody_either(tmp_path: Path) -> None:
-    writer = make_writer(tmp_path)
-    writer.flush()
-    own = tmp_path / journal_path(JournalName(writer.writer, 0))
-    own.unlink()
-    os.mkfifo(own)
-    reading = os.open(own, os.O_RDONLY | os.O_NONBLOCK)
-    note(writer, 1)
-    assert writer.flush() == 1
-    os.close(reading)
-    assert numbers_of(read_all(JournalReader(tmp_path, but=WRITER))) == []
-    assert (tmp_path / journal_path(JournalName(writer.writer, 1))).stat().st_size == 2 * RECORD_BYTES
-
-
-def test_of_a_journal_of_any_length_that_says_nothing_little_is_read(tmp_path: Path) -> None:
-    class Counting(FileSystem):
-        count = 0
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            done = super().preadv(fd, buffers, offset)
-            self.count += done
-            return done
-
-    fs = Counting()
-    reader = JournalReader(tmp_path, fs=fs)
-    reader.start()
-    writer = make_writer(tmp_path)
-    writer.flush()
-    for path in (writer.writer, WRITER):
-        with (tmp_path / journal_path(JournalName(path, 0))).open("ab") as file:
-            file.truncate(1 << 40)
-    for _ in range(10):
-        assert read_all(reader) == []
-    assert fs.count < 16 << 20
 
 
 def test_a_journal_that_is_stale_on_the_server_leaves_the_others_heard(tmp_path: Path) -> None:

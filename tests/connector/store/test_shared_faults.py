@@ -22,8 +22,8 @@ from kvtier_connector.store.counters import SECONDS_BOUNDS, Counters, Operation
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import list_journals
 from kvtier_connector.store.layout import QUARANTINE, block_path, partial_path
+from kvtier_connector.store.scan import list_journals
 from kvtier_connector.store.shared import SharedStore
 
 PRESENT, ABSENT, UNKNOWN = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from rig import DIGEST, Rigs, key, keys, wait_until
+from rig import DIGEST, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
@@ -18,6 +20,7 @@ from planted import TOO_DEEP, plant
 
 from kvtier_connector.contract import encode_live
 from kvtier_connector.ready import why_not_decided
+from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.identity import claim, read
 
 LONG = 600.0
@@ -124,6 +127,34 @@ def test_a_description_that_is_removed_under_an_engine_is_written_again(rigs: Ri
     assert (rigs.root / "tier.json").read_bytes() == before
     rig.offload(keys(2))
     assert rig.serve(keys(2)).hit_blocks == 2
+
+
+def test_a_directory_that_goes_and_comes_back_is_known_at_once(rigs: Rigs) -> None:
+    rigs.write(keys(5))
+    limit = 5 * (ROW_BYTES + HEADER_BYTES)
+    rig = rigs.make(refresh_seconds=0.05, rescan_seconds=600.0, max_bytes=limit)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == limit, "the volume is counted")
+    aside = rigs.root.with_name("aside")
+    rigs.root.rename(aside)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == 0, "it is known to be gone")
+    assert rig.metric("vllm:kvtier_disk_known_blocks") == 0
+
+    def put_back() -> bool:
+        # The engine may write its journal into a directory that was just removed.
+        shutil.rmtree(rigs.root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            aside.rename(rigs.root)
+        return not aside.exists()
+
+    wait_until(put_back, "it is back")
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 5, "it is known to be back")
+    assert rig.serve(keys(5)).hit_blocks == 5
+    assert rig.metric("vllm:kvtier_disk_used_bytes") == limit
+
+    shutil.rmtree(rigs.root, ignore_errors=True)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == 0, "it is known to be gone again")
+    rig.offload(keys(3, first=9))
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
 
 
 @pytest.mark.parametrize("content", [TOO_DEEP, b""])

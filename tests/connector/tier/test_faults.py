@@ -274,6 +274,18 @@ def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs)
     rig.finish(context)
 
 
+def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs, tmp_path: Path) -> None:
+    rigs.write(keys(3))
+    live = tmp_path / "live.json"
+    live.write_text(encode_live("ReadOnly"))
+    rig = rigs.make(live_file=str(live), refresh_seconds=0.05)
+    assert rig.serve(keys(3), "read-only").hit_blocks == 3
+    # By that the janitor keeps the generation, see `Retirement`.
+    wait_until(lambda: any((rigs.root / "journal").glob("*.kvj")), "a sign of life")
+    rig.offload(keys(2, first=10))
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "mode") == 2
+
+
 def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs, tmp_path: Path) -> None:
     rigs.write(keys(3))
     live = tmp_path / "live.json"

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,6 +94,65 @@ def test_an_option_that_the_tier_does_not_know_stops_the_engine_with_its_name(ri
         KVTierSpec(offloading_config(extra_config=config)).get_manager()
 
 
-def test_a_setting_of_the_copies_that_is_no_truth_value_stops_the_engine_with_its_name(rigs: Rigs) -> None:
-    with pytest.raises(ConfigInvalid, match="gathered_copies"):
-        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": "no"}))
+NEW_MOUNTS = 0x00020000
+PRIVATE_AND_BELOW = 0x00044000
+
+
+def with_little_shared_memory(action: Callable[[], None]) -> None:
+    """Run it on a thread that sees a /dev/shm of 1 MiB; nobody else does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def run() -> None:
+        assert libc.unshare(NEW_MOUNTS) == 0
+        assert libc.mount(b"none", b"/", None, PRIVATE_AND_BELOW, None) == 0
+        assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m") == 0
+        action()
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount here")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
+REMEDY = (
+    "^/dev/shm is too small: the CPU tier needs 2 MiB there and [01] of 1 MiB are free .*; lower spec.cpu.size of the "
+    "KVCacheTier, or, in a pod of your own, lower cpu_bytes_to_use or mount a larger emptyDir"
+)
+
+
+def test_a_cpu_tier_that_does_not_fit_into_shared_memory_names_the_setting_to_change(rigs: Rigs) -> None:
+    def start() -> None:
+        config = offloading_config(extra_config={**extra_config(rigs), "cpu_bytes_to_use": 2 << 20})
+        with pytest.raises(ConfigInvalid, match=REMEDY):
+            KVTierSpec(config).get_worker(one_tensor())
+        assert list(Path("/dev/shm").iterdir()) == []
+
+    with_little_shared_memory(start)
+
+
+def test_shared_memory_that_somebody_else_takes_meanwhile_names_the_setting_too(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM looks at what is free before it takes it, and so does the other engine of a pod.
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", lambda *_, **__: None)
+
+    def start() -> None:
+        config = offloading_config(extra_config={**extra_config(rigs), "cpu_bytes_to_use": 2 << 20})
+        with pytest.raises(ConfigInvalid, match=REMEDY):
+            KVTierSpec(config).get_worker(one_tensor())
+
+    with_little_shared_memory(start)
+
+
+def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", refuse)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
+
+
+def test_an_unknown_setting_of_the_copies_stops_the_engine_with_its_name_and_the_remedy(rigs: Rigs) -> None:
+    with pytest.raises(ConfigInvalid, match=r"gathered_copies .* all, loads, none"):
+        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": True}))
