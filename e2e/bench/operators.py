@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the operator bears load and faults: ``python -m e2e.bench.operators --out DIRECTORY [--phases scale,faults]``.
 
-scale: many tiers created in one go; until all have their final conditions; then left alone. faults: calls that fail,
-watches that end or expire, tiers that come, change and go, and an operator that is killed every few seconds; then all
-of that stops, and everything must be as the specs ask for.
+scale: many tiers created in one go; until all have their final conditions; then left alone; then another operator takes
+over, and looks at all of them again once, as each resync does. faults: calls that fail, watches that end or expire,
+tiers that come, change and go, and an operator that is killed every few seconds; then all of that stops, and everything
+must be as the specs ask for.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import socket
 import sys
 import threading
 import time
 import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ from e2e.bench.operator_cluster import (
 )
 
 from kvtier_localcluster.apiserver import ApiError
+from kvtier_operator.settings import Settings
 
 FAULTS = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))
 PATIENT = {"KVTIER_LEASE_SECONDS": "60"}
@@ -51,9 +55,21 @@ CHILDREN = (
 )
 
 
-def scale(folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float = 1200) -> Json:
-    """Create tiers in one go and measure until all are final; then measure the operator at rest."""
-    with BenchCluster() as cluster, operator(cluster, folder, "--leader-elect", **PATIENT) as process:
+def scale(
+    folder: Path, *, tiers: int, idle_seconds: float, resync_seconds: float = 180, limit_seconds: float = 1200
+) -> Json:
+    """Create tiers in one go and measure until all are final; then the operator at rest, and the start of the next."""
+    with BenchCluster() as cluster:
+        return {
+            "kind": "scale",
+            "tiers": tiers,
+            **_create(cluster, folder, tiers=tiers, idle_seconds=idle_seconds, limit_seconds=limit_seconds),
+            **_take_over(cluster, folder, tiers=tiers, resync_seconds=resync_seconds, limit_seconds=limit_seconds),
+        }
+
+
+def _create(cluster: BenchCluster, folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float) -> Json:
+    with operator(cluster, folder, "--leader-elect", **PATIENT) as process:
         until(lambda: "watch kvcachetiers" in cluster.requests, seconds=60)
         began, cpu_before = time.monotonic(), process.cpu_seconds()
         with ThreadPoolExecutor(4) as pool:
@@ -63,15 +79,13 @@ def scale(folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float
         until(_Finals(cluster, tiers), seconds=limit_seconds, pause=0.5)
         final, cpu = time.monotonic() - began, process.cpu_seconds() - cpu_before
         requests = dict(cluster.requests)
-        _settle(cluster)
+        _settle(cluster, quiet_seconds=min(10, idle_seconds))
         before, cpu_before, began = cluster.writes(), process.cpu_seconds(), time.monotonic()
         time.sleep(idle_seconds)
         idle, after = time.monotonic() - began, cluster.writes()
         written = {what: count - before.get(what, 0) for what, count in after.items() if count != before.get(what, 0)}
         renewals = sum(count for what, count in written.items() if what.endswith(" leases"))
         return {
-            "kind": "scale",
-            "tiers": tiers,
             "created_seconds": round(created, 1),
             "final_seconds": round(final, 1),
             "operator_cpu_seconds": round(cpu, 1),
@@ -87,7 +101,56 @@ def scale(folder: Path, *, tiers: int, idle_seconds: float, limit_seconds: float
         }
 
 
-def _settle(cluster: BenchCluster, *, quiet_seconds: float = 10, limit_seconds: float = 300) -> None:
+def _take_over(cluster: BenchCluster, folder: Path, *, tiers: int, resync_seconds: float, limit_seconds: float) -> Json:
+    """Start an operator where everything stands, and measure until it has looked at every tier, and once more."""
+    port = _free_port()
+    settings = {"KVTIER_RESYNC_SECONDS": str(resync_seconds), "KVTIER_METRICS_PORT": str(port)}
+    begin = _Counts(cluster)
+    with operator(cluster, folder, **settings) as process:
+        peak = _Peak(process)
+        seconds = until(lambda: _passes(port) >= tiers, seconds=limit_seconds)
+        _settle(cluster, quiet_seconds=min(10, resync_seconds / 4))
+        started, cpu, passes = _Counts(cluster), process.cpu_seconds(), _passes(port)
+        until(lambda: _passes(port) >= passes + tiers, seconds=limit_seconds)
+        resync = process.cpu_seconds() - cpu
+        return {
+            "restart_seconds": round(seconds, 1),
+            "restart_cpu_seconds": round(cpu, 1),
+            "restart_requests": started.requests - begin.requests,
+            "restart_status_writes": started.status_writes - begin.status_writes,
+            "restart_rss_peak_mb": round(peak.stop() / 1e6, 1),
+            "resync_cpu_seconds": round(resync, 1),
+            "resync_requests": _Counts(cluster).requests - started.requests,
+            "resync_writes": _Counts(cluster).writes - started.writes,
+            "resync_core_share": round(resync / Settings().resync_seconds, 4),
+        }
+
+
+class _Counts:
+    """What operators had asked a cluster for at one moment; the Lease does not count."""
+
+    def __init__(self, cluster: BenchCluster) -> None:
+        asked, written = dict(cluster.requests), cluster.writes()
+        self.requests = sum(count for what, count in asked.items() if not what.endswith(" leases"))
+        self.writes = sum(count for what, count in written.items() if not what.endswith(" leases"))
+        self.status_writes = written.get("PATCH kvcachetiers", 0)
+
+
+def _passes(port: int) -> float:
+    """Return how many passes over tiers an operator has made."""
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("kvtier_operator_reconcile_total{"))
+    return 0.0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _settle(cluster: BenchCluster, *, quiet_seconds: float, limit_seconds: float = 300) -> None:
     """Wait until nothing but the Lease has been written for a while."""
     seen, since, end = None, time.monotonic(), time.monotonic() + limit_seconds
     while time.monotonic() < end:
@@ -233,7 +296,14 @@ def _judge(record: Json) -> list[str]:
     """Return what misses its target."""
     if record["kind"] == "faults":
         return [str(each) for each in record["wrong"]]
-    limits = {"final_seconds": 120, "idle_writes_per_minute": 1, "idle_core_share": 0.05, "rss_peak_mb": 250}
+    limits = {
+        "final_seconds": 120,
+        "idle_writes_per_minute": 1,
+        "idle_core_share": 0.05,
+        "resync_core_share": 0.05,
+        "rss_peak_mb": 250,
+        "restart_rss_peak_mb": 250,
+    }
     return [f"{name} is {record[name]}, not below {most}" for name, most in limits.items() if record[name] >= most]
 
 
@@ -244,6 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--phases", default="scale,faults")
     parser.add_argument("--tiers", type=int, default=1000)
     parser.add_argument("--idle", type=float, default=720, help="seconds of rest: longer than the resync of 600")
+    parser.add_argument("--resync", type=float, default=180, help="seconds between two looks of the second operator")
     parser.add_argument("--seconds", type=float, default=300, help="seconds of faults")
     options = parser.parse_args(arguments)
     out = Journal(options.out / "operator.jsonl")
@@ -251,7 +322,9 @@ def main(arguments: list[str] | None = None) -> int:
     missed: list[str] = []
     for phase in options.phases.split(","):
         run: Any = {
-            "scale": lambda: scale(options.out / "logs", tiers=options.tiers, idle_seconds=options.idle),
+            "scale": lambda: scale(
+                options.out / "logs", tiers=options.tiers, idle_seconds=options.idle, resync_seconds=options.resync
+            ),
             "faults": lambda: faults(options.out / "logs", tiers=40, seconds=options.seconds, kill_seconds=20),
         }[phase]
         try:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of `make bench-operator`, short: whatever fails meanwhile, everything ends as the specs ask for."""
+"""`make bench-operator`, short: whatever fails, everything ends as asked for; and who takes over changes nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from e2e.bench.operators import faults
+from e2e.bench.operators import faults, scale
 
 
 @pytest.mark.timeout(300)
@@ -15,3 +15,12 @@ def test_after_faults_and_killed_operators_everything_is_as_asked(tmp_path: Path
     assert result["wrong"] == []
     assert result["killed"] > 0
     assert result["injected"].keys() & {"409", "429", "500", "503"}
+
+
+@pytest.mark.timeout(300)
+def test_an_operator_that_takes_over_and_one_that_looks_again_have_nothing_to_write(tmp_path: Path) -> None:
+    result = scale(tmp_path, tiers=3, idle_seconds=1, resync_seconds=5)
+    assert result["restart_requests"] > 0
+    assert result["restart_status_writes"] == 0
+    assert result["resync_requests"] > 0
+    assert result["resync_writes"] == 0
