@@ -263,6 +263,7 @@ class Operator:
             key,
             connector_image=self._settings.connector_image,
             janitor_image=self._settings.janitor_image,
+            listen_host=self._settings.listen_host,
             clock=self._clock,
             inventory=self._inventory,
             proofs=self._proofs,

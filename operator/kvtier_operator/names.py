@@ -48,6 +48,9 @@ PREFLIGHT_CONTAINER: Final = "preflight"
 JANITOR_CONTAINER: Final = "janitor"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
+EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
+EVERY_ADDRESS: Final = "::"
+"""Of a pod, of IPv4 as well as of IPv6; a node without IPv6 has no such thing."""
 
 VOLUME_MOUNT: Final = "/var/lib/kvtier"
 CONFIG_MOUNT: Final = "/etc/kvtier"

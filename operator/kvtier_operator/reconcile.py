@@ -82,6 +82,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     probes: Probes[TierName] | None = None,
     proofs: Proofs | None = None,
     attempt: int = 1,
+    listen_host: str = names.EVERY_IPV4_ADDRESS,
 ) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
 
@@ -94,6 +95,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         inventory: the nodes; None where the operator may not read them.
         probes: what pods say about themselves; None asks no pod.
         proofs: who asks the engines; None asks nobody.
+        listen_host: address that the servers in the pods listen on.
         attempt: 1, and one more for each failure in a row before this pass.
 
     Returns:
@@ -109,7 +111,12 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
             proofs.forget(tier)
         return Outcome(exists=False)
     sources = _Sources(
-        connector_image=connector_image, janitor_image=janitor_image, inventory=inventory, probes=probes, clock=clock
+        connector_image=connector_image,
+        janitor_image=janitor_image,
+        listen_host=listen_host,
+        inventory=inventory,
+        probes=probes,
+        clock=clock,
     )
     act = _act(cluster, body, sources)
     outcome = Outcome(
@@ -142,6 +149,7 @@ class _Sources:
 
     connector_image: str
     janitor_image: str
+    listen_host: str
     inventory: Inventory | None
     probes: Probes[TierName] | None
     clock: Clock
@@ -177,6 +185,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     )
     if isinstance(plan, Refusal):
         return _Act(view=replace(view, refusal=plan))
+    plan = replace(plan, listen_host=sources.listen_host)
     view = replace(view, current=plan.generation)
     try:
         tried = preflights.advance(cluster, plan, snapshot, body.get("status") or {})

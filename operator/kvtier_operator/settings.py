@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from kvtier_operator import __version__
+from kvtier_operator import __version__, names
 from kvtier_operator.errors import SettingsInvalid
 
 
@@ -20,6 +21,8 @@ class Settings:
     """Image whose init container brings the connector into engine pods."""
     janitor_image: str = f"ghcr.io/kvtier/janitor:{__version__}"
     """Image of the janitors, where a tier names none."""
+    listen_host: str = names.EVERY_IPV4_ADDRESS
+    """What engines and janitors listen on: IPv6 as well, where the cluster's own Service has such an address."""
     workers: int = 4
     """Tiers that are looked at in the same moment."""
     resync_seconds: float = 600.0
@@ -52,6 +55,10 @@ class Settings:
     """How long running passes may take to end when the operator is told to go."""
 
 
+_API_SERVER: Final = "KUBERNETES_SERVICE_HOST"
+"""Set by the kubelet: the IP address of the API server's Service, of the family that the cluster prefers."""
+
+
 def parse(environ: Mapping[str, str]) -> Settings:
     """Read the settings from environment variables.
 
@@ -63,6 +70,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         namespaces=tuple(filter(None, (part.strip() for part in environ.get("KVTIER_NAMESPACES", "").split(",")))),
         connector_image=environ.get("KVTIER_CONNECTOR_IMAGE") or defaults.connector_image,
         janitor_image=environ.get("KVTIER_JANITOR_IMAGE") or defaults.janitor_image,
+        listen_host=names.EVERY_ADDRESS if ":" in environ.get(_API_SERVER, "") else defaults.listen_host,
         workers=int(_number(environ, "KVTIER_WORKERS", defaults.workers, least=1, most=64)),
         resync_seconds=_number(environ, "KVTIER_RESYNC_SECONDS", defaults.resync_seconds, least=1, most=86400),
         settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),

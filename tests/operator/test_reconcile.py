@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +29,7 @@ from tiers import (
     tier,
 )
 
-from kvtier_operator import names
+from kvtier_operator import names, settings
 from kvtier_operator.errors import (
     ClusterConflict,
     ClusterForbidden,
@@ -353,3 +355,24 @@ def test_a_pod_that_its_node_cannot_start_is_asked_about_after_a_while(age: int,
     run(cluster)
     assert ("events", "pod-a") in cluster.calls if words else ("events", "pod-a") not in cluster.calls
     assert words in condition(cluster, "EnginesReady")["message"]
+
+
+def test_pods_listen_where_the_cluster_reaches_them_and_engines_that_run_stay_as_they_are() -> None:
+    def hosts(cluster: FakeCluster) -> dict[str, list[str]]:
+        found = {key.name: json.dumps(cluster.look(key)["spec"]) for key in (DEPLOYMENT, JANITOR)}
+        return {name: re.findall(r"--host=([^\"]*)", text) for name, text in found.items()}
+
+    cluster = FakeCluster(tier())
+    reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, listen_host=names.EVERY_ADDRESS)
+    # The engine, and who asks it whether it is ready.
+    assert hosts(cluster) == {"llama-engine": ["::", "::"], "llama-janitor": ["::"]}
+    run(cluster)
+    assert hosts(cluster) == {"llama-engine": ["::", "::"], "llama-janitor": ["0.0.0.0"]}
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("10.96.0.1", "0.0.0.0"), ("fd00:10:96::1", "::"), ("", "0.0.0.0"), ("kubernetes", "0.0.0.0")]
+)
+def test_what_pods_listen_on_is_of_the_family_that_the_cluster_prefers(address: str, host: str) -> None:
+    assert settings.parse({"KUBERNETES_SERVICE_HOST": address}).listen_host == host
+    assert settings.parse({}).listen_host == "0.0.0.0"

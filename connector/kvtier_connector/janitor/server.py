@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,8 +53,7 @@ class Server:
 
     def __init__(self, host: str, port: int, pages: Pages) -> None:
         """Listen; raises OSError if the port is taken."""
-        self._server = ThreadingHTTPServer((host, port), _handler(pages))
-        self._server.daemon_threads = True
+        self._server = _HttpServer(host, port, _handler(pages))
         self.port: int = self._server.server_address[1]
 
     def start(self) -> None:
@@ -64,6 +64,21 @@ class Server:
         """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _HttpServer(ThreadingHTTPServer):
+    """Listens on IPv6 where the address is one; on `::`, on IPv4 as well."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 def _handler(pages: Pages) -> type[BaseHTTPRequestHandler]:

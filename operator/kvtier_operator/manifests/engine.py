@@ -33,17 +33,8 @@ _PROBE_PERIOD_SECONDS: Final = 5
 # owes us no sleep command.
 _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
 
-# Asks at the address that the engine is told to listen on: to Linux, 0.0.0.0 is this machine. With -S, the packages of
-# the image, which take their time to be found, stay away.
-_READY_COMMAND: Final = [
-    "python3",
-    "-S",
-    "-m",
-    "kvtier_connector.ready",
-    f"--state={names.ENGINE_STATE}",
-    "--host=0.0.0.0",
-    f"--port={names.HTTP_PORT}",
-]
+# With -S, the packages of the image, which take their time to be found, stay away.
+_READY_COMMAND: Final = ["python3", "-S", "-m", "kvtier_connector.ready", f"--state={names.ENGINE_STATE}"]
 
 
 def deployment(plan: TierPlan) -> Manifest:
@@ -151,7 +142,8 @@ def _engine_container(plan: TierPlan) -> Manifest:
         # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
         # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
-            "exec": {"command": [*_READY_COMMAND]},
+            # At the address that the engine is told to listen on: to Linux, all addresses are this machine.
+            "exec": {"command": [*_READY_COMMAND, f"--host={plan.listen_host}", f"--port={names.HTTP_PORT}"]},
             "periodSeconds": _PROBE_PERIOD_SECONDS,
             # A start of Python on a node that is busy loading a model, and the engine's own answer.
             "timeoutSeconds": 10,
@@ -186,7 +178,7 @@ def _args(plan: TierPlan) -> list[str]:
         f"--model={model.name}",
         # A directory has no revisions; vLLM would ask the hub for one.
         *([] if model.name.startswith("/") else [f"--revision={model.revision}"]),
-        "--host=0.0.0.0",
+        f"--host={plan.listen_host}",
         f"--port={names.HTTP_PORT}",
         f"--served-model-name={model.name}",
         f"--tensor-parallel-size={engine.tensor_parallel}",

@@ -165,7 +165,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "name": names.JANITOR_CONTAINER,
         "image": janitor_plan.image,
         "command": ["python3", "-m", "kvtier_connector.janitor"],
-        "args": ["--config", config_file, "--host=0.0.0.0"],
+        "args": ["--config", config_file, f"--host={plan.listen_host}"],
         "ports": [{"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"}],
         "resources": {
             "requests": {"cpu": resources.cpu, "memory": resources.memory, "ephemeral-storage": "16Mi"},

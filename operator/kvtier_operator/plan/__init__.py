@@ -78,6 +78,8 @@ class TierPlan:
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
     """What the engines that run were made from, where that is still what the spec asks for: it is applied again."""
+    listen_host: str = names.EVERY_IPV4_ADDRESS
+    """Address that the servers in the pods listen on."""
     is_recorded: bool = False
     """Whether the Deployment is to note what its pods were made from."""
 
