@@ -30,8 +30,12 @@ CPU = "cpu"
 
 ALL = (KVTIER, FS, NONE, LIFEBOAT)
 """What is measured unless told otherwise."""
-COPIES = {"kvtier-chunks": {"gathered_copies": True}, "kvtier-pages": {"gathered_copies": False}}
-"""Ours, copying between GPU and host memory in whole chunks and page by page, whatever is the default."""
+COPIES = {
+    "kvtier-chunks": {"gathered_copies": "all"},
+    "kvtier-loads": {"gathered_copies": "loads"},
+    "kvtier-pages": {"gathered_copies": "none"},
+}
+"""Ours, copying between GPU and host memory in whole chunks, only loads so, or by pages, whatever is the default."""
 KNOWN = (*ALL, CPU, *COPIES)
 
 

@@ -16,6 +16,7 @@ COLOURS = {
     "lifeboat": "#9334e6",
     "kvtier": "#1a73e8",
     "kvtier-chunks": "#185abc",
+    "kvtier-loads": "#4285f4",
     "kvtier-pages": "#669df6",
 }
 NAMES = {
@@ -25,6 +26,7 @@ NAMES = {
     "lifeboat": "lifeboatcache",
     "kvtier": "kvtier",
     "kvtier-chunks": "kvtier, whole chunks",
+    "kvtier-loads": "kvtier, chunks loaded",
     "kvtier-pages": "kvtier, pages",
 }
 

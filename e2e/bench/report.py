@@ -11,7 +11,7 @@ from e2e.bench import charts, journal, outputs
 from e2e.bench.journal import Record
 from e2e.bench.stats import Summary, group, milliseconds, percent, plain, ratio, summarise, table, times
 
-ORDER = ("none", "cpu", "fs", "lifeboat", "kvtier", "kvtier-chunks", "kvtier-pages")
+ORDER = ("none", "cpu", "fs", "lifeboat", "kvtier", "kvtier-chunks", "kvtier-loads", "kvtier-pages")
 TITLES = {
     "none": "no offload",
     "cpu": "vLLM CPU tier",
@@ -19,6 +19,7 @@ TITLES = {
     "lifeboat": "lifeboatcache 0.1.11",
     "kvtier": "kvtier",
     "kvtier-chunks": "kvtier, whole chunks",
+    "kvtier-loads": "kvtier, whole chunks loaded",
     "kvtier-pages": "kvtier, pages",
 }
 CASES = {

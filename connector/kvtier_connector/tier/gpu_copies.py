@@ -10,7 +10,7 @@ results stay vLLM's: only what is enqueued for a transfer differs, so a transfer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -53,10 +53,46 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
+def urgent_stream() -> Any:
+    """Return a stream whose kernels go before the model's: moving pages takes microseconds, and a transfer waits."""
+    return torch.cuda.Stream(priority=-1)
+
+
+class OneStream(list[Any]):
+    """In the place of vLLM's pool of streams: every transfer of a handler gets the same one.
+
+    The driver has few queues for streams. With a stream for each transfer under way some share the model's queue, and
+    a kernel there that waits for the transfer before it holds up the model.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """Store what makes the stream; it is made for the first transfer."""
+        super().__init__()
+        self._make = make
+        self._stream: Any = None
+
+    def __bool__(self) -> bool:
+        """Say that a stream is there."""
+        return True
+
+    @override
+    def pop(self, _: SupportsIndex = -1) -> Any:
+        self._stream = self._stream or self._make()
+        return self._stream
+
+    @override
+    def append(self, _: Any) -> None:
+        pass
+
+    @override
+    def clear(self) -> None:
+        self._stream = None
+
+
 class GatheringHandler(SingleDirectionOffloadingHandler):
     """The transfers of one direction. Called from one thread, the engine worker's.
 
-    Each transfer runs on a stream of its own after the one before it, so they may share one staging buffer.
+    The transfers run one after the other, so they may share one staging buffer.
     """
 
     def __init__(
@@ -66,6 +102,7 @@ class GatheringHandler(SingleDirectionOffloadingHandler):
         *,
         moving: Moving = move_pages,
         free: Callable[[torch.device], int] = free_bytes,
+        make_stream: Callable[[], Any] = urgent_stream,
     ) -> None:
         """Take the place of a handler of vLLM that has not been used yet.
 
@@ -74,6 +111,7 @@ class GatheringHandler(SingleDirectionOffloadingHandler):
             cells: What its tensors look like.
             moving: What moves pages on the GPU.
             free: Bytes of the GPU's memory that are free.
+            make_stream: What makes the stream of the transfers.
         """
         super().__init__(
             gpu_tensors=stock.src_tensors if stock.gpu_to_cpu else stock.dst_tensors,
@@ -82,6 +120,7 @@ class GatheringHandler(SingleDirectionOffloadingHandler):
             layer_refs_per_group=stock.layer_refs_per_group,
             gpu_to_cpu=stock.gpu_to_cpu,
         )
+        self._stream_pool = OneStream(make_stream)
         self._fill_pages, self._copy_pages = self._fill_group_ops, self._swap_blocks_batch
         self._cells = cells
         self._moving = moving
@@ -207,19 +246,22 @@ class GatheringHandler(SingleDirectionOffloadingHandler):
         )
 
 
-def gather_copies(worker: CPUOffloadingWorker) -> str | None:
-    """Make a worker of vLLM that has not been used yet copy whole chunks; say why not where it has to copy pages."""
+def gather_copies(worker: CPUOffloadingWorker, *, stores: bool = True) -> str | None:
+    """Make a worker of vLLM that has not been used yet copy whole chunks; say why not where it has to copy pages.
+
+    With `stores` False it does so on the way to the GPU only.
+    """
     if not current_platform.is_cuda():
         return "the GPU is not CUDA's"
     try:
-        return _replace_handlers(worker)
+        return _replace_handlers(worker, stores=stores)
     except (AttributeError, TypeError) as error:
         return f"this version of vLLM copies in another way: {error}"
     except torch.OutOfMemoryError:
         return "the GPU's memory is full"
 
 
-def _replace_handlers(worker: CPUOffloadingWorker) -> str | None:
+def _replace_handlers(worker: CPUOffloadingWorker, *, stores: bool) -> str | None:
     store, load = worker._store_handler, worker._load_handler  # noqa: SLF001 - pinned by a test
     region = worker._mmap_region  # noqa: SLF001 - pinned by a test
     if region is None or not region.is_pinned:
@@ -229,8 +271,9 @@ def _replace_handlers(worker: CPUOffloadingWorker) -> str | None:
         return cells
     if reason := try_kernel(store.src_tensors[0].device):
         return reason
-    handlers = GatheringHandler(store, cells), GatheringHandler(load, cells)
-    worker._store_handler, worker._load_handler = handlers  # noqa: SLF001 - pinned by a test
+    worker._load_handler = GatheringHandler(load, cells)  # noqa: SLF001 - pinned by a test
+    if stores:
+        worker._store_handler = GatheringHandler(store, cells)  # noqa: SLF001 - pinned by a test
     return None
 
 

@@ -6,9 +6,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -27,9 +25,10 @@ from kvtier_connector.tier.cpu_worker import CpuCopyWorker
 from kvtier_connector.tier.gpu_copies import gather_copies
 
 GATHERED_COPIES = "gathered_copies"
-"""In kv_connector_extra_config: whether KV blocks are copied in whole chunks between GPU and host memory, with up to
-128 MiB more of GPU memory (at most 512, where a chunk is larger than 64)."""
-GATHERED_BY_DEFAULT = False
+"""In kv_connector_extra_config: which copies between GPU and host memory move whole chunks, ``all``, ``loads`` or
+``none``. Each direction takes 64 MiB more of GPU memory (one chunk, where a chunk is larger)."""
+GATHERED = ("all", "loads", "none")
+GATHERED_BY_DEFAULT = "none"
 logger = init_logger("vllm.kvtier.spec")
 
 
@@ -39,7 +38,8 @@ class KVTierSpec(TieringOffloadingSpec):
     The engine's processes share one region in /dev/shm; a worker makes it before the scheduler opens it. A region that
     a killed engine left is removed first, or the new one would not fit beside it. One that any process holds stays.
 
-    Takes what TieringOffloadingSpec takes from ``kv_connector_extra_config``, and ``gathered_copies`` (true or false).
+    Takes what TieringOffloadingSpec takes from ``kv_connector_extra_config``, and ``gathered_copies``: ``all``,
+    ``loads`` or ``none``.
     """
 
     @override
@@ -48,7 +48,12 @@ class KVTierSpec(TieringOffloadingSpec):
         self.engine_config: VllmConfig | None = None
         """All of vLLM's configuration, in the scheduler; None where it is not known."""
         hooks.install()
-        self._gathers = _is_on(self.extra_config, GATHERED_COPIES, default=GATHERED_BY_DEFAULT)
+        self._gathered = self.extra_config.get(GATHERED_COPIES, GATHERED_BY_DEFAULT)
+        if self._gathered not in GATHERED:
+            raise ConfigInvalid(
+                f"{GATHERED_COPIES} in kv_connector_extra_config must be one of {', '.join(GATHERED)}, "
+                f"not {self._gathered!r}"
+            )
         self._cpu_worker: CpuCopyWorker | None = None
 
     @override
@@ -75,9 +80,12 @@ class KVTierSpec(TieringOffloadingSpec):
     @override
     def create_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
         worker = super().create_worker(kv_caches)
-        if self._gathers:
-            reason = gather_copies(worker)
-            logger.info("KV blocks are copied %s", f"page by page: {reason}" if reason else "in whole chunks")
+        if self._gathered != "none":
+            reason = gather_copies(worker, stores=self._gathered == "all")
+            logger.info(
+                "KV blocks are copied %s",
+                f"page by page: {reason}" if reason else f"in whole chunks ({GATHERED_COPIES}: {self._gathered})",
+            )
         return worker
 
     def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
@@ -95,13 +103,6 @@ class KVTierSpec(TieringOffloadingSpec):
         except Exception:
             region.cleanup()
             raise
-
-
-def _is_on(settings: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    value = settings.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigInvalid(f"{name} in kv_connector_extra_config must be true or false, not {value!r}")
-    return value
 
 
 def _clear_stale_regions() -> None:

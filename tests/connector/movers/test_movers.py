@@ -345,12 +345,12 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
 
 ENGINE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from crews import CrewUnderTest
-crew = CrewUnderTest(Path(sys.argv[2]), movers=3, file_system=sys.argv[3])
+crew = CrewUnderTest(Path(sys.argv[1]), movers=3, file_system=sys.argv[2])
 crew.write(1)
-if sys.argv[3]:
+if sys.argv[2]:
     crew.load(1, 1)
 print(*crew.processes, flush=True)
 sys.stdin.read()
@@ -359,7 +359,7 @@ sys.stdin.read()
 
 def start_engine(crews: Crews, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a process that has three movers; one reads, if there is a file system."""
-    arguments = [str(Path(__file__).parent), str(crews.directory / "volume"), file_system]
+    arguments = [str(crews.directory / "volume"), file_system, *sys.path]
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert engine.stdout is not None
     return engine, [int(number) for number in engine.stdout.readline().split()]

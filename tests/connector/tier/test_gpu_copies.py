@@ -26,6 +26,7 @@ from copies_rig import (
     Event,
     Shape,
     Side,
+    Stream,
     Transfer,
     bytes_of,
     make_transfer,
@@ -38,7 +39,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier_connector.tier.cells import Cells
-from kvtier_connector.tier.gpu_copies import SPARE_BYTES, GatheringHandler, cells_of, gather_copies
+from kvtier_connector.tier.gpu_copies import SPARE_BYTES, GatheringHandler, OneStream, cells_of, gather_copies
 from kvtier_connector.tier.page_kernel import try_kernel
 
 PATIENCE_SECONDS = 60
@@ -87,7 +88,7 @@ def open_pair(shape: Shape, device: str, monkeypatch: pytest.MonkeyPatch, stack:
     assert isinstance(cells, Cells), cells
     options: dict[str, Any] = {"free": lambda _: free}
     if device == "cpu":
-        options["moving"] = move_pages
+        options.update(moving=move_pages, make_stream=Stream)
     mine = [GatheringHandler(handler, replace(cells, slots=SLOTS), **options) for handler in (stores[1], loads[1])]
     pair = Pair(stock, ours, (stores[0], mine[0]), (loads[0], mine[1]), bus)
     for handler in (*pair.stores, *pair.loads, stores[1], loads[1]):
@@ -322,6 +323,23 @@ def test_the_kernel_compiles_for_a_gpu_and_reads_and_writes_sixteen_bytes_at_onc
 
 
 # What follows needs a GPU altogether.
+
+
+def test_every_transfer_of_a_direction_runs_on_the_same_stream() -> None:
+    made: list[Stream] = []
+
+    def make() -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    streams = OneStream(make)
+    assert streams
+    assert not made
+    first, second = streams.pop(), streams.pop()
+    streams.append(first)
+    streams.append(second)
+    assert streams.pop() is first is second
+    assert len(made) == 1
 
 
 @pytest.mark.gpu

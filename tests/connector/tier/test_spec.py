@@ -153,6 +153,6 @@ def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: p
         KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
 
 
-def test_a_setting_of_the_copies_that_is_no_truth_value_stops_the_engine_with_its_name(rigs: Rigs) -> None:
-    with pytest.raises(ConfigInvalid, match="gathered_copies"):
-        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": "no"}))
+def test_an_unknown_setting_of_the_copies_stops_the_engine_with_its_name_and_the_remedy(rigs: Rigs) -> None:
+    with pytest.raises(ConfigInvalid, match=r"gathered_copies .* all, loads, none"):
+        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": True}))
