@@ -6,13 +6,14 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from clocks import Clock
+from waiting import until
 
 from kvtier_connector.errors import LeaseConflict, LeaseUnavailable
 from kvtier_connector.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
@@ -74,14 +75,6 @@ class LeaseServer:
         return spec
 
 
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def settings(identity: str = "a", **changes: Any) -> LeaseSettings:
     return LeaseSettings(namespace="ns", name="kvtier", identity=identity, **changes)
 
@@ -91,7 +84,7 @@ def elector(server: LeaseServer, clock: Callable[[], float], identity: str = "a"
 
 
 def test_the_first_one_creates_the_lease_and_leads() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first = elector(server, clock)
     assert not first.is_leader()
     assert first.step() == 4.0
@@ -106,32 +99,32 @@ def test_the_first_one_creates_the_lease_and_leads() -> None:
 
 
 def test_a_second_one_waits_as_long_as_the_first_renews() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first, second = elector(server, clock, "a"), elector(server, clock, "b")
     for _ in range(20):
         assert first.step() == 4.0
         for _ in range(2):
             assert second.step() == 1.5
-            clock.now += 2
+            clock.seconds += 2
         assert (first.is_leader(), second.is_leader()) == (True, False)
 
 
 def test_a_dead_holder_is_followed_when_its_lease_has_not_changed_for_its_duration_here() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     elector(server, clock, "a").step()
     second = elector(server, clock, "b")
-    died = clock.now
+    died = clock.seconds
     pause = second.step()
     while not second.is_leader():
-        clock.now += pause
-        assert clock.now < died + 14
+        clock.seconds += pause
+        assert clock.seconds < died + 14
         pause = second.step()
-    assert clock.now >= died + 12
+    assert clock.seconds >= died + 12
     assert (server.spec["holderIdentity"], server.spec["leaseTransitions"]) == ("b", 1)
 
 
 def test_the_clock_of_the_holder_does_not_matter() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     elector(server, clock, "a").step()
     server.spec["renewTime"] = "1999-01-01T00:00:00.000000Z"
     second = elector(server, clock, "b")
@@ -140,7 +133,7 @@ def test_the_clock_of_the_holder_does_not_matter() -> None:
 
 
 def test_a_lease_given_back_is_taken_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first, second = elector(server, clock, "a"), elector(server, clock, "b")
     first.step()
     second.step()
@@ -152,7 +145,7 @@ def test_a_lease_given_back_is_taken_at_once() -> None:
 
 
 def test_who_does_not_hold_the_lease_does_not_give_it_back() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first, second = elector(server, clock, "a"), elector(server, clock, "b")
     first.step()
     second.step()
@@ -161,33 +154,33 @@ def test_who_does_not_hold_the_lease_does_not_give_it_back() -> None:
 
 
 def test_a_holder_that_cannot_renew_stops_before_anybody_may_follow() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first = elector(server, clock)
     first.step()
     server.fault = lambda _call: "before"
-    clock.now += 7.9
+    clock.seconds += 7.9
     first.step()
     assert first.is_leader()
-    clock.now += 0.2
+    clock.seconds += 0.2
     assert not first.is_leader()
 
 
 def test_a_renewal_that_was_done_but_not_answered_is_found_at_the_next_look() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first = elector(server, clock)
     first.step()
     server.fault = lambda call: "after" if call == "update" else None
-    clock.now += 4
+    clock.seconds += 4
     assert first.step() == 1.5
     server.fault = lambda _call: None
-    clock.now += 1.5
+    clock.seconds += 1.5
     first.step()
-    clock.now += 7
+    clock.seconds += 7
     assert first.is_leader()
 
 
 def test_a_holder_that_sees_another_one_stops_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first = elector(server, clock)
     first.step()
     server.lease = None
@@ -199,12 +192,12 @@ def test_a_holder_that_sees_another_one_stops_at_once() -> None:
 
 
 def test_a_lease_that_vanishes_keeps_those_who_knew_it_waiting() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first, second = elector(server, clock, "a"), elector(server, clock, "b")
     first.step()
     second.step()
     server.lease = None
-    clock.now += 1
+    clock.seconds += 1
     second.step()
     assert not second.is_leader()
     assert first.is_leader()
@@ -212,7 +205,7 @@ def test_a_lease_that_vanishes_keeps_those_who_knew_it_waiting() -> None:
 
 @pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}, {"holderIdentity": "", "leaseTransitions": None}])
 def test_a_lease_that_names_nobody_is_taken(spec: Any) -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     server.lease = {"metadata": {"name": "kvtier", "resourceVersion": "0"}, "spec": spec}
     first = elector(server, clock)
     first.step()
@@ -221,27 +214,27 @@ def test_a_lease_that_names_nobody_is_taken(spec: Any) -> None:
 
 @pytest.mark.parametrize("duration", [None, 0, -5, 10**9, "12"])
 def test_a_nonsensical_duration_does_not_lock_everybody_out(duration: Any) -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     spec = {"holderIdentity": "x", "leaseDurationSeconds": duration}
     server.lease = {"metadata": {"name": "kvtier", "resourceVersion": "0"}, "spec": spec}
     first = elector(server, clock)
     first.step()
-    clock.now += 11.9
+    clock.seconds += 11.9
     first.step()
     assert not first.is_leader()
-    clock.now += 0.2
+    clock.seconds += 0.2
     first.step()
     assert first.is_leader()
 
 
 def test_other_fields_of_the_lease_are_kept() -> None:
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     first = elector(server, clock)
     first.step()
     assert server.lease is not None
     server.lease["metadata"]["annotations"] = {"theirs": "1"}
     server.lease["metadata"]["resourceVersion"] = "77"
-    clock.now += 4
+    clock.seconds += 4
     first.step()
     first.step()
     assert server.lease["metadata"]["annotations"] == {"theirs": "1"}
@@ -256,7 +249,7 @@ def test_times_that_could_make_two_leaders_are_refused(changes: Any) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_fails_there_are_never_two_leaders_and_one_comes_back(seed: int) -> None:
     chance = random.Random(seed)
-    server, clock = LeaseServer(), Clock()
+    server, clock = LeaseServer(), Clock(100.0)
     rate = chance.choice([0.0, 0.2, 0.6])
     server.fault = lambda _call: chance.choice(["before", "after"]) if chance.random() < rate else None
     # Each process has a clock that started at another moment; it may stop for a while, or die and come back renamed.
@@ -265,19 +258,19 @@ def test_whatever_fails_there_are_never_two_leaders_and_one_comes_back(seed: int
 
     def spawn(name: str) -> None:
         offset = chance.uniform(0, 1e6)
-        running[name] = elector(server, lambda: clock.now + offset, name)
-        due[name] = clock.now + chance.uniform(0, 3)
+        running[name] = elector(server, lambda: clock.seconds + offset, name)
+        due[name] = clock.seconds + chance.uniform(0, 3)
 
     for number in range(3):
         spawn(f"p{number}")
     led = 0
     for turn in range(600):
         name = min(due, key=lambda each: due[each])
-        clock.now = max(clock.now, due[name])
+        clock.seconds = max(clock.seconds, due[name])
         leaders = [each for each, process in running.items() if process.is_leader()]
-        assert len(leaders) <= 1, f"{leaders} lead at {clock.now}"
+        assert len(leaders) <= 1, f"{leaders} lead at {clock.seconds}"
         led += len(leaders)
-        due[name] = clock.now + running[name].step()
+        due[name] = clock.seconds + running[name].step()
         event = chance.random()
         if event < 0.05:
             due[name] += chance.uniform(0, 40)  # paused, with all it believes
@@ -288,24 +281,17 @@ def test_whatever_fails_there_are_never_two_leaders_and_one_comes_back(seed: int
             running[name].release()
     assert led > 50
     server.fault = lambda _call: None
-    end = clock.now + 80
-    while clock.now < end:
+    end = clock.seconds + 80
+    while clock.seconds < end:
         name = min(due, key=lambda each: due[each])
-        clock.now = max(clock.now, due[name])
-        due[name] = clock.now + running[name].step()
+        clock.seconds = max(clock.seconds, due[name])
+        due[name] = clock.seconds + running[name].step()
     assert [each for each, process in running.items() if process.is_leader()] == [server.spec["holderIdentity"]]
 
 
 def quick(server: LeaseServer, identity: str, told: list[bool]) -> Elector:
     fast = settings(identity, duration_seconds=2, deadline_seconds=0.6, renew_seconds=0.2, retry_seconds=0.1)
     return Elector(server.api(), fast, on_change=told.append)
-
-
-def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
 
 
 def test_on_threads_it_leads_hands_over_and_ends() -> None:

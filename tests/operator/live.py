@@ -6,14 +6,13 @@ from __future__ import annotations
 import gc
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from tiers import made_by
 
@@ -24,21 +23,9 @@ from kvtier_operator.health import Health
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
-Result = TypeVar("Result")
-
 NAMESPACE = "default"
 CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1", "/apis/batch/v1"
 MERGE = "application/merge-patch+json"
-DEADLINE_SECONDS = 20.0
-
-
-def until(condition: Callable[[], Result], *, seconds: float = DEADLINE_SECONDS) -> Result:
-    """Return the first true result of the condition, or fail when the deadline passes."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"still {result!r} after {seconds} s"
-        pause.wait(0.02)
-    return result
 
 
 class Client:

@@ -13,7 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from chart import CHART, NAMESPACE, ROOT, HelmFailed, helm, render, render_text, tools
-from live import Client, until
+from live import Client
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from live import APPS, Client, until
+from live import APPS, Client
 from tiers import tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import __version__

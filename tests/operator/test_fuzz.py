@@ -14,9 +14,10 @@ import yaml
 from fake_cluster import FakeCluster
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from live import APPS, NAMESPACE, TIERS, Client, running, until
+from live import APPS, NAMESPACE, TIERS, Client, running
 from tiers import NAMESPACE as SERVING
 from tiers import tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names

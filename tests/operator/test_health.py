@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from clocks import Clock
 from fake_cluster import FakeCluster
-from live import APPS, Client, running, until
+from live import APPS, Client, running
 from tiers import NAMESPACE, tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_operator import handlers
@@ -29,13 +31,6 @@ CONFIG: dict[str, Any] = {
     "metadata": {"name": "c", "namespace": NAMESPACE},
     "data": {"a": "b"},
 }
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
@@ -80,10 +75,10 @@ def test_a_check_that_breaks_is_a_problem_and_no_crash() -> None:
 def test_a_beat_ages_from_the_first_one_on() -> None:
     clock = Clock()
     beat = Beat(clock=clock)
-    clock.now = 100
+    clock.seconds = 100
     assert beat.seconds_since() == 0
     beat.mark()
-    clock.now = 160
+    clock.seconds = 160
     assert beat.seconds_since() == 60
 
 
@@ -104,7 +99,7 @@ def test_a_change_that_no_watch_tells_of_grows_old() -> None:
     look.found(version(1))
     assert look.longest_unheard() == (0.0, "")
     look.found(version(2))
-    clock.now = 200
+    clock.seconds = 200
     look.found(version(3))
     assert look.longest_unheard() == (200.0, f"ConfigMap {NAMESPACE}/c")
 
@@ -114,7 +109,7 @@ def test_what_was_read_just_before_it_was_gone_is_not_waited_for() -> None:
     look.heard(version(1), is_deleted=False)
     look.heard(version(2), is_deleted=True)
     look.found(version(1))  # a list that was answered before
-    clock.now = 5000
+    clock.seconds = 5000
     assert look.longest_unheard()[0] == 0
 
 
@@ -122,7 +117,7 @@ def test_what_was_read_just_before_it_was_gone_is_not_waited_for() -> None:
 def test_whatever_a_watch_tells_of_an_object_shows_that_it_lives(is_deleted: bool) -> None:
     look, clock = lookout()
     look.found(version(2))
-    clock.now = 500
+    clock.seconds = 500
     look.heard(version(3), is_deleted=is_deleted)
     assert look.longest_unheard() == (0.0, "")
 
@@ -131,7 +126,7 @@ def test_a_list_older_than_the_event_is_made_good_by_the_next_list() -> None:
     look, clock = lookout()
     look.heard(version(2), is_deleted=False)
     look.found(version(1))
-    clock.now = 60
+    clock.seconds = 60
     look.found(version(2))
     assert look.longest_unheard() == (0.0, "")
 
@@ -180,7 +175,7 @@ def test_a_claim_of_somebody_else_is_not_waited_for() -> None:
     theirs = version(1)
     del theirs["metadata"]["labels"]
     look.found(theirs)
-    clock.now = 500
+    clock.seconds = 500
     assert look.longest_unheard() == (0.0, "")
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from live import APPS, NAMESPACE, Client, until
+from live import APPS, NAMESPACE, Client
 from tiers import tier
+from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from live import until
+from clocks import Clock
+from waiting import until
 
 from kvtier_operator import probes
 from kvtier_operator.probes import Address, Answer, Probes, fetch
@@ -35,14 +36,6 @@ class Pod:
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Rig:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW
-from live import until
 from proof_engines import Clock, ScriptedEngine, SharedVolume
 from tiers import tier
+from waiting import until
 
 from kvtier_operator import spec, status
 from kvtier_operator.names import TierName

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from clocks import Clock
 
 from kvtier_operator.recent import Recent, Which, which_of
 
@@ -17,14 +18,6 @@ def config(version: int, *, name: str = "llama-connector", uid: str = "u", **fie
     labels = {LABEL: "llama"}
     metadata = {"name": name, "namespace": "serving", "uid": uid, "resourceVersion": str(version), "labels": labels}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, **fields}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from live import until
+from waiting import until
 
 from kvtier_operator.workqueue import Done, WorkQueue
 

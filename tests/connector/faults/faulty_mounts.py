@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 WAIT_SECONDS = 20.0
-
-
-def wait_for(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {WAIT_SECONDS} s: {what}"
-        threading.Event().wait(0.005)
+wait_for = functools.partial(until, seconds=WAIT_SECONDS)
 
 
 @dataclass

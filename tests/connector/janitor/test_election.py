@@ -3,27 +3,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tier_dir import Rig
+from waiting import until
 
 from kvtier_connector.errors import LeaseUnavailable
 from kvtier_connector.janitor.election import Alone, make_leader
 from kvtier_localcluster.apiserver import ApiServerThread
 
 DEADLINE_SECONDS = 60.0
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    ends = time.monotonic() + DEADLINE_SECONDS
-    while not is_so():
-        assert time.monotonic() < ends
-        threading.Event().wait(0.02)
 
 
 def test_without_a_lease_it_is_alone(rig: Rig) -> None:
@@ -41,12 +32,12 @@ def test_one_of_two_leads_and_the_other_when_it_gives_way(
         first, second = make_leader(config), make_leader(config)
         try:
             first.start()
-            until(first.is_leader)
+            until(first.is_leader, seconds=DEADLINE_SECONDS)
             second.start()
             assert not second.is_leader()
             first.close()
             assert not first.is_leader()
-            until(second.is_leader)
+            until(second.is_leader, seconds=DEADLINE_SECONDS)
         finally:
             first.close()
             second.close()

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig
+from waiting import until
 
 from kvtier_connector.contract_janitor import encode
 from kvtier_connector.contract_usage import decode
@@ -26,13 +27,7 @@ from kvtier_connector.janitor.metrics import METRICS, exposition
 from kvtier_connector.janitor.server import Server, make_pages
 
 DEADLINE_SECONDS = 60.0
-
-
-def wait_for(is_so: Callable[[], bool], what: str) -> None:
-    ends = time.monotonic() + DEADLINE_SECONDS
-    while not is_so():
-        assert time.monotonic() < ends, f"waited in vain for {what}"
-        threading.Event().wait(0.02)
+wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 
 class Elected(Alone):

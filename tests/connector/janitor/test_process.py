@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
 from locked_image import blocked_modules, prelude
 from tier_dir import BLOCK_BYTES, Rig
+from waiting import until
 
 from kvtier_connector import command
 from kvtier_connector.contract_janitor import encode
@@ -22,6 +21,7 @@ from kvtier_connector.contract_usage import decode
 
 CONNECTOR = Path(command.__file__).parents[1]
 DEADLINE_SECONDS = 60.0
+wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
 import kvtier_connector.janitor.commands, kvtier_connector.store.check, kvtier_connector.store.inspect
@@ -34,13 +34,6 @@ except Exception as error:
 from kvtier_connector.janitor.__main__ import main
 sys.exit(main(["--config", {config!r}, "--host", "127.0.0.1"]))
 """
-
-
-def wait_for(is_so: Callable[[], bool], log: Path) -> None:
-    ends = time.monotonic() + DEADLINE_SECONDS
-    while not is_so():
-        assert time.monotonic() < ends, log.read_text()
-        threading.Event().wait(0.05)
 
 
 def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: Rig, tmp_path: Path) -> None:
@@ -59,7 +52,11 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
             [sys.executable, "-c", script], stdout=sink, stderr=sink, env={"HOME": str(tmp_path)}
         )
     try:
-        wait_for(lambda: "serving on port" in log.read_text() or process.poll() is not None, log)
+        until(
+            lambda: "serving on port" in log.read_text() or process.poll() is not None,
+            log.read_text,
+            seconds=DEADLINE_SECONDS,
+        )
         found = re.search(r"serving on port (\d+)", log.read_text())
         assert found is not None, log.read_text()
         base = f"http://127.0.0.1:{found[1]}"
@@ -68,7 +65,7 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
             with urlopen(f"{base}/usage", timeout=DEADLINE_SECONDS) as answer:
                 return decode(answer.read()).used_bytes
 
-        wait_for(lambda: usage() == 10 * BLOCK_BYTES, log)
+        wait_for(lambda: usage() == 10 * BLOCK_BYTES, log.read_text)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()

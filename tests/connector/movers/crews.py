@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import mmap
 import os
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from waiting import until
 
 from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings, Ended
 from kvtier_connector.movers.region import find_region
@@ -21,6 +21,7 @@ from kvtier_connector.store.layout import BlockKey
 ROW_BYTES = 16384
 ROWS = 32
 PATIENCE_SECONDS = 60.0
+wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 
 def key(number: int) -> BlockKey:
@@ -29,14 +30,6 @@ def key(number: int) -> BlockKey:
 
 def payload(number: int) -> bytes:
     return hashlib.sha512(str(number).encode()).digest() * (ROW_BYTES // 64)
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {PATIENCE_SECONDS} s in vain until {what}")
-        threading.Event().wait(0.002)
 
 
 def is_alive(process: int) -> bool:

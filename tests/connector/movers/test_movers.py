@@ -345,12 +345,12 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
 
 ENGINE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from crews import CrewUnderTest
-crew = CrewUnderTest(Path(sys.argv[2]), movers=3, file_system=sys.argv[3])
+crew = CrewUnderTest(Path(sys.argv[1]), movers=3, file_system=sys.argv[2])
 crew.write(1)
-if sys.argv[3]:
+if sys.argv[2]:
     crew.load(1, 1)
 print(*crew.processes, flush=True)
 sys.stdin.read()
@@ -359,7 +359,7 @@ sys.stdin.read()
 
 def start_engine(crews: Crews, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a process that has three movers; one reads, if there is a file system."""
-    arguments = [str(Path(__file__).parent), str(crews.directory / "volume"), file_system]
+    arguments = [str(crews.directory / "volume"), file_system, *sys.path]
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert engine.stdout is not None
     return engine, [int(number) for number in engine.stdout.readline().split()]
@@ -379,6 +379,23 @@ def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_sy
 
     wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover is left")
     assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_the_movers_to_their_engine(crews: Crews, number: int) -> None:
+    crew = crews.make(movers=2)
+    crew.write(*range(20))
+    crew.load(1, *range(20))
+    crew.wait_for(20)
+    for process in crew.processes:
+        os.kill(process, number)
+    crew.load(2, *range(20))
+    crew.wait_for(40)
+
+    assert all(isinstance(ended.outcome, Hit) for ended in crew.ended.values())
+    assert all(is_alive(process) for process in crew.processes)
+    assert crew.dispatcher.close(20.0)
+    assert not any(is_alive(process) for process in crew.processes)
 
 
 def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: Crews) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from clocks import Clock
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.breaker import Breaker, BreakerLimits, Direction, State
@@ -13,17 +14,9 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 CLOSED, OPEN, HALF_OPEN = State.CLOSED, State.OPEN, State.HALF_OPEN
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from clocks import Clock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -21,14 +22,6 @@ from kvtier_connector.store.layout import BlockKey
 
 CONNECTOR = Path(index_module.__file__ or "").parents[2]
 PRESENT, ABSENT, UNKNOWN = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def walk(index: BlockIndex, *numbers: int) -> int:
@@ -91,7 +84,7 @@ def test_a_discarded_block_is_absent_until_somebody_tells_of_it() -> None:
 
 
 def test_a_negative_answer_expires_while_the_index_is_incomplete() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     index = BlockIndex(negative_seconds=30, now=clock)
     index.discard(key(1))
     clock.seconds += 29

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from store_contract import NOW_NS, key
 from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
@@ -31,21 +32,13 @@ from kvtier_connector.store.scan import list_journals
 WRITER = "0123456789abcdef" * 2
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
     return JournalWriter(
         root,
         fs=fs or FileSystem(),
         limits=JournalLimits(**limits),
         clock=lambda: NOW_NS,
-        now=Clock(),
+        now=Clock(1000.0),
     )
 
 
@@ -100,7 +93,7 @@ def test_a_process_does_not_read_its_own_journal(tmp_path: Path) -> None:
 
 
 def test_a_use_is_noted_once_in_a_window(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     writer = JournalWriter(tmp_path, limits=JournalLimits(used_window_seconds=60), now=clock)
     note(writer, 1, 1, 1, op=Op.USED)
     assert writer.pending == 1

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from store_contract import NOW_NS, key
 from store_faults import FailingFs
 
@@ -16,21 +17,13 @@ from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.records import RECORD_BYTES, Op
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def only_file(root: Path) -> Path:
     (path,) = (root / "journal").iterdir()
     return path
 
 
 def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:
-    now = Clock()
+    now = Clock(1000.0)
     return JournalWriter(root, fs=fs or FileSystem(), clock=lambda: NOW_NS, now=now), now
 
 

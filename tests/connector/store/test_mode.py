@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
@@ -27,14 +28,6 @@ from kvtier_connector.store.mode import Mode, stricter
 
 def said(mode: Mode) -> bytes:
     return encode_live(mode.value).encode()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class ConfigMapDirectory:
@@ -125,7 +118,7 @@ def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirect
             if call == "open":
                 opened.append(str(path))
 
-    clock = Clock()
+    clock = Clock(1000.0)
     mounted.write(said(Mode.READ_WRITE))
     live_file = LiveFile(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
     for _ in range(11):

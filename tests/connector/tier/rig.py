@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from waiting import until
 
 from kvtier_connector import contract
 from kvtier_connector.store.blockstore import BlockStore
@@ -47,6 +49,7 @@ IO_THREADS = 4
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 PATIENCE_SECONDS = 20.0
+wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 
 class UndecidedError(AssertionError):
@@ -103,14 +106,6 @@ def note_positions(context: ReqContext, prefix: Sequence[OffloadKey]) -> None:
         group = get_offload_group_idx(of)
         ends[group] = ends.get(group, 0) + TOKENS_PER_BLOCK
         context.set_offload_key_position(of, ends[group])
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {PATIENCE_SECONDS} s in vain until {what}")
-        threading.Event().wait(0.002)
 
 
 class Rig:

@@ -8,19 +8,12 @@ import os
 import threading
 
 import pytest
+from clocks import Clock
 from rig import Rig, Rigs, key, keys
 from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvtier_connector.tier.budget import Admission, PromotionBudget
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def admitted(budget: PromotionBudget, request: str, count: int, first: int = 0) -> int:
@@ -74,7 +67,7 @@ def test_waiting_for_room_is_bounded() -> None:
     budget = PromotionBudget(100, wait_seconds=10, clock=clock)
     fetched(budget, "a", 80)
     assert budget.admit(key(100), "b") is Admission.WAIT
-    clock.now = 11
+    clock.seconds = 11
     budget.end_step()
 
     assert budget.waiting == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from clocks import Clock
 from rig import Rigs, keys
 
 from kvtier_connector.tier.gate import COMPUTE_PROBE_EVERY, PROBE_EVERY, Choice, Gate, Verdict
@@ -14,19 +15,11 @@ from kvtier_connector.tier.pace import Pace
 CHUNK_TOKENS = 100
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Engine:
     """Requests against one gate, with a volume and an accelerator of known speed."""
 
     def __init__(self, *, is_cost_aware: bool = True, min_tokens: int = 0, is_prompt_only: bool = True) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.verdicts: Counter[Verdict] = Counter()
         self.gate = Gate(
             is_cost_aware=is_cost_aware,
@@ -53,17 +46,17 @@ class Engine:
     def load(self, chunks: int) -> None:
         self._jobs += 1
         self.gate.begin_load(self._jobs, chunks)
-        self.clock.now += chunks * self.load_seconds
+        self.clock.seconds += chunks * self.load_seconds
         self.gate.end_load(self._jobs, chunks, landed=chunks)
 
     def compute(self, request: str, chunks: int) -> None:
         self.gate.begin_compute(request)
         self.gate.end_step(())
-        self.clock.now += chunks * self.compute_seconds
+        self.clock.seconds += chunks * self.compute_seconds
         self.gate.end_compute(request, [(number + 1) * CHUNK_TOKENS for number in range(chunks)])
 
     def serve(self, request: str, chunks: int) -> Choice:
-        self.clock.now += self.idle_seconds
+        self.clock.seconds += self.idle_seconds
         choice = self.choose(request, chunks)
         if choice is Choice.LOAD:
             self.load(chunks)
@@ -169,7 +162,7 @@ def test_long_hits_that_are_loaded_do_not_keep_short_ones_from_being_tried_again
 def test_a_load_that_came_in_part_before_its_deadline_says_how_slow_the_volume_is() -> None:
     engine = Engine()
     engine.gate.begin_load(1, 16)
-    engine.clock.now += 30
+    engine.clock.seconds += 30
     engine.gate.end_load(1, 16, landed=15)
     engine.gate.begin_load(2, 15)
     assert engine.gate.load_tokens_per_second == pytest.approx(CHUNK_TOKENS * 15 / 30)
@@ -180,9 +173,9 @@ def test_probes_are_rare_in_time_too() -> None:
     engine.load_seconds = 0.5
     engine.compute("cold", 16)
     engine.serve("first", 16)
-    started = engine.clock.now
+    started = engine.clock.seconds
     choices = [engine.serve(f"r{number}", 16) for number in range(PROBE_EVERY * 10)]
-    assert engine.clock.now - started < 60
+    assert engine.clock.seconds - started < 60
     assert set(choices) == {Choice.SLOWER}
 
 
@@ -200,7 +193,7 @@ def test_what_was_ordered_before_does_not_count_against_the_volume() -> None:
     for job in range(8):
         engine.gate.begin_load(100 + job, 64)
     for job in range(8):
-        engine.clock.now += 64 * 0.005
+        engine.clock.seconds += 64 * 0.005
         engine.gate.end_load(100 + job, 64, landed=64)
     assert engine.choose("next", 64) is Choice.LOAD
 
@@ -208,7 +201,7 @@ def test_what_was_ordered_before_does_not_count_against_the_volume() -> None:
 def test_a_load_that_failed_says_nothing_about_the_pace() -> None:
     engine = Engine()
     engine.gate.begin_load(1, 16)
-    engine.clock.now += 100
+    engine.clock.seconds += 100
     engine.gate.end_load(1, 16, landed=0)
     assert engine.gate.load_tokens_per_second == 0
 
@@ -238,7 +231,7 @@ def test_answers_are_not_taken_for_prompts() -> None:
     # With answers offloaded too, later blocks come at the pace of decoding.
     engine = Engine(is_prompt_only=False)
     engine.compute("r", 16)
-    engine.clock.now += 1000
+    engine.clock.seconds += 1000
     engine.gate.end_compute("r", [17 * CHUNK_TOKENS])
     assert engine.gate.compute_tokens_per_second == pytest.approx(CHUNK_TOKENS / 0.01)
 
@@ -248,7 +241,7 @@ def test_a_prompt_computed_in_several_steps_is_timed_to_each_of_them() -> None:
     engine.gate.begin_compute("r")
     engine.gate.end_step(())
     for part in range(4):
-        engine.clock.now += 1.0
+        engine.clock.seconds += 1.0
         engine.gate.end_compute("r", [(part * 16 + number + 1) * CHUNK_TOKENS for number in range(16)])
     engine.load(64)
     assert engine.gate.compute_tokens_per_second == pytest.approx(64 * CHUNK_TOKENS / 4.0)
@@ -270,7 +263,7 @@ def test_the_prompt_of_a_request_that_ended_or_was_preempted() -> None:
     engine.gate.begin_compute("ended")
     engine.gate.end_step(())
     engine.gate.forget("ended")
-    engine.clock.now += 1
+    engine.clock.seconds += 1
     engine.gate.end_compute("ended", [CHUNK_TOKENS])
     assert engine.gate.compute_tokens_per_second == pytest.approx(CHUNK_TOKENS)
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 import yaml
 from kubernetes import client, config
 
@@ -82,16 +83,7 @@ def watch(api: ApiServerThread) -> Iterator[Callable[..., Iterator[dict[str, Any
 def until() -> Callable[[Callable[[], Any]], Any]:
     """`until(condition)` waits until the condition is true and returns its value."""
 
-    def wait(condition: Callable[[], Any]) -> Any:
-        end = time.monotonic() + DEADLINE_SECONDS
-        while time.monotonic() < end:
-            found = condition()
-            if found:
-                return found
-            time.sleep(0.01)
-        pytest.fail("the condition did not come true in time")
-
-    return wait
+    return functools.partial(waiting.until, seconds=DEADLINE_SECONDS)
 
 
 @pytest.fixture
