@@ -69,7 +69,8 @@ class JanitorConfig:
     journal_age_seconds: float = 86_400.0
     """A journal not written to for so long has no writer any more."""
     generation_idle_seconds: float = 3600.0
-    """A generation in whose journals somebody wrote within this time is in use, and is not removed."""
+    """A generation of whose journals one was written to, or its time renewed, within this time is in use, and is not
+    removed. Engines that are there renew theirs every ten minutes."""
     sweep_seconds: float = 5.0
     """How often journals are read and the budget is compared."""
     verify_seconds: float = 3 * 86_400.0

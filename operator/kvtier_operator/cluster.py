@@ -12,7 +12,7 @@ import builtins
 import json
 import os
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -48,6 +48,10 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     (names.API_VERSION, names.KIND): names.PLURAL,
 }
 
+PAGE: Final = 100
+"""Objects that are read of a long list at a time: parsed, each takes some ten kilobytes, and its list ten times that
+of a tier that is looked at."""
+
 _TIMEOUT_SECONDS: Final = (10.0, 60.0)
 """To connect and to read: a hung API server must not hold a worker for ever."""
 
@@ -61,6 +65,10 @@ class Cluster(Protocol):
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
         """Return the objects that carry the labels of the selector."""
+        ...
+
+    def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
+        """Return all objects of a kind, some at a time; the empty namespace is all of them."""
         ...
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
@@ -164,6 +172,20 @@ class KubernetesCluster:
         )
         # Items of a list carry neither, and every reader wants both.
         return [{**item, "apiVersion": api_version, "kind": kind} for item in answer["items"]]
+
+    def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
+        """Return all objects of a kind, some at a time; the empty namespace is all of them."""
+        query = {"limit": str(PAGE)}
+        while True:
+            answer = self._request(
+                "GET",
+                _path(api_version, kind, namespace) + _query(query),
+                what=f"list {kind} objects of {namespace or 'all namespaces'}",
+            )
+            yield [{**item, "apiVersion": api_version, "kind": kind} for item in answer["items"]]
+            query["continue"] = answer["metadata"].get("continue", "")
+            if not query["continue"]:
+                return
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         """Create or update an object by server-side apply and return it as it then stands."""
@@ -294,14 +316,14 @@ def connect(
 
 
 def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:
-    """List the tiers once, so that a missing CRD or a missing permission is said at once and in words.
+    """List tiers once, so that a missing CRD or a missing permission is said at once and in words.
 
     Raises:
         ClusterError: they cannot be listed.
     """
     for namespace in namespaces or ("",):
         try:
-            cluster.list(names.API_VERSION, names.KIND, namespace=namespace, selector="")
+            next(cluster.pages(names.API_VERSION, names.KIND, namespace=namespace))
         except KindMissing as error:
             raise KindMissing(
                 f"the cluster does not know {names.KIND} resources: kubectl apply -f crds/kvcachetier.yaml ({error})"

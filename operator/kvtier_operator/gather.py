@@ -150,7 +150,7 @@ def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
     address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
     answer = probes.look(address, owner=_owner(tier), meaning=read_metrics)
     report = None if answer is None else answer.value
-    return replace(pod, report=report if isinstance(report, EngineReport) else None)
+    return replace(pod, report=report if isinstance(report, EngineReport) else None, is_awaited=answer is None)
 
 
 def _janitor(
@@ -163,7 +163,7 @@ def _janitor(
     address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
     answer = probes.look(address, owner=_owner(tier), meaning=read_usage)
     if answer is None:
-        return found
+        return replace(found, is_awaited=True)
     usage = answer.value if isinstance(answer.value, Usage) else None
     return replace(found, usage=usage, silence=answer.problem)
 

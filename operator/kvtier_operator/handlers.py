@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import kopf
 
 from kvtier_operator import names
 from kvtier_operator.claim_users import ClaimUsers
-from kvtier_operator.cluster import Cluster, Credentials
+from kvtier_operator.cluster import PAGE, Cluster, Credentials
 from kvtier_operator.engine_keys import read_key
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.health import LOOP_SECONDS, Beat, Health
@@ -46,7 +46,7 @@ LIST_SECONDS: Final = 60.0
 STUCK_SECONDS: Final = 600.0
 """After how long without any progress the operator calls itself dead; longer than any pass can take."""
 
-FRESH_SECONDS: Final = 60.0
+FRESH_SECONDS: Final = 120.0
 """For how long what was read of a tier, and watched since, is not read again."""
 
 DEAF_SECONDS: Final = 300.0
@@ -244,14 +244,17 @@ class Operator:
 
     def _list_tiers(self) -> Done:
         self._recent.forget_old()
-        bodies: list[Manifest] = []
-        for scope in self._settings.namespaces or ("",):
-            for found in self._cluster.list(names.API_VERSION, names.KIND, namespace=scope, selector=""):
-                metadata = found["metadata"]
-                self._queue.add_if_unknown(TierName(namespace=metadata["namespace"], name=metadata["name"]))
-                bodies.append(found)
-        self._metrics.count_conditions(bodies)
+        self._metrics.count_conditions(self._each_tier())
         return Done(again_after=min(LIST_SECONDS, self._settings.resync_seconds))
+
+    def _each_tier(self) -> Iterator[Manifest]:
+        """Return all tiers, a page of them at a time in memory, and look after those that nobody knows yet."""
+        for scope in self._settings.namespaces or ("",):
+            for page in self._cluster.pages(names.API_VERSION, names.KIND, namespace=scope):
+                for found in page:
+                    metadata = found["metadata"]
+                    self._queue.add_if_unknown(TierName(namespace=metadata["namespace"], name=metadata["name"]))
+                    yield found
 
     def _reconcile(self, key: TierName, attempt: int) -> Done:
         start = time.monotonic()
@@ -309,6 +312,10 @@ def _kopf_settings() -> kopf.OperatorSettings:
     # Load balancers drop quiet connections without a word.
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
+    # At a start there is everything at once: read in pages, and let go by workers as soon as it is told, 600 tiers
+    # take 170 MB instead of 370.
+    settings.watching.chunk_size = PAGE
+    settings.queueing.idle_timeout = 0.2
     for group, version, plural in _WATCHED:
         settings.watching.label_selectors[group, version, plural] = names.LABEL_TIER
     return settings

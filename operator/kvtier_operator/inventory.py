@@ -44,7 +44,9 @@ class Inventory:
         """
         self._is_allowed = is_allowed
         self._nodes = _Cached(lambda: tuple(map(node, cluster.list("v1", "Node", namespace="", selector=""))), clock)
-        self._usage = _Cached(lambda: tuple(_usage(cluster.list("v1", "Pod", namespace="", selector=""))), clock)
+        self._usage = _Cached(
+            lambda: tuple(each for page in cluster.pages("v1", "Pod", namespace="") for each in _usage(page)), clock
+        )
 
     def look(self, *, with_pods: bool) -> Nodes | None:
         """Return the nodes, and what runs on them if that is asked for."""

@@ -15,7 +15,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
@@ -161,6 +161,13 @@ class WatchfulCluster:
         for body in found:
             self._lookout.found(body)
         return found
+
+    def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
+        """Return all objects of a kind, some at a time, and note how they stand."""
+        for page in self._cluster.pages(api_version, kind, namespace=namespace):
+            for body in page:
+                self._lookout.found(body)
+            yield page
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         """Create or update an object, unless that would change nothing as far as we know."""

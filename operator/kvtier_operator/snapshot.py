@@ -103,6 +103,8 @@ class Pod:
     """Why the kubelet cannot bring the volumes to the pod, in its own words."""
     report: EngineReport | None = None
     """What the engine in it says about its disk tier; None while it has not been heard."""
+    is_awaited: bool = False
+    """Whether it is being asked for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,8 @@ class Janitor:
     """Its last report; None where there is none."""
     silence: str = ""
     """Why there is none, if it was asked."""
+    is_awaited: bool = False
+    """Whether it is being asked for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)

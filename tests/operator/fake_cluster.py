@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tiers import NAMESPACE, merge
@@ -83,6 +83,9 @@ class FakeCluster:
             if (key.api_version, key.kind) == (api_version, kind)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
         ]
+
+    def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
+        yield self.list(api_version, kind, namespace=namespace, selector="")
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         key = names.key_of(manifest)

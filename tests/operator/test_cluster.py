@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_operator import cluster as cluster_module
 from kvtier_operator import errors
 from kvtier_operator.cluster import KubernetesCluster, connect
 from kvtier_operator.names import ObjectKey, TierRef
@@ -67,6 +68,20 @@ def test_lists_are_of_the_selected_and_know_their_kind(cluster: KubernetesCluste
     found = cluster.list("v1", "ConfigMap", namespace="default", selector="x=y")
     assert [(each["kind"], each["metadata"]["name"]) for each in found] == [("ConfigMap", "a")]
     assert cluster.list("v1", "ConfigMap", namespace="default", selector="x=z") == []
+
+
+@pytest.mark.parametrize(("count", "pages"), [(0, [0]), (2, [2]), (5, [2, 2, 1])])
+def test_long_lists_are_read_in_pages_that_leave_nothing_out(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, count: int, pages: list[int]
+) -> None:
+    monkeypatch.setattr(cluster_module, "PAGE", 2)
+    for number in range(count):
+        body = config_map()
+        cluster.apply({**body, "metadata": {**body["metadata"], "name": f"c{number}"}}, over=None)
+    found = list(cluster.pages("v1", "ConfigMap", namespace="default"))
+    assert [len(page) for page in found] == pages
+    assert [each["metadata"]["name"] for page in found for each in page] == [f"c{number}" for number in range(count)]
+    assert {each["kind"] for page in found for each in page} <= {"ConfigMap"}
 
 
 def test_what_is_not_there_is_none_to_get_and_nothing_to_delete(cluster: KubernetesCluster) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from fake_cluster import FakeCluster
@@ -140,3 +142,62 @@ def test_a_pod_of_another_rollout_of_the_same_deployment_is_counted(rig: Rig) ->
     rig.cluster.put(before)
     rig.run()
     assert rig.condition("HashSeedConsistent")["reason"] == "SeedsDiffer"
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["healthy", "over-budget"])
+def test_a_new_operator_changes_nothing_and_tells_no_news_until_it_was_answered(rig: Rig, full: bool) -> None:
+    rig.cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "100Gi" if full else "1500Gi"}}}})
+    rig.run()
+    rig.answers(3)
+    told = rig.status()
+    assert rig.condition("DiskWithinBudget")["status"] == ("False" if full else "True")
+    assert rig.condition("DiskHealthy")["reason"] == "Stranger"
+    events = len(rig.cluster.posted)
+    with restarted(rig) as others:
+        rig.run()
+        assert rig.status() == told
+        others.set()
+        until(lambda: len(rig.woken) == 6)
+        rig.run()
+    assert rig.status() == told
+    assert len(rig.cluster.posted) == events
+
+
+def test_what_the_first_answer_says_after_a_restart_is_told(rig: Rig) -> None:
+    rig.run()
+    rig.answers(3)
+    assert rig.condition("DiskWithinBudget")["status"] == "True"
+    rig.pods.usage = Usage(**{**vars(USAGE), "brake": "the volume is full"})
+    with restarted(rig) as others:
+        rig.run()
+        assert rig.condition("DiskWithinBudget")["status"] == "True"
+        others.set()
+        until(lambda: len(rig.woken) == 6)
+        rig.run()
+    assert rig.condition("DiskWithinBudget")["reason"] == "Braked"
+
+
+def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig) -> None:
+    rig.run()
+    rig.answers(3)
+    with restarted(rig):
+        rig.cluster.edit(TIER_KEY, {"spec": {"replicas": 3}})
+        rig.run()
+        assert rig.condition("DiskWithinBudget")["reason"] == "JanitorStarting"
+
+
+@contextmanager
+def restarted(rig: Rig) -> Iterator[threading.Event]:
+    """Let another operator take over, whose questions are answered when the event is set."""
+    may_answer, answers = threading.Event(), rig.pods
+    rig.probes.close()
+
+    def ask(address: Address) -> bytes:
+        may_answer.wait()
+        return answers(address)
+
+    rig.probes = Probes(rig.woken.append, ask=ask, now=lambda: rig.seconds, interval_seconds=15)
+    try:
+        yield may_answer
+    finally:
+        may_answer.set()

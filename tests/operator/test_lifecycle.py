@@ -282,3 +282,22 @@ def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> N
         after = {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")}
         until(lambda: ok_passes(metrics) > 1)
         assert {pod["metadata"]["uid"] for pod in kubectl.items(CORE, "pods")} == after
+
+
+@pytest.mark.usefixtures("controllers")
+def test_only_the_objects_of_one_tier_are_read_all_at_once(api: ApiServerThread, kubectl: Client) -> None:
+    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"kvcachetiers", "pods"}
+    whole: list[tuple[str, str]] = []
+
+    def note(request: Any) -> None:
+        plural, query = request.path.rpartition("/")[2], request.query
+        is_list = request.method == "GET" and plural in plurals and "watch" not in query
+        if is_list and request.headers.get("User-Agent") != "test" and "=" not in query.get("labelSelector", ""):
+            whole.append((plural, query.get("limit", "")))
+
+    api.server.faults.append(note)
+    with running(resync_seconds=1.0):
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+    assert {plural for plural, _ in whole} == plurals - {"leases"}
+    assert {limit for _, limit in whole} == {"100"}

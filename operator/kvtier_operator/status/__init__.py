@@ -17,7 +17,7 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import Generation, RefusalReason, terms
 from kvtier_operator.status import disk, proofs, storage
 from kvtier_operator.status.checks import SUMMARY
-from kvtier_operator.status.problems import Check, Look, Problem, View
+from kvtier_operator.status.problems import Check, Look, Problem, View, as_before
 from kvtier_operator.status.reasons import Reason
 
 __all__ = ["SUMMARY", "Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
@@ -61,7 +61,10 @@ _REFUSED: Final = {
 
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
-    found = [(kind, _first(view, checks), ok, _remarked(kind, text, view)) for kind, checks, ok, text in SUMMARY]
+    found = [
+        (kind, _or_as_before(kind, _first(view, checks), view, previous), ok, _remarked(kind, text, view))
+        for kind, checks, ok, text in SUMMARY
+    ]
     proven = proofs.judge(view, previous)
     # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
     tried = storage.judge(view, previous)
@@ -179,6 +182,19 @@ def _first(view: View, checks: Sequence[Check]) -> Problem | None:
         if problem is not None:
             return problem
     return None
+
+
+def _or_as_before(kind: str, found: Problem | None, view: View, previous: Mapping[str, Any]) -> Problem | None:
+    """Return what was told of the volume while somebody is still to answer: a new operator's not knowing is no news."""
+    is_told = previous.get("observedGeneration") == view.generation
+    if not is_told or view.snapshot is None or (found is not None and found.is_known):
+        return found
+    janitor, pods = view.snapshot.janitor, view.snapshot.pods
+    is_awaited = {
+        disk.WITHIN_BUDGET: janitor.is_awaited,
+        disk.HEALTHY: janitor.is_awaited or any(pod.is_awaited for pod in pods),
+    }
+    return (as_before(kind, previous) or found) if is_awaited.get(kind, False) else found
 
 
 def _remarked(kind: str, text: str, view: View) -> str:

@@ -346,7 +346,7 @@ SUMMARY: Final[tuple[tuple[str, tuple[Check, ...], Reason, str], ...]] = (
     ("SizingFits", SIZING, Reason.FITS, "engines found nodes with room"),
     ("EnginesReady", ENGINES, Reason.ENGINES_READY, "all engines are ready"),
     ("HashSeedConsistent", SEEDS, Reason.SEEDS_AGREE, "all engines hash alike"),
-    ("DiskWithinBudget", disk.BUDGET, Reason.WITHIN_BUDGET, "the blocks take no more than they may"),
-    ("DiskHealthy", disk.HEALTH, Reason.HEALTHY, "engines and janitor work on the volume"),
+    (disk.WITHIN_BUDGET, disk.BUDGET, Reason.WITHIN_BUDGET, "the blocks take no more than they may"),
+    (disk.HEALTHY, disk.HEALTH, Reason.HEALTHY, "engines and janitor work on the volume"),
 )
 """Conditions in the order in which Ready reports their problems."""

@@ -17,6 +17,8 @@ from kvtier_operator.snapshot import Janitor
 from kvtier_operator.status.problems import Check, Look, Problem, listed, quoted
 from kvtier_operator.status.reasons import Reason
 
+WITHIN_BUDGET: Final = "DiskWithinBudget"
+HEALTHY: Final = "DiskHealthy"
 _TOLERANCE: Final = 1.02
 """Engines stop at the limit with what they had begun to write; sizes are reported with less than a percent off."""
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
@@ -64,6 +65,20 @@ class Look:
 
 
 Check = Callable[[Look], Problem | None]
+
+
+def as_before(kind: str, previous: Mapping[str, Any]) -> Problem | None:
+    """Return what was told of a condition; None where that was nothing, or another version's word."""
+    told = next((each for each in previous.get("conditions", ()) if each["type"] == kind), None)
+    reason = next((each for each in Reason if told is not None and each.value == told["reason"]), None)
+    if told is None or reason is None:
+        return None
+    return Problem(
+        reason=reason,
+        message=told["message"],
+        is_known=told["status"] != "Unknown",
+        is_met=told["status"] == "True",
+    )
 
 
 def quoted(message: str) -> str:

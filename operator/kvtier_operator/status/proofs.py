@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from kvtier_operator.proof.asking import Ask, NoCanary
 from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome
-from kvtier_operator.status.problems import Problem, View
+from kvtier_operator.status.problems import Problem, View, as_before
 from kvtier_operator.status.reasons import Reason
 
 SHARED: Final = "SharedCacheVerified"
@@ -65,7 +65,7 @@ _LASTING: Final = {
 def _shared(view: View, previous: Mapping[str, Any]) -> Problem:
     ask, findings = view.ask, view.findings
     if ask is None or findings is None:
-        return _as_before(SHARED, previous, _unknown(Reason.NOT_CHECKED, "not checked: see Ready"))
+        return as_before(SHARED, previous) or _unknown(Reason.NOT_CHECKED, "not checked: see Ready")
     if ask.refusal in _LASTING:
         return _unknown(*_LASTING[ask.refusal])
     if findings.canary is None:
@@ -77,7 +77,7 @@ def _before_the_first(ask: Ask, previous: Mapping[str, Any]) -> Problem:
     pending = _unknown(Reason.CANARY_PENDING, "a canary prompt is sent when at least two engines of one rollout serve")
     known = (previous.get("proof") or {}).get("rollout")
     is_of_these = known is not None and (known == ask.rollout or ask.refusal is not None)
-    return _as_before(SHARED, previous, pending) if is_of_these else pending
+    return (as_before(SHARED, previous) or pending) if is_of_these else pending
 
 
 def _canary(found: Canary) -> Problem:
@@ -125,10 +125,10 @@ def _canary(found: Canary) -> Problem:
 
 def _effective(view: View, previous: Mapping[str, Any]) -> Problem:
     if view.ask is None or view.findings is None:
-        return _as_before(EFFECTIVE, previous, _unknown(Reason.NOT_CHECKED, "not checked: see Ready"))
+        return as_before(EFFECTIVE, previous) or _unknown(Reason.NOT_CHECKED, "not checked: see Ready")
     if view.findings.effect is None:
         pending = _unknown(Reason.EFFECT_PENDING, "engines have not served for an hour yet")
-        return _as_before(EFFECTIVE, previous, pending)
+        return as_before(EFFECTIVE, previous) or pending
     return _effect(view.findings.effect)
 
 
@@ -164,17 +164,3 @@ def _met(reason: Reason, message: str) -> Problem:
 
 def _unknown(reason: Reason, message: str) -> Problem:
     return Problem(reason=reason, message=message, is_known=False)
-
-
-def _as_before(kind: str, previous: Mapping[str, Any], otherwise: Problem) -> Problem:
-    """Return what was told of a condition."""
-    told = next((each for each in previous.get("conditions", ()) if each["type"] == kind), None)
-    reason = next((each for each in Reason if told is not None and each.value == told["reason"]), None)
-    if told is None or reason is None:
-        return otherwise  # nothing, or another version's word
-    return Problem(
-        reason=reason,
-        message=told["message"],
-        is_known=told["status"] != "Unknown",
-        is_met=told["status"] == "True",
-    )

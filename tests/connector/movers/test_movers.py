@@ -381,6 +381,23 @@ def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_sy
     assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_the_movers_to_their_engine(crews: Crews, number: int) -> None:
+    crew = crews.make(movers=2)
+    crew.write(*range(20))
+    crew.load(1, *range(20))
+    crew.wait_for(20)
+    for process in crew.processes:
+        os.kill(process, number)
+    crew.load(2, *range(20))
+    crew.wait_for(40)
+
+    assert all(isinstance(ended.outcome, Hit) for ended in crew.ended.values())
+    assert all(is_alive(process) for process in crew.processes)
+    assert crew.dispatcher.close(20.0)
+    assert not any(is_alive(process) for process in crew.processes)
+
+
 def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: Crews) -> None:
     one, movers = start_engine(crews)
     other = crews.make(movers=2)
