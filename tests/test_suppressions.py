@@ -3,25 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
+import ci_tools
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "suppressions.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvtier_ci_suppressions", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-suppressions = load()
+suppressions = ci_tools.load("suppressions")
 
 
 @pytest.mark.parametrize(

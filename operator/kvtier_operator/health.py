@@ -7,7 +7,6 @@ stuck, and already while an operator waits for the lead.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import ClassVar, Final
@@ -61,16 +60,7 @@ class Health:
         class Handler(_Handler):
             health = self
 
-        server = HttpServer(host, port, Handler)
-        thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
-        thread.start()
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
+        return HttpServer(host, port, Handler).serve_on_thread("health")
 
 
 class Beat:

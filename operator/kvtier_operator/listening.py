@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
@@ -38,6 +40,18 @@ class HttpServer(ThreadingHTTPServer):
                 raise
             self.address_family = socket.AF_INET
             super().__init__(("0.0.0.0", port), handler)  # noqa: S104  who asks is outside the pod
+
+    def serve_on_thread(self, name: str) -> Callable[[], None]:
+        """Answer on a thread of this name, and return what stops that."""
+        thread = threading.Thread(target=self.serve_forever, name=name, daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            self.shutdown()
+            self.server_close()
+            thread.join()
+
+        return stop
 
     def server_bind(self) -> None:
         """Take IPv4 as well, whatever the machine's default is."""

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -170,16 +169,7 @@ class OperatorMetrics:
 
     def serve(self, port: int) -> Callable[[], None]:
         """Serve the metrics on a thread and return what stops it."""
-        server = HttpServer(EVERYWHERE, port, MetricsHandler.factory(self.registry))
-        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-        thread.start()
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
+        return HttpServer(EVERYWHERE, port, MetricsHandler.factory(self.registry)).serve_on_thread("metrics")
 
 
 def render() -> str:

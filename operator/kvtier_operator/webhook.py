@@ -14,7 +14,6 @@ import logging
 import re
 import socket
 import ssl
-import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -57,7 +56,7 @@ class WebhookServer:
 
         Handler.judge = staticmethod(judge)
         self._server = _Server(host, port, Handler, self._pair)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True)
+        self._stop: Callable[[], None] = self._server.server_close
 
     @property
     def port(self) -> int:
@@ -66,13 +65,11 @@ class WebhookServer:
 
     def start(self) -> None:
         """Start to answer."""
-        self._thread.start()
+        self._stop = self._server.serve_on_thread("webhook")
 
     def close(self) -> None:
         """Stop listening; who is being answered is answered."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._stop()
 
     def problem(self) -> str | None:
         """Return what is wrong with the certificate on disk, for the probes: an old one goes on serving."""

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import ci_tools
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -17,16 +16,7 @@ CHART = ROOT / "charts" / "kvtier"
 NAMESPACE = "kvtier-system"
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvtier_ci_helm", ROOT / ".ci" / "helm.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load()
+tools = ci_tools.load("helm")
 
 
 class HelmFailed(Exception):

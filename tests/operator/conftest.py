@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator's tests share: a path to their fakes."""
+"""What the operator's tests share: a path to their fakes, and an API server that knows our resource."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import yaml
+
+from kvtier_localcluster.apiserver import ApiServerThread
+
+CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
+    """A live API server, which whoever asks KUBECONFIG finds."""
+    with ApiServerThread() as server:
+        server.create(yaml.safe_load(CRD.read_text()))
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield server

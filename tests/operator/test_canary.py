@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 import pytest
 from proof_engines import Clock, ScriptedEngine, SharedVolume
 
 from kvtier_operator import names
+from kvtier_operator.listening import HttpServer
 from kvtier_operator.proof import canary
 from kvtier_operator.proof.canary import Chunk, Replica, Waiting
 from kvtier_operator.proof.engine import EngineError, HttpEngine
@@ -122,14 +122,11 @@ class Handler(BaseHTTPRequestHandler):
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Handler, "answers", {})
     monkeypatch.setattr(Handler, "bodies", [])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = HttpServer("127.0.0.1", 0, Handler)
     monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    stop = server.serve_on_thread("engine")
     yield "127.0.0.1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    stop()
 
 
 def test_an_engine_is_asked_as_its_api_wants_it(address: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from kvtier_operator import names
 from kvtier_operator.cluster import connect
 from kvtier_operator.engine_keys import read_key
 from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.listening import HttpServer
 from kvtier_operator.proof.engine import EngineLocked, HttpEngine
 from kvtier_operator.proof.keys import KeySource, find_key
 from kvtier_operator.spec import parse
@@ -170,14 +170,11 @@ class Locked(BaseHTTPRequestHandler):
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Locked, "asked", [])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Locked)
+    server = HttpServer("127.0.0.1", 0, Locked)
     monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    stop = server.serve_on_thread("engine")
     yield "127.0.0.1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    stop()
 
 
 def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(address: str) -> None:

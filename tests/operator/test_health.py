@@ -7,12 +7,9 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from clocks import Clock
 from fake_cluster import FakeCluster
 from live import APPS, Client, running
@@ -24,7 +21,6 @@ from kvtier_operator import handlers
 from kvtier_operator.health import Beat, Health
 from kvtier_operator.lookout import Lookout, WatchfulCluster
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 CONFIG: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "ConfigMap",
@@ -177,14 +173,6 @@ def test_a_claim_of_somebody_else_is_not_waited_for() -> None:
     look.found(theirs)
     clock.seconds = 500
     assert look.longest_unheard() == (0.0, "")
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
-        yield server
 
 
 def test_a_dead_watch_is_told_to_the_kubelet_by_name(api: ApiServerThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,14 +36,6 @@ CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
 
 
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
-        yield server
-
-
-@pytest.fixture
 def kubectl(api: ApiServerThread) -> Client:
     return Client(api.url)
 

@@ -7,13 +7,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from clocks import Clock
 from waiting import until
 
 from kvtier_operator import probes
+from kvtier_operator.listening import HttpServer
 from kvtier_operator.probes import Address, Answer, Probes, fetch
 
 JANITOR = Address(host="10.0.0.1", port=9400, path="/usage")
@@ -155,13 +156,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    server = HttpServer("127.0.0.1", 0, Handler)
+    stop = server.serve_on_thread("pod")
     yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    stop()
 
 
 def test_an_answer_is_read_whole(port: int) -> None:

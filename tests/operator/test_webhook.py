@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from chart import render
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -36,7 +35,6 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.webhook import WebhookServer
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "small"}}
 ROOM = {"cpu": "8", "memory": "16Gi", "nvidia.com/gpu": "8", "pods": "110"}
 LARGE = {**ROOM, "cpu": "64", "memory": "1Ti"}
@@ -92,14 +90,6 @@ class Authority:
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
-        yield server
 
 
 @pytest.fixture

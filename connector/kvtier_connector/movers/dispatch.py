@@ -8,7 +8,6 @@ token back tells of its end, and the scheduler asks for those once in each of it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from kvtier_connector.movers.board import ENTRIES, NO_TICKET, TOKEN, Board, Current, create_board
 from kvtier_connector.movers.crew import FIRST_BACKOFF_SECONDS, Crew
+from kvtier_connector.movers.pipe import TokenPipe
 from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.movers.region import Region
 from kvtier_connector.movers.tasks import Task, decode_outcome, encode_task
@@ -27,8 +27,6 @@ from kvtier_connector.store.format import Fault
 _RUN_BYTES = 2 << 20
 """Rows that share a page of page-table entries go to the same movers."""
 _MOVERS_OF_A_GROUP = 4
-_PIPE_BYTES = 1 << 20
-_READ_BYTES = ENTRIES * TOKEN.size
 _TEND_SECONDS = 0.05
 _LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a mover that holds its lock for longer than this is stopped, and is killed."""
@@ -97,14 +95,14 @@ class Dispatcher:
         self._settings = settings
         self._groups = max(1, settings.movers // _MOVERS_OF_A_GROUP)
         self._run_rows = max(1, _RUN_BYTES // settings.row_bytes)
-        pipes: list[_Pipe] = []
+        pipes: list[TokenPipe] = []
         with contextlib.ExitStack() as opened:
             self._board_fd = create_board()
             opened.callback(os.close, self._board_fd)
             self._board = Board(self._board_fd)
             opened.callback(self._board.close)
             for _ in range(2 * self._groups + 1):
-                pipes.append(_Pipe())
+                pipes.append(TokenPipe())
                 opened.callback(pipes[-1].close)
             opened.pop_all()
         self._load_pipes = pipes[: self._groups]
@@ -214,7 +212,7 @@ class Dispatcher:
         """Put as much of what waits on the board as has room."""
         if not self.is_usable:
             return
-        tokens: dict[_Pipe, list[bytes]] = {}
+        tokens: dict[TokenPipe, list[bytes]] = {}
         for queue, pipes in zip(self._waiting, (self._load_pipes, self._save_pipes), strict=True):
             while queue and self._free:
                 owner, index, task = queue.popleft()
@@ -359,43 +357,6 @@ class Dispatcher:
             file_system=settings.file_system,
         )
         return told.encode(), [self._board_fd, settings.region.fd, *pipes, self._done.writer]
-
-
-class _Pipe:
-    """Tokens on their way; more than fit it wait here. Reading never waits."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self.writer, False)
-        with contextlib.suppress(OSError):
-            # A pipe of the usual size holds fewer tokens than the board entries; then some wait here.
-            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._unsent: deque[bytes] = deque()
-
-    def send(self, tokens: Iterable[bytes]) -> None:
-        self._unsent.extend(tokens)
-        self.flush()
-
-    def flush(self) -> None:
-        while self._unsent:
-            # Small enough to be written whole or not at all.
-            batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), 512))]
-            try:
-                os.write(self.writer, b"".join(batch))
-            except BlockingIOError:
-                self._unsent.extendleft(reversed(batch))
-                return
-
-    def receive(self) -> bytes:
-        try:
-            return os.read(self.reader, _READ_BYTES)
-        except BlockingIOError:
-            return b""
-
-    def close(self) -> None:
-        os.close(self.writer)
-        os.close(self.reader)
 
 
 def _io_fault(task: Task) -> Fault | StoreFault:

@@ -217,8 +217,9 @@ def _die_with(parent: int) -> None:
 def main(settings: MoverSettings) -> None:
     """Run a mover."""
     _die_with(settings.parent)
-    # The terminal's interrupt goes to the engine too, which ends its movers when it has finished with them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What goes to all processes at once goes to the engine too, which ends its movers when it has finished with them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     Mover(settings).run()
 
 

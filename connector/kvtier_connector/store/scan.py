@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import stat
 import threading
@@ -152,7 +153,7 @@ class _Directories:
 
     def _list(self, relative: str) -> tuple[list[str], _Found]:
         try:
-            entries = self._fs.scandir(f"{self._root}/{relative}" if relative else self._root)
+            entries = self._entries(f"{self._root}/{relative}" if relative else self._root)
         except (FileNotFoundError, NotADirectoryError):
             return [], []
         directories, found = [], []
@@ -166,6 +167,15 @@ class _Directories:
             except FileNotFoundError:
                 continue
         return directories, found
+
+    def _entries(self, path: str) -> list[os.DirEntry[str]]:
+        try:
+            return self._fs.scandir(path)
+        except OSError as error:
+            # It was removed or replaced on the server while it was read: its name says what is there now.
+            if error.errno != errno.ESTALE:
+                raise
+            return self._fs.scandir(path)
 
     def list_all(self) -> Iterator[_Found]:
         """Yield the files of one directory after the other."""

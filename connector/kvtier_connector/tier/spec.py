@@ -28,7 +28,7 @@ GATHERED_COPIES = "gathered_copies"
 """In kv_connector_extra_config: which copies between GPU and host memory move whole chunks, ``all``, ``loads`` or
 ``none``. Each direction takes 64 MiB more of GPU memory (one chunk, where a chunk is larger)."""
 GATHERED = ("all", "loads", "none")
-GATHERED_BY_DEFAULT = "none"
+GATHERED_BY_DEFAULT = "loads"
 logger = init_logger("vllm.kvtier.spec")
 
 

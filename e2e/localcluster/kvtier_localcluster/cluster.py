@@ -16,12 +16,11 @@ import importlib.util
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Self
 
 import aiohttp
 
@@ -38,6 +37,7 @@ from kvtier_localcluster.controllers.service_proxy import ServiceProxy
 from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ClusterUnavailable
 from kvtier_localcluster.informers import Informers
+from kvtier_localcluster.loop_thread import LoopThread
 from kvtier_localcluster.node import registration
 from kvtier_localcluster.node.addresses import PodAddresses
 from kvtier_localcluster.node.agent import NodeAgent
@@ -52,8 +52,6 @@ _LOG = logging.getLogger(__name__)
 _THREAD_SECONDS = 60
 _LOCK_ATTEMPTS = 10
 _LOCK_SECONDS = 0.05
-
-Result = TypeVar("Result")
 
 
 def default_images() -> list[ImageProfile]:
@@ -242,14 +240,13 @@ class LocalCluster:
         _write_whole(self._data.description, json.dumps(description))
 
 
-class ClusterThread:
-    """A cluster in a thread of its own. The thread owns the cluster and its loop; `call` is how others reach in."""
+class ClusterThread(LoopThread):
+    """A cluster in a thread of its own."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         """Store; `start` starts, or entering the context."""
+        super().__init__("localcluster", limit_seconds=_THREAD_SECONDS)
         self.cluster = LocalCluster(settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="localcluster", daemon=True)
 
     @property
     def url(self) -> str:
@@ -261,46 +258,11 @@ class ClusterThread:
         """Return the path of the kubeconfig."""
         return self.cluster.kubeconfig
 
-    def start(self) -> Self:
-        """Start the thread and wait until the cluster is there."""
-        self._thread.start()
-        try:
-            self.call(self.cluster.start)
-        except BaseException:
-            self._end_thread()
-            raise
-        return self
+    async def _begin(self) -> None:
+        await self.cluster.start()
 
-    def close(self) -> None:
-        """Stop the cluster and join the thread."""
-        if self._thread.is_alive():
-            self.call(self.cluster.stop)
-            self._end_thread()
-
-    def call(self, action: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Run a coroutine function in the cluster's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_THREAD_SECONDS)
-
-    def __enter__(self) -> Self:
-        """Start."""
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop."""
-        self.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    async def _end(self) -> None:
+        await self.cluster.stop()
 
 
 def _write_whole(path: Path, text: str) -> None:

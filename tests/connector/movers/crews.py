@@ -10,6 +10,7 @@ import mmap
 import os
 from pathlib import Path
 
+from mover_fs import GATE, WAITING
 from waiting import until
 
 from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings, Ended
@@ -159,3 +160,13 @@ class Crews:
     def close(self) -> None:
         for crew in self._made:
             crew.close()
+
+
+def shut(crews: Crews) -> Path:
+    gate = crews.directory / GATE
+    gate.touch()
+    return gate
+
+
+def is_waiting(crews: Crews) -> bool:
+    return (crews.directory / WAITING).exists()

@@ -8,26 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, key, payload, wait_until
-from mover_fs import GATE, WAITING
+from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, is_waiting, key, payload, shut, wait_until
 
 from kvtier_connector.movers.board import ENTRIES
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.format import HEADER_BYTES, Fault
-
-
-def shut(crews: Crews) -> Path:
-    gate = crews.directory / GATE
-    gate.touch()
-    return gate
-
-
-def is_waiting(crews: Crews) -> bool:
-    return (crews.directory / WAITING).exists()
 
 
 def test_blocks_are_loaded_into_their_rows_and_saved_from_them(crews: Crews) -> None:
@@ -341,57 +329,6 @@ def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
 
     wait_until(is_over, "the crew is given up")
     assert not crews.make(movers=2).dispatcher.is_usable
-
-
-ENGINE = """
-import sys
-sys.path[:0] = sys.argv[3:]
-from pathlib import Path
-from crews import CrewUnderTest
-crew = CrewUnderTest(Path(sys.argv[1]), movers=3, file_system=sys.argv[2])
-crew.write(1)
-if sys.argv[2]:
-    crew.load(1, 1)
-print(*crew.processes, flush=True)
-sys.stdin.read()
-"""
-
-
-def start_engine(crews: Crews, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
-    """Start a process that has three movers; one reads, if there is a file system."""
-    arguments = [str(crews.directory / "volume"), file_system, *sys.path]
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert engine.stdout is not None
-    return engine, [int(number) for number in engine.stdout.readline().split()]
-
-
-@pytest.mark.parametrize("file_system", ["", "mover_fs:GatedFs"])
-def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_system: str) -> None:
-    shut(crews)
-    engine, movers = start_engine(crews, file_system)
-    assert len(movers) == 3
-    assert all(is_alive(mover) for mover in movers)
-    wait_until(lambda: not file_system or is_waiting(crews), "a read hangs")
-    left = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names
-
-    engine.kill()
-    engine.communicate()
-
-    wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover is left")
-    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
-
-
-def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: Crews) -> None:
-    one, movers = start_engine(crews)
-    other = crews.make(movers=2)
-    one.kill()
-    one.communicate()
-    wait_until(lambda: not any(is_alive(mover) for mover in movers), "no mover of the dead engine is left")
-
-    other.load(1, 1)
-    other.wait_for(1)
-    assert other.row(0) == payload(1)
-    assert all(is_alive(mover) for mover in other.processes)
 
 
 def test_closing_ends_idle_movers_and_those_that_hang(crews: Crews) -> None:

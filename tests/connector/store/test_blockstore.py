@@ -65,14 +65,6 @@ class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
         return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "d1gest"
-    claim(root, {"model": "test"}, "d1gest")
-    yield root
-    assert check(root, partial_age_seconds=0) == []
-
-
 @pytest.mark.parametrize(
     ("number", "fault"),
     [

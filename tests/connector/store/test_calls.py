@@ -10,7 +10,8 @@ from store_contract import BLOCK_BYTES, key, pages, payload
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
-from kvtier_connector.store.identity import claim
+from kvtier_connector.store.identity import Claim, Standing, claim
+from kvtier_connector.store.shared import SharedStore
 
 
 class Counting(WatchedFs):
@@ -61,3 +62,23 @@ def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, 
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Present()
     assert fs.calls == ["open", "fstat", "preadv", "close"]
+
+
+def test_hearing_of_three_other_engines_costs_a_listing_and_three_calls_each(tmp_path: Path, fs: Counting) -> None:
+    claim(tmp_path, {}, "d1gest")
+    store = SharedStore(tmp_path, fs=fs)
+    store.synchronize()
+    for _ in range(3):
+        SharedStore(tmp_path).synchronize()
+    store.synchronize()
+    fs.calls.clear()
+    assert store.synchronize().problem == ""
+    assert sorted(fs.calls) == sorted(["scandir", *["open", "preadv", "close"] * 3])
+
+
+def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: Counting) -> None:
+    ours = Claim(tmp_path, {}, "d1gest", fs=fs)
+    ours.renew()
+    fs.calls.clear()
+    assert ours.look(may_write=True) is Standing.SAME
+    assert fs.calls == ["stat"]

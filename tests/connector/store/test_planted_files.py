@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,9 @@ from store_contract import BLOCK_BYTES, key, pages, payload
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.breaker import Sign, load_sign
-from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "d1gest"
-    claim(root, {"model": "test"}, "d1gest")
-    yield root
-    assert check(root, partial_age_seconds=0) == []
 
 
 @pytest.mark.parametrize("direct", [False, None])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,10 @@ from store_contract import key, pages, payload
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit
-from kvtier_connector.store.check import check
 from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, DirectIo
-from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, block_path
 from kvtier_connector.store.verify import PIECE_BYTES
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "d1gest"
-    claim(root, {"model": "test"}, "d1gest")
-    yield root
-    assert check(root, partial_age_seconds=0) == []
-
 
 PIECES = 5
 LARGE = PIECES * PIECE_BYTES - 4096

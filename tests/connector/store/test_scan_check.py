@@ -20,10 +20,11 @@ from kvtier_connector.store import check as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.check import EXPLAINED, Problem, check, inspect
 from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan, scan_parallel
 
 TOKEN = "0123456789abcdef" * 2
 CONNECTOR = Path(check_module.__file__ or "").parents[2]
@@ -199,6 +200,30 @@ def test_trailing_bytes_are_a_problem(root: Path) -> None:
 def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
     (problem,) = check(tmp_path)
     assert (problem.path, problem.kind) == ("tier.json", "identity")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("step", range(1, 8))
+def test_a_directory_that_was_replaced_on_the_server_is_listed_again(root: Path, step: int, threads: int) -> None:
+    class StaleOnce(FileSystem):
+        listed = 0
+
+        def scandir(self, path: str) -> list[os.DirEntry[str]]:
+            self.listed += 1
+            if self.listed == step:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().scandir(path)
+
+    fs = StaleOnce()
+    found = {entry.path for entry in scan_parallel(root, fs=fs, threads=threads)}
+    assert fs.listed >= step
+    assert found == {block_path(key(number)) for number in range(3)}
+
+
+def test_a_directory_that_stays_stale_is_a_volume_that_cannot_be_walked(root: Path) -> None:
+    fs = FailingFs(OSError(errno.ESTALE, "stale"), when=lambda name, path: name == "scandir" and "blocks" in str(path))
+    with pytest.raises(StoreUnavailable, match="stale"):
+        list(scan(root, fs=fs))
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])

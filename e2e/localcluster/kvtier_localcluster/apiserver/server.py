@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import yaml
 from aiohttp import web
@@ -24,6 +22,7 @@ from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.resources import Registry
 from kvtier_localcluster.apiserver.storage import Event, EventType, Storage
 from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
+from kvtier_localcluster.loop_thread import LoopThread
 
 _HOST: Final = "127.0.0.1"
 _BODY_LIMIT_BYTES: Final = 64 << 20
@@ -157,58 +156,25 @@ class ApiServer:
         self._storage.drop_watches()
 
 
-class ApiServerThread:
-    """Runs an `ApiServer` in a thread of its own: a context manager for tests and tools without an event loop.
-
-    The thread owns the server and its loop; `call` is how other threads reach in.
-    """
+class ApiServerThread(LoopThread):
+    """Runs an `ApiServer` in a thread of its own: a context manager for tests and tools without an event loop."""
 
     def __init__(self, *, service_cidr: str = "127.96.0.0/16", bookmark_seconds: float = 30.0, port: int = 0) -> None:
         """Keep the settings; the server starts with `start`, or on entering the context."""
+        super().__init__("apiserver", limit_seconds=_START_SECONDS)
         self._port = port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="apiserver", daemon=True)
         self.server = ApiServer(service_cidr=service_cidr, bookmark_seconds=bookmark_seconds)
         """The server; its attributes (`faults`, `audit`, `pod_logs`) may be used from any thread."""
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def start(self) -> Self:
-        """Start the thread and wait until the server listens."""
-        self._thread.start()
+    async def _begin(self) -> None:
         try:
-            self.call(lambda: self.server.start(self._port))
-        except BaseException:  # such as a port that is taken: leave no thread behind
-            self.close()
+            await self.server.start(self._port)
+        except BaseException:
+            await self.server.stop()
             raise
-        return self
 
-    def close(self) -> None:
-        """Stop the server and join the thread."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self.call(self.server.stop)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        """Start."""
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop."""
-        self.close()
-
-    def call(self, action: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Run a coroutine function in the server's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_START_SECONDS)
+    async def _end(self) -> None:
+        await self.server.stop()
 
     def _call_plain(self, action: Callable[[], Result]) -> Result:
         async def run() -> Result:

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of .ci, which is no package, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+CI = Path(__file__).resolve().parents[2] / ".ci"
+
+
+def load(name: str) -> ModuleType:
+    """Return the script of this name."""
+    spec = importlib.util.spec_from_file_location(f"kvtier_ci_{name}", CI / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
