@@ -62,6 +62,20 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
     assert engine.check() == []
 
 
+def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -> None:
+    rig.engine().put_chain(*range(3))
+    fs = Refusing(errno.EIO, "scandir")
+    keeper = rig.keeper(fs, **LIMITS)
+    assert [keeper.step() > 0 for _ in range(3)] == [True, True, True]
+    fs.calls = ()
+    rig.sweep(keeper)
+    fs.calls = ("scandir",)
+    # Long enough for the walk over days, too.
+    for _ in range(3):
+        rig.clock.move(86_400)
+        assert keeper.step() > 0
+
+
 class RefusesOne(WatchedFs):
     def __init__(self, name: str) -> None:
         self.name = name
