@@ -75,7 +75,7 @@ bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten mi
 	$(if $(TRACE),PYTHONPATH=. .venv/bin/python e2e/bench/janitor_replay.py "$(TRACE)" --out "$(DATA)/bench/janitor-replay.json")
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
-	$(PYTHON) -m pytest tests/connector/tier/test_gpu_copies.py tests/connector/tier/test_engine.py -m gpu -s
+	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
 
 lock: ## resolve the locked versions anew; `make generate` then locks the images
 	$(PYTHON) .ci/lock.py

@@ -30,13 +30,7 @@ CPU = "cpu"
 
 ALL = (KVTIER, FS, NONE, LIFEBOAT)
 """What is measured unless told otherwise."""
-COPIES = {
-    "kvtier-chunks": {"gathered_copies": "all"},
-    "kvtier-loads": {"gathered_copies": "loads"},
-    "kvtier-pages": {"gathered_copies": "none"},
-}
-"""Ours, copying between GPU and host memory in whole chunks, only loads so, or by pages, whatever is the default."""
-KNOWN = (*ALL, CPU, *COPIES)
+KNOWN = (*ALL, CPU)
 
 
 def has_volume(backend: str) -> bool:
@@ -67,7 +61,7 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": offload.cpu_bytes, "block_size": offload.block_tokens},
         }
-    is_ours = backend in {KVTIER, *COPIES} or offload.is_cpu_build
+    is_ours = backend == KVTIER or offload.is_cpu_build
     spec = (
         {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}
         if is_ours
@@ -78,7 +72,6 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             **spec,
-            **COPIES.get(backend, {}),
             "cpu_bytes_to_use": offload.cpu_bytes,
             "block_size": offload.block_tokens,
             "eviction_policy": "lru",
@@ -121,7 +114,7 @@ def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:
     }
 
 
-_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat, **dict.fromkeys(COPIES, _kvtier)}
+_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat}
 
 
 def unpack_lifeboat(wheel: Path | None, into: Path) -> Path | None:

@@ -15,9 +15,6 @@ COLOURS = {
     "fs": "#e8710a",
     "lifeboat": "#9334e6",
     "kvtier": "#1a73e8",
-    "kvtier-chunks": "#185abc",
-    "kvtier-loads": "#4285f4",
-    "kvtier-pages": "#669df6",
 }
 NAMES = {
     "none": "no offload (computed)",
@@ -25,9 +22,6 @@ NAMES = {
     "fs": "vLLM fs",
     "lifeboat": "lifeboatcache",
     "kvtier": "kvtier",
-    "kvtier-chunks": "kvtier, whole chunks",
-    "kvtier-loads": "kvtier, chunks loaded",
-    "kvtier-pages": "kvtier, pages",
 }
 
 _WHOLE = 100

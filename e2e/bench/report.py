@@ -11,16 +11,13 @@ from e2e.bench import charts, journal, outputs
 from e2e.bench.journal import Record
 from e2e.bench.stats import Summary, group, milliseconds, percent, plain, ratio, summarise, table, times
 
-ORDER = ("none", "cpu", "fs", "lifeboat", "kvtier", "kvtier-chunks", "kvtier-loads", "kvtier-pages")
+ORDER = ("none", "cpu", "fs", "lifeboat", "kvtier")
 TITLES = {
     "none": "no offload",
     "cpu": "vLLM CPU tier",
     "fs": "vLLM fs",
     "lifeboat": "lifeboatcache 0.1.11",
     "kvtier": "kvtier",
-    "kvtier-chunks": "kvtier, whole chunks",
-    "kvtier-loads": "kvtier, whole chunks loaded",
-    "kvtier-pages": "kvtier, pages",
 }
 CASES = {
     "cold": "computed",

@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -22,13 +21,7 @@ from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.shm import clear_stale_regions, explaining_shortage
 from kvtier_connector.tier import hooks
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
-from kvtier_connector.tier.gpu_copies import gather_copies
 
-GATHERED_COPIES = "gathered_copies"
-"""In kv_connector_extra_config: which copies between GPU and host memory move whole chunks, ``all``, ``loads`` or
-``none``. Each direction takes 64 MiB more of GPU memory (one chunk, where a chunk is larger)."""
-GATHERED = ("all", "loads", "none")
-GATHERED_BY_DEFAULT = "loads"
 logger = init_logger("vllm.kvtier.spec")
 
 
@@ -37,9 +30,6 @@ class KVTierSpec(TieringOffloadingSpec):
 
     The engine's processes share one region in /dev/shm; a worker makes it before the scheduler opens it. A region that
     a killed engine left is removed first, or the new one would not fit beside it. One that any process holds stays.
-
-    Takes what TieringOffloadingSpec takes from ``kv_connector_extra_config``, and ``gathered_copies``: ``all``,
-    ``loads`` or ``none``.
     """
 
     @override
@@ -48,12 +38,6 @@ class KVTierSpec(TieringOffloadingSpec):
         self.engine_config: VllmConfig | None = None
         """All of vLLM's configuration, in the scheduler; None where it is not known."""
         hooks.install()
-        self._gathered = self.extra_config.get(GATHERED_COPIES, GATHERED_BY_DEFAULT)
-        if self._gathered not in GATHERED:
-            raise ConfigInvalid(
-                f"{GATHERED_COPIES} in kv_connector_extra_config must be one of {', '.join(GATHERED)}, "
-                f"not {self._gathered!r}"
-            )
         self._cpu_worker: CpuCopyWorker | None = None
 
     @override
@@ -76,17 +60,6 @@ class KVTierSpec(TieringOffloadingSpec):
 
     def _explaining_shortage(self) -> AbstractContextManager[None]:
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
-
-    @override
-    def create_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
-        worker = super().create_worker(kv_caches)
-        if self._gathered != "none":
-            reason = gather_copies(worker, stores=self._gathered == "all")
-            logger.info(
-                "KV blocks are copied %s",
-                f"page by page: {reason}" if reason else f"in whole chunks ({GATHERED_COPIES}: {self._gathered})",
-            )
-        return worker
 
     def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
         if self.config.canonical_layout:

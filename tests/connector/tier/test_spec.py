@@ -151,8 +151,3 @@ def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: p
     monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", refuse)
     with pytest.raises(RuntimeError, match=r"^something else$"):
         KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
-
-
-def test_an_unknown_setting_of_the_copies_stops_the_engine_with_its_name_and_the_remedy(rigs: Rigs) -> None:
-    with pytest.raises(ConfigInvalid, match=r"gathered_copies .* all, loads, none"):
-        KVTierSpec(offloading_config(extra_config={**extra_config(rigs), "gathered_copies": True}))

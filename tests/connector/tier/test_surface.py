@@ -11,14 +11,12 @@ from dataclasses import fields
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingParallelConfig
-from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
-from kvtier_connector.tier.gpu_copies import GatheringHandler
 from kvtier_connector.tier.manager import SharedVolumeTier
 from kvtier_connector.tier.spec import KVTierSpec
 
@@ -39,8 +37,7 @@ OVERRIDDEN = {
         "get_stats",
     ),
     (CpuCopyWorker, OffloadingWorker): ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
-    (KVTierSpec, TieringOffloadingSpec): ("__init__", "get_manager", "get_worker", "create_worker"),
-    (GatheringHandler, SingleDirectionOffloadingHandler): ("transfer_async", "shutdown", "_estimate_max_copy_ops"),
+    (KVTierSpec, TieringOffloadingSpec): ("__init__", "get_manager", "get_worker"),
 }
 CASES = [(ours, theirs, name) for (ours, theirs), names in OVERRIDDEN.items() for name in names]
 
