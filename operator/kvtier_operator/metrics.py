@@ -26,6 +26,9 @@ _HEAD = """\
 Served at `/metrics` on the port that `KVTIER_METRICS_PORT` or `--metrics-port` names (9090 with the Helm chart). An
 operator that waits for the lead serves them, too. Written by `make generate`; do not edit.
 
+At rest the operator looks at each tier once in 600 s (`settings.resyncSeconds` of the chart): ten reads of the API
+server, about 10 ms of a core, and no write. A thousand tiers take 2 % of a core, 17 reads a second and 180 MB.
+
 | Metric | Kind | Labels | Meaning |
 |---|---|---|---|
 """

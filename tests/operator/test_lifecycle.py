@@ -300,4 +300,4 @@ def test_only_the_objects_of_one_tier_are_read_all_at_once(api: ApiServerThread,
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
     assert {plural for plural, _ in whole} == plurals - {"leases"}
-    assert {limit for _, limit in whole} == {"100"}
+    assert {limit for _, limit in whole} == {"100", "250"}

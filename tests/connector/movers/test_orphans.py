@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from crews import Crews, is_alive, is_waiting, payload, shut, wait_until
@@ -51,12 +52,20 @@ def test_movers_end_with_their_engine_even_if_it_is_killed(crews: Crews, file_sy
     assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
 
 
+def ignores(process: int, number: int) -> bool:
+    """Say whether the process has come so far in its start that it ignores the signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return bool(int(status["SigIgn"], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_leaves_the_movers_to_their_engine(crews: Crews, number: int) -> None:
     crew = crews.make(movers=2)
     crew.write(*range(20))
     crew.load(1, *range(20))
     crew.wait_for(20)
+    # One of them may have loaded everything while the other was still starting.
+    wait_until(lambda: all(ignores(process, number) for process in crew.processes), "each mover is past its start")
     for process in crew.processes:
         os.kill(process, number)
     crew.load(2, *range(20))
