@@ -122,7 +122,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._deadline_seconds = config.load_deadline_seconds
         self._slots = Slots(primary_kv_view)
         self._stats = metrics.Stats()
-        self._next_stats = 0.0
+        self._next_stats, self._was_idle = 0.0, False
         self._budget = PromotionBudget(self._slots.count)
         self._chains = Chains(offloading_spec, config.tenant_from)
         self._gate = Gate(
@@ -287,10 +287,11 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = time.monotonic()
-        # At once, too, when the last transfer has ended: vLLM may not ask again before the next request.
-        if now < self._next_stats and (self._jobs or not self._stats.has_counted):
+        is_idle = not self._jobs and not self._budget.waiting
+        # At once, too, when the last transfer or wait has ended: vLLM may not ask again before the next request.
+        if now < self._next_stats and not (is_idle and (self._stats.has_counted or not self._was_idle)):
             return None
-        self._next_stats = now + self.stats_seconds
+        self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
         gauges.observe(self._stats, self._volume, self._breaker)
         gauges.observe_workers(self._stats, self._pool, self._transport)
         gauges.observe_requests(self._stats, self._gate, waiting=self._budget.waiting)

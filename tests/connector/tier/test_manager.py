@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, payload, wait_until
-from vllm.v1.kv_offload.base import LookupResult, Medium
+from slow_fs import GatedFs
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -142,6 +143,48 @@ def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_nex
 
     wait_until(is_known_again, "the block is known to be there again")
     assert rig.serve(wanted, "same name").hit_blocks == 3
+
+
+def test_gauges_are_reported_now_and_then_and_at_once_when_the_last_transfer_has_ended(rigs: Rigs) -> None:
+    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
+    rig = rigs.make(fs=fs)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
+    type(rig.tier).stats_seconds = 3600.0
+    rig.begin_offload(keys(3))
+    rig.end_step()
+    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 1
+    assert rig.tier.get_stats() is None
+    fs.open_gate()
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 0
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
+    assert rig.tier.get_stats() is None
+
+
+def test_that_nobody_waits_for_room_any_more_is_reported_at_once(rigs: Rigs) -> None:
+    rigs.write(keys(8))
+    rigs.write(keys(1, first=100))
+    rig = rigs.make(chunks=10)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 9, "the volume is walked")
+    first, second = rig.request("first"), rig.request("second")
+    note_positions(first, keys(8))
+    note_positions(second, keys(1, first=100))
+
+    def find(wanted: list[OffloadKey], context: ReqContext) -> int | None:
+        rig.end_step()
+        return rig.find_prefix(wanted, context)
+
+    wait_until(lambda: find(keys(8), first) == 8, "all is loaded that may be")
+    rig.settle()
+    assert find(keys(1, first=100), second) is None
+    rig.end_step()
+    assert rig.metric("vllm:kvtier_disk_waiting_requests") == 1
+    type(rig.tier).stats_seconds = 3600.0
+    rig.metric("vllm:kvtier_disk_waiting_requests")
+    assert rig.tier.get_stats() is None
+    rig.finish(second)
+    assert rig.metric("vllm:kvtier_disk_waiting_requests") == 0
+    rig.finish(first)
 
 
 def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
