@@ -6,6 +6,7 @@ Pure.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -17,6 +18,8 @@ from kvtier_connector.janitor.policy import Blocks, Flags, Ints, link
 from kvtier_connector.store.layout import BLOCKS, MAX_HASH_BYTES, TENANTS, tenant_directory, tenant_of
 
 _NEARLY_ALL = 0.9
+_DIGITS = re.compile("[0-9a-f]{0,5}")
+"""Of directories of blocks; no block is in others, which anybody may have made."""
 
 
 def make_blocks(
@@ -104,7 +107,8 @@ def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:
             continue
         tenant = tenant_of(f"{path}/")
         name = path.removeprefix(f"{tenant_directory(tenant)}{BLOCKS}").replace("/", "")
-        wanted.setdefault((ledger.tenant_number(tenant), len(name)), set()).add(int(name or "0", 16))
+        if _DIGITS.fullmatch(name) is not None:
+            wanted.setdefault((ledger.tenant_number(tenant), len(name)), set()).add(int(name or "0", 16))
     for (tenant_number, length), names in wanted.items():
         is_named = np.isin(begins >> (20 - 4 * length), np.fromiter(names, np.uint32))
         is_below |= (tenants == tenant_number) & is_named

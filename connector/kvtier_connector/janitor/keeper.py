@@ -160,7 +160,8 @@ class Keeper:
             or not self._has_heard_all
             or (not self._patrol.is_counted and not self._cannot_walk)
         )
-        wake = min(self._next_look, self._patrol.next_at)
+        # While the generations cannot be listed, nothing is walked either.
+        wake = self._next_look if "volume" in self._problems else min(self._next_look, self._patrol.next_at)
         return 0.0 if is_busy else max(0.0, min(wake - self._now(), self.config.sweep_seconds))
 
     @property

@@ -118,7 +118,7 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
             **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
         )
         known = {name: document[name] for name in ("generations", "tenants", "epoch")}
-        if not _are_numbered(rows, known):
+        if not _are_numbered(rows, known) or not _is_understood(snapshot):
             return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         # Whole, and yet nothing that a janitor wrote: others can write here too.
@@ -133,7 +133,20 @@ def _are_numbered(rows: Rows, known: Mapping[str, Any]) -> bool:
     is_in_range = not rows.size or (
         int(rows["generation"].max()) < len(known["generations"]) and int(rows["tenant"].max()) < len(known["tenants"])
     )
-    return are_names and is_in_range and isinstance(known["epoch"], int)
+    # The first tenant stands for nobody in particular.
+    return are_names and known["tenants"][0] == "" and is_in_range and isinstance(known["epoch"], int)
+
+
+def _is_understood(snapshot: Snapshot) -> bool:
+    """Say whether everything is of the type that it is declared with."""
+    offsets = [offset for places in snapshot.places.values() for offset in places.values()]
+    names = [name for each in snapshot.unread for name in each]
+    if snapshot.place is not None:
+        began_ns, *where = snapshot.place
+        offsets.append(began_ns)
+        names += where
+    numbers = [snapshot.taken_ns, snapshot.walked_ns, *offsets]
+    return all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in names)
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:

@@ -29,6 +29,7 @@ from kvtier_connector.store.layout import (
     tenant_directory,
 )
 
+_DIGITS = frozenset("0123456789abcdef")
 _NO_BLOCK = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE}
 
 
@@ -180,8 +181,9 @@ def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]
 
 
 def _directories(entries: Iterable[os.DirEntry[str]], digits: int) -> list[str]:
-    """Return the names of directories, and of no link to one, that have so many digits."""
-    return [entry.name for entry in entries if len(entry.name) == digits and entry.is_dir(follow_symlinks=False)]
+    """Return the names of directories, and of no link to one, that are so many hexadecimal digits."""
+    names = [entry.name for entry in entries if len(entry.name) == digits and entry.is_dir(follow_symlinks=False)]
+    return [name for name in names if _DIGITS.issuperset(name)]
 
 
 def _entries(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:

@@ -133,6 +133,8 @@ class Mover:
         self._poll = select.poll()
         for pipe in settings.pipes:
             self._poll.register(pipe, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(settings.done, select.POLLOUT)
 
     def run(self) -> None:
         """Work until the engine closes the pipes."""
@@ -143,7 +145,7 @@ class Mover:
                 token = self._next_token()
                 if token is not None:
                     self._work(*TOKEN.unpack(token))
-                    os.write(self._settings.done, token)
+                    self._return(token)
                 elif is_mapping:
                     is_mapping = self._rows.map_next()
                 else:
@@ -157,6 +159,16 @@ class Mover:
                     raise EOFError
                 return token
         return None
+
+    def _return(self, token: bytes) -> None:
+        """Send a token back; where a host that is short of pipes gave a small one, wait until the engine reads it."""
+        while True:
+            try:
+                os.write(self._settings.done, token)
+            except BlockingIOError:
+                self._room.poll()
+            else:
+                return
 
     def _work(self, entry: int, ticket: int) -> None:
         started = time.monotonic()

@@ -13,7 +13,7 @@ import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.format import FORMAT_VERSION
@@ -61,6 +61,15 @@ class Standing(enum.Enum):
     """It is to be claimed again."""
 
 
+class _Seen(NamedTuple):
+    """What tells one description from another without reading it."""
+
+    file: tuple[int, int]
+    """Device and inode."""
+    written: tuple[int, int]
+    """Size, and when that was."""
+
+
 class Claim:
     """One directory that was claimed, and whether it still is; one thread at a time.
 
@@ -73,13 +82,21 @@ class Claim:
         self._identity = dict(identity)
         self._digest = digest
         self._fs = fs
-        self._seen: tuple[int, ...] | None = None
+        self._seen: _Seen | None = None
 
-    def renew(self) -> None:
-        """Claim the directory again; raise as `claim` does."""
-        self._seen = None
+    def renew(self) -> bool:
+        """Claim the directory again, and say whether its description was written since the last time.
+
+        It was not where the volume was mounted anew, or gives one file a number after another, as some do.
+
+        Raises:
+            IdentityMismatch: as `claim`.
+            StoreUnavailable: as `claim`.
+        """
+        before, self._seen = self._seen, None
         claim(self._root, self._identity, self._digest, fs=self._fs)
         self._seen = self._look()
+        return before is None or self._seen is None or before.written != self._seen.written
 
     def look(self, *, may_write: bool) -> Standing:
         """Say how the description is compared with when it was last claimed: one system call if it is as it was.
@@ -97,12 +114,12 @@ class Claim:
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error
 
-    def _look(self) -> tuple[int, ...] | None:
+    def _look(self) -> _Seen | None:
         try:
             status = self._fs.stat(f"{self._root}/{TIER_FILE}")
         except FileNotFoundError:
             return None
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return _Seen((status.st_dev, status.st_ino), (status.st_size, status.st_mtime_ns))
 
     def _is_there(self) -> bool:
         try:

@@ -235,6 +235,10 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_storing_stuck = self._transport.is_stuck(Lane.STORE)
         self._why_not_loading = why_not_loading(self._volume, self._breaker, is_stuck=self._is_loading_stuck)
         abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
+        if self._volume.refused_field:
+            # The directory is somebody else's by now: what waits does not belong there.
+            for job in self._jobs.values():
+                self._transport.abandon(job, metrics.INERT)
         while not self._completed.empty():
             self._finished.append(self._completed.get_nowait())
         jobs, self._finished = self._finished, []

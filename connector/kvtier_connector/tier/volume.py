@@ -177,7 +177,7 @@ class Volume:
             self._settled.set()
         while True:
             self._is_walk_due.clear()
-            if self._closed.is_set():
+            if self._is_over():
                 return
             if self.mode.may_load:
                 self._walk()
@@ -282,8 +282,9 @@ class Volume:
         """
         try:
             standing = self._ownership.look(may_write=self.mode.may_store)
+            is_news = standing is not self._standing
             if standing is identity.Standing.OTHER:
-                self._ownership.renew()
+                is_news = self._ownership.renew() or self._standing is identity.Standing.GONE
         except IdentityMismatch as error:
             self._refused_field = error.field or UNREADABLE
             self._is_readable = False
@@ -292,7 +293,6 @@ class Volume:
             # Whatever it is, loads and stores meet it as well.
             return
         else:
-            is_news = standing is identity.Standing.OTHER or standing is not self._standing
             self._standing = identity.Standing.SAME if standing is identity.Standing.OTHER else standing
             if is_news:
                 logger.warning("kvtier %s: %s %s", self._config.tier, self._config.root, _NEWS[standing])
@@ -326,9 +326,13 @@ class Volume:
             # The probe goes on waiting, and says for what.
             logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
 
+    def _is_over(self) -> bool:
+        """Say whether the directory is to be left alone: a walk counts, and removes what others left behind."""
+        return self._closed.is_set() or bool(self._refused_field)
+
     def _walk(self) -> None:
         try:
-            is_whole = self.store.rescan(is_stopped=self._closed.is_set, may_write=self.mode.may_store)
+            is_whole = self.store.rescan(is_stopped=self._is_over, may_write=self.mode.may_store)
         except StoreUnavailable as error:
             logger.warning("kvtier %s: the volume cannot be walked: %s", self._config.tier, error)
             return

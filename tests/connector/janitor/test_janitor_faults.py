@@ -62,6 +62,20 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
     assert engine.check() == []
 
 
+def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -> None:
+    rig.engine().put_chain(*range(3))
+    fs = Refusing(errno.EIO, "scandir")
+    keeper = rig.keeper(fs, **LIMITS)
+    assert [keeper.step() > 0 for _ in range(3)] == [True, True, True]
+    fs.calls = ()
+    rig.sweep(keeper)
+    fs.calls = ("scandir",)
+    # Long enough for the walk over days, too.
+    for _ in range(3):
+        rig.clock.move(86_400)
+        assert keeper.step() > 0
+
+
 class RefusesOne(WatchedFs):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -210,28 +224,58 @@ def test_a_brake_replaces_what_is_no_file(tmp_path: Path, kind: str) -> None:
     assert brake.reason == "full"
 
 
+EMPTY: dict[str, object] = {
+    "generations": [],
+    "tenants": [""],
+    "epoch": 0,
+    "taken_ns": 0,
+    "walked_ns": 0,
+    "places": {},
+    "place": None,
+    "unread": [],
+}
+
+
+def plant_ledger(tier_dir: Path, document: bytes, rows: bytes = b"") -> None:
+    """Write a ledger that is whole, whatever it says."""
+    checksum = zlib.crc32(rows, zlib.crc32(document))
+    head = struct.pack("<4sIQQII", b"KVTL", 3, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
+    (tier_dir / LEDGER_FILE).write_bytes(head + document + rows)
+
+
+def test_a_ledger_that_says_what_one_must_is_taken(tmp_path: Path) -> None:
+    plant_ledger(tmp_path, json.dumps(EMPTY).encode())
+    assert load(Ledger(), tmp_path, fs=LOCAL) is not None
+
+
 @pytest.mark.parametrize("document", [TOO_DEEP, b"[]", b"{}", b'{"generations": 1}', b"\xff"])
 def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: bytes) -> None:
-    head = struct.pack("<4sIQQII", b"KVTL", 2, len(document), 0, ROW.itemsize, zlib.crc32(document))
-    (tmp_path / LEDGER_FILE).write_bytes(head + document)
+    plant_ledger(tmp_path, document)
+    assert load(Ledger(), tmp_path, fs=LOCAL) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"taken_ns": None},
+        {"walked_ns": "5"},
+        {"place": ["1", "d1gest", "blocks/000"]},
+        {"place": [1, 2, 3]},
+        {"unread": [[1, 2, 3]]},
+        {"places": {"d1gest": {"journal": "1"}}},
+        {"places": []},
+        {"tenants": []},
+        {"tenants": ["acme"]},
+        {"generations": [1]},
+        {"epoch": None},
+    ],
+    ids=str,
+)
+def test_a_ledger_with_something_of_another_type_is_none(tmp_path: Path, change: dict[str, object]) -> None:
+    plant_ledger(tmp_path, json.dumps({**EMPTY, **change}).encode())
     assert load(Ledger(), tmp_path, fs=LOCAL) is None
 
 
 def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
-    document = json.dumps(
-        {
-            "generations": [],
-            "tenants": [""],
-            "epoch": 0,
-            "taken_ns": 0,
-            "walked_ns": 0,
-            "places": {},
-            "place": None,
-            "unread": [],
-        }
-    ).encode()
-    rows = bytes(ROW.itemsize)
-    checksum = zlib.crc32(rows, zlib.crc32(document))
-    head = struct.pack("<4sIQQII", b"KVTL", 2, len(document), 1, ROW.itemsize, checksum)
-    (tmp_path / LEDGER_FILE).write_bytes(head + document + rows)
+    plant_ledger(tmp_path, json.dumps(EMPTY).encode(), bytes(ROW.itemsize))
     assert load(Ledger(), tmp_path, fs=LOCAL) is None

@@ -11,7 +11,10 @@ import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
+from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.janitor.purge import Criteria, purge
+from kvtier_connector.janitor.snapshot import Snapshot, load, save
+from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import block_path
 
 DAY = 86_400.0
@@ -79,6 +82,33 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str,
     hidden = {1: 0, 10: 1, 20: 2}[count]
     assert keeper.report.usage.blocks == 27 + hidden
     assert [problem for problem in keeper.report.usage.problems if place in problem] or place == ALICE
+
+
+@pytest.mark.parametrize("name", ["xyz", "ABC", "030/xy"])
+def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, name: str) -> None:
+    engine = rig.engine()
+    fill(engine)
+    (engine.root / "blocks" / name).mkdir(parents=True)
+    keeper = rig.keeper(Unreadable(f"{engine.root}/blocks/{name}"))
+    usage = rig.sweep(keeper)
+    assert (usage.blocks, usage.problems) == (30, ())
+
+
+def test_what_an_earlier_janitor_names_as_unread_may_be_nothing_of_ours(rig: Rig) -> None:
+    engine = rig.engine()
+    fill(engine)
+    first = rig.keeper()
+    rig.sweep(first)
+    stray = f"{engine.root}/blocks/xyz"
+    planted = Snapshot(
+        taken_ns=rig.clock.ns, walked_ns=1, unread=[(engine.root.name, "blocks/xyz", "no"), ("", "/", "no")]
+    )
+    ledger = Ledger()
+    load(ledger, engine.root.parent, fs=LOCAL)
+    save(ledger, planted, engine.root.parent, fs=LOCAL)
+    (engine.root / "blocks" / "xyz").mkdir()
+    usage = rig.sweep(rig.keeper(Unreadable(stray)))
+    assert usage.blocks == 30
 
 
 def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> None:

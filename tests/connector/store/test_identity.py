@@ -176,6 +176,19 @@ def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path
         ours.renew()
 
 
+def test_a_description_that_has_another_file_number_but_was_not_written_is_no_news(tmp_path: Path) -> None:
+    ours = Claim(tmp_path, IDENTITY, "d1gest")
+    assert ours.renew()
+    shutil.copy2(tmp_path / TIER_FILE, tmp_path / "copy")
+    (tmp_path / "copy").rename(tmp_path / TIER_FILE)
+    assert ours.look(may_write=True) is Standing.OTHER
+    assert not ours.renew()
+    assert ours.look(may_write=True) is Standing.SAME
+
+    (tmp_path / TIER_FILE).unlink()
+    assert ours.renew()
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_claim_on_a_volume_that_fails_says_nothing(tmp_path: Path, number: int) -> None:
     claim(tmp_path, IDENTITY, "d1gest")

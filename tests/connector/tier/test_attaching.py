@@ -8,6 +8,7 @@ import errno
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,18 +105,47 @@ def test_a_directory_that_somebody_else_claims_under_an_engine_is_not_used_any_m
     rigs.write(keys(2))
     rig = rigs.make(refresh_seconds=0.05)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 2, "the volume is walked")
-    ours = read(rigs.root)
-    assert ours is not None
-    aside = rigs.root.with_name("theirs")
-    claim(aside, {**ours["identity"], "model_name": "org/other"}, DIGEST)
-    # As if it had been removed and made anew between two looks.
-    (aside / "tier.json").rename(rigs.root / "tier.json")
+    claim_for_somebody_else(rigs)
 
     wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 0, "the engine has noticed")
     assert rig.metric("vllm:kvtier_disk_refused", "model_name") == 1
     assert rig.serve(keys(2)).hit_blocks == 0
     rig.offload(keys(1, first=7))
     assert rig.metric("vllm:kvtier_disk_shed_stores", "inert") == 1
+
+
+def claim_for_somebody_else(rigs: Rigs) -> None:
+    """Do as if the directory had been removed and made anew between two looks."""
+    ours = read(rigs.root)
+    assert ours is not None
+    aside = rigs.root.with_name("theirs")
+    claim(aside, {**ours["identity"], "model_name": "org/other"}, DIGEST)
+    (aside / "tier.json").rename(rigs.root / "tier.json")
+
+
+def test_what_waits_to_be_stored_does_not_go_to_somebody_else(rigs: Rigs) -> None:
+    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
+    rig = rigs.make(fs=fs, refresh_seconds=0.05, io_threads=1)
+    rig.begin_offload(keys(5))
+    wait_until(lambda: fs.waiting == 1, "one block is being written, and the others wait")
+    claim_for_somebody_else(rigs)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 0, "the engine has noticed")
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "inert") == 5
+    fs.open_gate()
+    rig.close()
+    assert len(list((rigs.root / "blocks").rglob("*.kvb"))) <= 1
+
+
+def test_what_others_left_behind_in_a_directory_of_somebody_else_is_left_there(rigs: Rigs) -> None:
+    rigs.write(keys(2))
+    rig = rigs.make(refresh_seconds=0.05, rescan_seconds=0.05)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 2, "the volume is walked")
+    claim_for_somebody_else(rigs)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 0, "the engine has noticed")
+    wait_until(
+        lambda: "kvtier-volume" not in {thread.name for thread in threading.enumerate()}, "nobody walks it any more"
+    )
 
 
 def test_a_description_that_is_removed_under_an_engine_is_written_again(rigs: Rigs) -> None:
