@@ -102,8 +102,9 @@ class Crew:
         if self._are_too_many():
             self._give_up(now, f"they die again and again, the last with {process.returncode}")
             return
-        logger.warning("Mover %d of blocks ended with %s and is started again", mover, process.returncode)
-        self._try_to_spawn(mover)
+        if self._state is not _State.RESTING:
+            logger.warning("Mover %d of blocks ended with %s and is started again", mover, process.returncode)
+            self._try_to_spawn(mover)
 
     def note_work(self) -> None:
         """Take in that a process has done something."""

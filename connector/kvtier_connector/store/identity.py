@@ -145,7 +145,10 @@ def read(root: Path, *, fs: FileSystem = LOCAL) -> dict[str, Any] | None:
 
 def parse(text: bytes, *, where: str) -> dict[str, Any]:
     """Return the document; raise IdentityMismatch if this is none."""
-    remedy = "restore the file, or remove the directory: its blocks will be computed again"
+    remedy = (
+        "restore the file, or remove the directory (its blocks will be computed again), and restart the engines, which "
+        "do without it until then"
+    )
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

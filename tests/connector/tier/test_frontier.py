@@ -285,3 +285,30 @@ def test_an_engine_that_stores_answers_too_leaves_nobody_out(monkeypatch: pytest
     assert not hasattr(side.scheduler, frontier.ATTRIBUTE)
     stored = sum(len(jobs) for [(jobs, _)] in Traffic([side], 1, random.Random(0)).steps())
     assert stored
+
+
+@pytest.mark.parametrize("name", ["_req_status", "_calc_num_offloadable_tokens"])
+def test_a_vllm_that_looks_different_inside_is_left_to_walk_over_everybody(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    groups = SHAPES["full attention"]
+    side = make_side(monkeypatch, groups, is_plain=False)
+    kept = getattr(side.scheduler, name)
+
+    class Hidden:
+        def __getattr__(self, attribute: str) -> object:
+            raise AttributeError(attribute)
+
+    real = frontier._is_settled
+
+    def in_another_version(scheduler: Any, request: str) -> bool:
+        monkeypatch.setattr(scheduler, name, Hidden())
+        try:
+            return real(scheduler, request)
+        finally:
+            monkeypatch.setattr(scheduler, name, kept)
+
+    monkeypatch.setattr(frontier, "_is_settled", in_another_version)
+    stored = sum(len(jobs) for [(jobs, _)] in Traffic([side], 1, random.Random(0)).steps())
+    assert stored
+    assert not hasattr(side.scheduler, frontier.ATTRIBUTE)
