@@ -2,10 +2,12 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 DATA ?= .kvtier
+VLLM ?= 0.32.0
+NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types imports generate fresh golden cluster e2e bench bench-janitor bench-operator test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,15 +20,30 @@ demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the pr
 
 test: venv ## every test that needs no GPU and no Docker
 	@# Engines take both processors each; everything else waits more than it computes.
-	$(RUN) pytest tests -m "not gpu and not engine" --numprocesses 2 --dist loadfile
+	$(RUN) pytest tests -m "not gpu and not engine and not netfs" --numprocesses 2 --dist loadfile
 	$(RUN) pytest tests -m "engine and not gpu"
 
-check: venv lint types imports fresh ## what CI checks besides the tests
+test-quick: venv ## what needs no server, no process and no vLLM: under two minutes
+	$(RUN) pytest tests -m "not gpu and not engine and not netfs and not live" --ignore=tests/connector/tier --numprocesses 2 --dist loadfile
 
-lint: venv ## ruff: rules and format; a rule is silenced with a reason only
+test-vllm: venv ## the tier's tests and real engines with another release of vLLM: VLLM=0.33.0
+	release=$$(.venv/bin/python .ci/vllm_release.py $(VLLM)) && export PYTHONPATH="$$release" && \
+	$(RUN) pytest tests/connector/tier tests/connector/faults/test_tier_on_faulty_volume.py -m "not gpu and not engine" \
+	    --numprocesses 2 --dist loadfile && \
+	$(RUN) pytest tests/connector/tier/test_engine.py -m engine -k second_engine
+
+test-netfs: venv ## network file systems with servers that fail, and the store's suites on each (root; half an hour)
+	$(RUN) pytest tests/connector/netfs --timeout 300
+	for kind in $(NETFS); do PYTHONPATH=e2e/netfs $(RUN) kvtier_netfs $$kind -- .venv/bin/python -m pytest tests/connector/store \
+	    tests/connector/janitor tests/connector/faults/test_killed.py --basetemp {a}/suites --timeout 300 || [ $$? = 77 ] || exit 1; done
+
+check: venv lint types imports fresh docs ## what CI checks besides the tests
+
+lint: venv ## ruff, and what checks workflows, shell scripts and Dockerfiles; a rule is silenced with a reason only
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	.venv/bin/python .ci/suppressions.py
+	.venv/bin/python .ci/linters.py
 
 format: venv ## let ruff rewrite what it can
 	$(RUN) ruff format .
@@ -39,26 +56,39 @@ imports: venv ## who may import whom
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command as run; run()"
 
 fresh: venv ## generated files agree with the code
-	$(RUN) kvtier_operator.crd --check
-	$(RUN) kvtier_operator.conditions_reference --check
+	$(RUN) kvtier_operator.api.crd --check
+	$(RUN) kvtier_operator.api.conditions_reference --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.tier.metrics_reference --check
+	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
-	$(RUN) kvtier_operator.crd --write crds
-	$(RUN) kvtier_operator.conditions_reference --write
+	$(RUN) kvtier_operator.api.crd --write crds
+	$(RUN) kvtier_operator.api.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.tier.metrics_reference --write
+	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write
+	PYTHONPATH=. $(RUN) e2e.matrix --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
 	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
 
+docs: venv ## the documentation as a site in .kvtier/site; a dead link is an error
+	.venv/bin/python .ci/site.py
+
+dashboards: venv ## run the demo under a real Prometheus anew, keep what it scraped, and draw every dashboard (about 8 minutes)
+	$(RUN) kvtier_monitoring.record tests/monitoring/demo.om.xz --data "$(DATA)/recording"
+	$(RUN) kvtier_monitoring.pictures docs/pictures
+
 cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
 	exec $(RUN) kvtier_localcluster up --data "$(DATA)/cluster"
+
+conformance: venv ## what the embedded cluster promises, asked of the cluster of KUBECONFIG or KUBEBUILDER_ASSETS, or of itself
+	CONFORMANCE_KUBECONFIG="$(KUBECONFIG)" CONFORMANCE_ASSETS="$(KUBEBUILDER_ASSETS)" $(RUN) pytest tests/conformance
 
 e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluster
 	$(RUN) pytest tests -m engine
@@ -74,11 +104,14 @@ bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten mi
 	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_stress.py --out "$(DATA)/bench/janitor-stress.json"
 	$(if $(TRACE),PYTHONPATH=. .venv/bin/python e2e/bench/janitor_replay.py "$(TRACE)" --out "$(DATA)/bench/janitor-replay.json")
 
+test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu; then `make generate`
+	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --data "$(DATA)/matrix"
+
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
 
-lock: ## resolve the locked versions anew; `make generate` then locks the images
-	$(PYTHON) .ci/lock.py
+lock: venv ## resolve the locked versions anew, or with ONLY=--tools just what is new; `make generate` then locks the images
+	.venv/bin/python .ci/lock.py $(ONLY)
 
 clean: ## remove what the commands above left in the checkout
 	rm -rf .venv .kvtier build dist .hypothesis .mypy_cache .ruff_cache .import_linter_cache

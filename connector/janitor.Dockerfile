@@ -1,9 +1,11 @@
 # The image of the janitor: Python, the connector's store and janitor, and what requirements/janitor.lock names.
 # Build from the root of the repository:  docker build -f connector/janitor.Dockerfile -t ghcr.io/kvtier/janitor:0.1.0 .
-FROM python:3.12-slim
+# A release names it by the digest that it was built on.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
 COPY requirements/janitor.lock /tmp/janitor.lock
-# --no-deps: the lock is complete.
-RUN pip install --no-cache-dir --no-deps --requirement /tmp/janitor.lock && rm /tmp/janitor.lock
+# --no-deps: the lock is complete, and says of each file what it must hash to.
+RUN pip install --no-cache-dir --no-deps --require-hashes --requirement /tmp/janitor.lock && rm /tmp/janitor.lock
 COPY connector/kvtier_connector /opt/connector/kvtier_connector
 # Never imported here, and needs vLLM.
 RUN rm -r /opt/connector/kvtier_connector/tier

@@ -22,3 +22,29 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite expected files instead of comparing")
+
+
+LIVE = {
+    "api",
+    "authority",
+    "controllers",
+    "crews",
+    "engines",
+    "faulty_volume",
+    "image",
+    "killer",
+    "kubectl",
+    "processes",
+}
+LIVE |= {"rigs", "spawn", "target", "tiers", "vllm_flags"}
+"""Fixtures that start servers, processes and mounts, or ask vLLM."""
+
+LIVE_PLACES = {"demo", "e2e", "node", "test_command.py", "test_crash.py", "test_faults_run.py", "test_image.py"}
+"""Folders and modules whose tests do so without a fixture."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts something, so that a quick run can leave it out."""
+    for item in items:
+        if LIVE_PLACES.intersection(item.path.parts) or not LIVE.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("live")

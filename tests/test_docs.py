@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import ci_tools
 import kubernetes_validate
 import pytest
 import yaml
@@ -41,3 +42,18 @@ def test_every_target_of_make_is_explained() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     explained = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
     assert targets - explained == set()
+
+
+def test_every_page_of_the_site_is_in_its_menu() -> None:
+    site = ci_tools.load("site")
+    menu = (ROOT / "mkdocs.yml").read_text()
+    own = [page for page in site.pages() if "results" not in page.parts]
+    assert [str(page) for page in own if not re.search(rf"(: |- ){re.escape(str(page))}$", menu, re.MULTILINE)] == []
+
+
+def test_what_is_linked_from_the_site_and_is_no_page_of_it_is_a_link_to_the_repository(tmp_path: Path) -> None:
+    site = ci_tools.load("site")
+    site.gather(tmp_path / "pages")
+    for page in site.pages():
+        targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (tmp_path / "pages" / page).read_text())
+        assert [each for each in targets if not (tmp_path / "pages" / page.parent / each).exists()] == []

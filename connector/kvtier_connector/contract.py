@@ -18,9 +18,15 @@ from kvtier_connector.errors import ConfigInvalid
 CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
 
-BLOCK_FORMAT_VERSION = 2
+BLOCK_FORMAT_VERSION = 3
 """Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
 
+GENERATION_PATTERN = r"[A-Za-z0-9_-]{1,64}"
+"""What a generation's digest looks like: its directory is called so, and each of its blocks says so."""
+MUST_BE_KNOWN = ("engine.weights",)
+"""Fields of the identity without which no engine reads or writes a block."""
+EPOCH_PATTERN = r"[a-z0-9]{1,32}"
+"""What names other weights than the model's own: it follows the digest and a dot in the name of their directory."""
 TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
 """What a tenant can be called: the name becomes a directory, on file systems of every kind."""
 KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -37,9 +43,17 @@ TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 TENANT_PARAMETER = "kvtier_tenant"
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
 
+SUPPORTED_VLLM = ("0.32", "0.33")
+"""Releases of vLLM that the connector is tested with, oldest first; see `vllm_release`."""
+
 MOST_IO_THREADS = 256
 MOST_IO_PROCESSES = 256
 MOST_REUSE = 100
+
+MOVER_MAPPED_BYTES = 16 << 30
+"""How much of the CPU tier one process that moves blocks keeps mapped at most, for its page tables take memory too."""
+_MOVER_BASE_BYTES = 40 << 20
+"""Memory of such a process for itself: the interpreter and what it imports."""
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -66,12 +80,13 @@ class ConnectorConfig:
     """Threads that read and write block files, per engine."""
     io_processes: int | None = None
     """Processes that move blocks past the engine's interpreter lock: about 20 MB of memory each, a block, and page
-    tables. 0 leaves it to the threads; None means as many as there are CPUs, ``io_threads`` at most."""
+    tables. 0 leaves it to the threads; None means as many as there are CPUs, and more where the volume answers slowly,
+    ``io_threads`` at most."""
     load_deadline_seconds: float = 30.0
     """A load that has not finished by then is answered as a miss and recomputed."""
 
     refresh_seconds: float = 1.0
-    """What another pod stored is known here after this long, without asking the volume."""
+    """What another pod stored is known here after this long, or twice as long, without asking the volume for it."""
     rescan_seconds: float = 1800.0
     """How often the whole root is walked, which finds what no pod told of; a million files take half a minute."""
     scan_threads: int = 4
@@ -108,7 +123,12 @@ class ConnectorConfig:
         """Raise ConfigInvalid naming the first field that cannot be used."""
         claims = (
             (self.root.startswith("/"), "root", "must be an absolute path"),
-            (self.digest != "" and self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
+            (
+                re.fullmatch(rf"{GENERATION_PATTERN}(\.{EPOCH_PATTERN})?", self.digest, re.ASCII) is not None,
+                "digest",
+                f"must match {GENERATION_PATTERN}",
+            ),
+            (self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
             (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
             (
@@ -153,6 +173,29 @@ class LiveSettings:
     """Takes the place of `ConnectorConfig.max_bytes`: 0 means no limit, None leaves that as it is."""
     active_key: str = ""
     """Entry of ``keys_dir`` with which blocks are encrypted from now on. Without one, nothing is stored."""
+
+
+def vllm_release(version: str) -> str | None:
+    """Return the release, ``0.33``, that a version of vLLM or the tag of its image belongs to; None if it names none.
+
+    ``0.33.0``, ``v0.33.1``, ``0.33.0rc1+cpu`` and ``v0.33.0-x86_64`` do; ``latest`` and ``nightly-0.33`` do not.
+    """
+    found = re.match(r"v?([0-9]+\.[0-9]+)(?:$|[^0-9])", version)
+    return found and found[1]
+
+
+def mover_memory_bytes(cpu_bytes: int, *, movers: int, chunk_bytes: int, has_huge_pages: bool = False) -> int:
+    """Return the memory that the processes which move blocks of one engine take at most, besides the CPU tier itself.
+
+    Args:
+        cpu_bytes: The engine's CPU tier.
+        movers: How many processes there are, `ConnectorConfig.io_processes` at most.
+        chunk_bytes: One row of the CPU tier; each process has a buffer for one.
+        has_huge_pages: Whether /dev/shm has pages of 2 MiB; a page of either size takes eight bytes of page tables.
+    """
+    page_bytes = 2 << 20 if has_huge_pages else 4096
+    tables = -(-min(cpu_bytes, MOVER_MAPPED_BYTES) // page_bytes) * 8
+    return movers * (_MOVER_BASE_BYTES + chunk_bytes + tables)
 
 
 def encode(config: ConnectorConfig) -> str:

@@ -97,6 +97,11 @@ class Election:
         return str((self._record or {}).get("holderIdentity") or "")
 
     @property
+    def lease(self) -> LeaseObject | None:
+        """The Lease as it was last read or written."""
+        return self._lease
+
+    @property
     def held_until(self) -> float:
         """Until when this process leads unless it renews; in the past when it does not lead."""
         return self._held_until
@@ -212,6 +217,7 @@ class Elector:
         self._wall = wall
         self._election = Election(settings)
         self._is_current = False
+        self._problem = ""
         self._is_stopping = False
         self._held_until = -math.inf
         self._moved = threading.Condition()
@@ -229,6 +235,16 @@ class Elector:
     def is_leader(self) -> bool:
         """Tell whether this process leads at this moment."""
         return self._clock() < self._held_until
+
+    @property
+    def lease(self) -> LeaseObject | None:
+        """The Lease as it was last read or written; for who calls `step`."""
+        return self._election.lease
+
+    @property
+    def problem(self) -> str:
+        """Why the Lease could not be read or renewed in the last round; empty where it could."""
+        return self._problem
 
     def close(self, *, timeout: float = 5.0) -> None:
         """Stop campaigning and give the Lease back, so that another one can lead at once.
@@ -250,12 +266,14 @@ class Elector:
         is_renewed = False
         try:
             is_renewed = self._renew()
+            self._problem = ""
         except LeaseConflict as error:
             logger.info("The lease %s was changed by somebody else: %s", self._settings.name, error)
             self._is_current = False
         except LeaseUnavailable as error:
-            logger.warning("The lease %s cannot be read or renewed: %s", self._settings.name, error)
-            self._is_current = False
+            if not self._problem:
+                logger.warning("The lease %s cannot be read or renewed: %s", self._settings.name, error)
+            self._is_current, self._problem = False, str(error)
         with self._moved:
             self._held_until = self._election.held_until
             self._moved.notify_all()

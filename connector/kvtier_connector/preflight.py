@@ -23,6 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvtier_connector.promises import missing_property
+from kvtier_connector.store.choices import Choices, write_choices
+from kvtier_connector.store.filesystems import advice, mount_of
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
@@ -31,6 +34,7 @@ from kvtier_connector.store.fs import (
     FileSystem,
     make_directories,
     new_token,
+    read_block,
     read_page,
     write_block,
 )
@@ -41,7 +45,13 @@ LEAST_FREE_BYTES = 64 << 20
 THREADS = 4
 RENAMES = 50
 STATS = 100
+ROUND_TRIPS = 20
+_CLEARLY = 1.1
+"""A rate that is higher by less is the same."""
+_INSTEAD = "use a file system of POSIX semantics (CephFS, NFS, Lustre, EFS), not an object store behind a mount"
 
+PIECE_BYTES = 1 << 20
+"""As the store reads through the page cache."""
 _PREFIX = ".preflight-"
 _ABANDONED_SECONDS = 3600.0
 
@@ -58,7 +68,15 @@ class Report:
     free_bytes: int = 0
     write_bytes_per_second: int = 0
     read_bytes_per_second: int = 0
+    """The faster way."""
     stat_microseconds: int = 0
+    file_system: str = ""
+    round_trip_microseconds: int = 0
+    """Until the volume has said that it does not have a file, which no cache knows."""
+    chosen: str = ""
+    """What engines do on this volume, and why, for people."""
+    advice: str = ""
+    """What to change about the mount, for people."""
 
     def encode(self) -> str:
         """Return the result as one line of JSON."""
@@ -83,7 +101,9 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
         _make(fs, root, directory)
         try:
             _remove_abandoned(fs, root)
-            return _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
+            report, choices = _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
+            write_choices(fs, str(root), choices)
+            return report
         finally:
             _remove(fs, directory)
     except _UnusableError as error:
@@ -110,7 +130,7 @@ def _make(fs: FileSystem, root: Path, directory: str) -> None:
         raise
 
 
-def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> Report:
+def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> tuple[Report, Choices]:
     room = fs.statvfs(directory)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     if free < LEAST_FREE_BYTES:
@@ -118,6 +138,9 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
             f"only {free >> 20} MiB are free of {total >> 20} MiB: remove what else is on the volume, or let it grow"
         )
     _check_renames(fs, directory)
+    if missing := missing_property(fs, directory):
+        raise _UnusableError(f"{missing}; {_INSTEAD}")
+    mount = mount_of(directory)
     direct = DirectIo(fs, directory, direct=None)
     count = max(1, min(most_bytes, free // 4) // FILE_BYTES)
     paths = [f"{directory}/{number}" for number in range(count)]
@@ -138,20 +161,45 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
     def read(path: str, buffer: memoryview) -> int:
         fd = fs.open(path, READ_FLAGS | direct.flag(buffer))
         try:
-            return fs.preadv(fd, [buffer], 0)
+            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=bool(direct.flag(buffer)))
+        finally:
+            fs.close(fd)
+
+    def read_cached(path: str, buffer: memoryview) -> int:
+        fd = fs.open(path, READ_FLAGS)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=False, piece_bytes=PIECE_BYTES)
         finally:
             fs.close(fd)
 
     written, write_rate = _measure(write, paths, buffers, most_seconds)
-    _, read_rate = _measure(read, paths[: written // FILE_BYTES], buffers, most_seconds)
-    return Report(
+    files = paths[: written // FILE_BYTES]
+    _, read_rate = _measure(read, files, buffers, most_seconds / 2)
+    cached_rate = 0
+    if direct.is_supported():
+        _, cached_rate = _measure(read_cached, files, buffers, most_seconds / 2)
+    is_direct = direct.is_supported() and read_rate * _CLEARLY >= cached_rate
+    report = Report(
         direct_io=direct.is_supported(),
         total_bytes=total,
         free_bytes=free,
         write_bytes_per_second=write_rate,
-        read_bytes_per_second=read_rate,
+        read_bytes_per_second=read_rate if is_direct or not cached_rate else cached_rate,
         stat_microseconds=_stat_microseconds(fs, paths[0]),
+        file_system=mount.name,
+        round_trip_microseconds=_round_trip_microseconds(fs, directory),
+        chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
+        advice="; ".join(advice(mount)),
     )
+    return report, Choices(direct_io=is_direct)
+
+
+def _chosen(*, is_direct: bool, direct_rate: int, cached_rate: int) -> str:
+    if not cached_rate:
+        return "reads go through the page cache: the volume refuses to bypass it"
+    rates = f"{direct_rate >> 20} MiB/s past the page cache and {cached_rate >> 20} MiB/s through it"
+    return f"reads go {'past' if is_direct else 'through'} the page cache: {rates}"
 
 
 def _measure(
@@ -212,8 +260,7 @@ def _check_renames(fs: FileSystem, directory: str) -> None:
         reader.join()
     if torn:
         raise _UnusableError(
-            f"a rename is not atomic here ({torn[0]}): engines would read each other's half-written blocks; use a "
-            "file system of POSIX semantics (CephFS, NFS, Lustre, EFS), not an object store behind a mount"
+            f"a rename is not atomic here ({torn[0]}): engines would read each other's half-written blocks; {_INSTEAD}"
         )
 
 
@@ -223,6 +270,16 @@ def _write_page(fs: FileSystem, path: str, content: int) -> None:
         fs.pwritev(fd, [memoryview(bytes([content]) * 4096)], 0)
     finally:
         fs.close(fd)
+
+
+def _round_trip_microseconds(fs: FileSystem, directory: str) -> int:
+    seconds = []
+    for _ in range(ROUND_TRIPS):
+        start = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            fs.stat(f"{directory}/{new_token()}")
+        seconds.append(time.monotonic() - start)
+    return round(min(seconds) * 1e6)
 
 
 def _stat_microseconds(fs: FileSystem, path: str) -> int:
@@ -235,7 +292,9 @@ def _stat_microseconds(fs: FileSystem, path: str) -> int:
 def _remove(fs: FileSystem, directory: str) -> None:
     with contextlib.suppress(OSError):
         for entry in fs.scandir(directory):
-            fs.unlink(entry.path)
+            # What cannot be removed keeps the directory, and nothing else in it.
+            with contextlib.suppress(OSError):
+                (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(entry.path)
         fs.rmdir(directory)
 
 
@@ -244,8 +303,10 @@ def _remove_abandoned(fs: FileSystem, root: Path) -> None:
     with contextlib.suppress(OSError):
         for entry in fs.scandir(str(root)):
             is_one = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
-            if is_one and fs.stat(entry.path).st_mtime < time.time() - _ABANDONED_SECONDS:
-                _remove(fs, entry.path)
+            # Another preflight may remove the same one.
+            with contextlib.suppress(OSError):
+                if is_one and fs.stat(entry.path).st_mtime < time.time() - _ABANDONED_SECONDS:
+                    _remove(fs, entry.path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,14 +28,19 @@ LIFEBOAT = "lifeboat"
 CPU = "cpu"
 """vLLM's CPU tier alone: what its connector costs with any tier below."""
 
+SIMPLE_EAGER = "simple-eager"
+"""vLLM's SimpleCPUOffloadConnector, which copies each block to the CPU when it is computed."""
+SIMPLE_LAZY = "simple-lazy"
+"""The same connector, which copies a block when the GPU is about to forget it."""
+
 ALL = (KVTIER, FS, NONE, LIFEBOAT)
 """What is measured unless told otherwise."""
-KNOWN = (*ALL, CPU)
+KNOWN = (*ALL, CPU, SIMPLE_EAGER, SIMPLE_LAZY)
 
 
 def has_volume(backend: str) -> bool:
     """Say whether the backend puts blocks on a volume."""
-    return backend not in {NONE, CPU}
+    return backend in {FS, KVTIER, LIFEBOAT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,15 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
     if backend == NONE:
         return None
     directory.mkdir(parents=True, exist_ok=True)
+    if backend in {SIMPLE_EAGER, SIMPLE_LAZY}:
+        return {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": offload.cpu_bytes,
+                "lazy_offload": backend == SIMPLE_LAZY,
+            },
+        }
     if backend == CPU:
         return {
             "kv_connector": "OffloadingConnector",
@@ -67,8 +81,14 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
         if is_ours
         else {"spec_name": "TieringOffloadingSpec"}
     )
+    connector = {"kv_connector": "OffloadingConnector"}
+    if backend == KVTIER:
+        connector = {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier_connector.tier.connector",
+        }
     return {
-        "kv_connector": "OffloadingConnector",
+        **connector,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             **spec,
@@ -97,7 +117,7 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
     )
     path = directory / CONFIG_FILE
     path.write_text(encode(config), encoding="utf-8")
-    return {"type": "SharedVolumeTier", "module_path": "kvtier_connector.tier.manager", "config_file": str(path)}
+    return {"type": "SharedVolumeTier", "module_path": "kvtier_connector.tier.tier", "config_file": str(path)}
 
 
 def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import cryptography
 from kvtier_connector.store.checksums import Algorithm, checksum
 from kvtier_connector.store.format import Header
 from kvtier_connector.store.keyring import parse_key
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import BlockKey, Home
 from kvtier_connector.store.sealing import encrypt
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def main() -> None:
     payload = memoryview(bytearray(options.mib * MIB))
     key = parse_key("bench", bytes(range(32)))
     assert key is not None
-    header = Header(BlockKey(bytes(32), 0), payload.nbytes, bytes(32), 0)
+    header = Header(BlockKey(bytes(32), 0), payload.nbytes, bytes(32), 0, Home("bench"))
     acts: dict[str, Callable[[], object]] = {
         "AES-GMAC (checksum)": lambda: checksum(payload, Algorithm.AES_GMAC),
         "AES-256-GCM (encryption)": lambda: encrypt(header, payload, payload, key),

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,13 +22,19 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings
-from kvtier_connector.movers.region import find_region
-from kvtier_connector.movers.tasks import Task
+from kvtier_connector.movers.dispatch import MoversSettings
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.rows import Region as Rows
+from kvtier_connector.movers.tasks import Lane, Task
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
+from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.fs import O_DIRECT
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
+
+GENERATION = "bench"
+"""A store's directory is named after its generation."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -89,6 +96,11 @@ class Contestant(ABC):
         self.is_direct = is_direct
         self.keys = [BlockKey(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0) for number in range(region.blocks)]
 
+    @classmethod
+    def directory_name(cls, name: str = "") -> str:
+        """Return what a directory of this contestant, or of another one by name, can be called on any volume."""
+        return re.sub(r"[^A-Za-z0-9]+", "-", name or cls.name).strip("-")
+
     @abstractmethod
     def load(self, pool: ThreadPoolExecutor) -> None:
         """Bring every block from the directory into the region."""
@@ -149,7 +161,7 @@ class Kvtier(Contestant):
     def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
         """Open the store."""
         super().__init__(directory, region, is_direct=is_direct)
-        self.blocks = BlockStore(directory)
+        self.blocks = BlockStore(directory / GENERATION)
 
     def load(self, pool: ThreadPoolExecutor) -> None:
         """Get each block."""
@@ -206,7 +218,7 @@ class KvtierEncrypted(KvtierStaged):
         keys = directory.with_name(directory.name + " keys")
         keys.mkdir(parents=True, exist_ok=True)
         (keys / "k1").write_bytes(bytes(range(32)))
-        self.blocks = BlockStore(directory, keys_dir=str(keys))
+        self.blocks = BlockStore(directory / GENERATION, keys_dir=str(keys))
         assert self.blocks.keyring is not None
         self.blocks.keyring.activate("k1")
 
@@ -222,44 +234,41 @@ class KvtierMovers(Kvtier):
 
     name = "kvtier movers"
     loads_from = Kvtier.name
-    _dispatcher: Dispatcher
+    _movers: Movers
 
     def prepare(self, threads: int) -> None:
-        """Start the processes and give them time to map the rows."""
-        region = find_region(self.region.view())
-        assert region is not None
-        self._dispatcher = Dispatcher(
-            DispatchSettings(
-                movers=threads,
-                region=region,
-                row_bytes=self.region.block_bytes,
-                root=str(self.directory),
-                direct=None,
-                stuck_seconds=60.0,
-            )
+        """Start the processes and give them time to begin."""
+        region = self.region
+        rows = region.view().cast("B", (region.blocks, region.block_bytes))
+        self._movers = Movers(
+            MoversSettings(root=str(self.directory / GENERATION), processes=threads, threads=1, deadline_seconds=60.0),
+            store=SharedStore(self.directory / GENERATION),
+            breaker=Breaker(),
+            rows=rows,
+            regions=[Rows(region.file, 0, region.blocks)],
         )
-        self._dispatcher.start()
+        rows.release()
+        self._movers.start()
         time.sleep(1.0)
 
     def close(self) -> None:
         """End the processes."""
-        self._dispatcher.close(10.0)
+        self._movers.close(10.0)
 
     def load(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
         """Load each block."""
-        self._run(Hit, is_load=True)
+        self._run(Lane.LOAD, Hit)
 
     def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
         """Save each block."""
-        self._run(Stored, is_load=False)
+        self._run(Lane.STORE, Stored)
 
-    def _run(self, wanted: type[Hit | Stored], *, is_load: bool) -> None:
-        tasks = [(number, Task(is_load=is_load, key=key, slot=number)) for number, key in enumerate(self.keys)]
-        self._dispatcher.submit(1, tasks)
-        left = len(tasks)
+    def _run(self, lane: Lane, wanted: type[Hit | Stored]) -> None:
+        self._movers.submit(enumerate([Task(lane, (key,), row) for row, key in enumerate(self.keys)]))
+        left = len(self.keys)
         while left:
-            for ended in self._dispatcher.collect():
-                assert isinstance(ended.outcome, wanted), ended
+            for done in self._movers.collect():
+                assert isinstance(done.outcome, wanted), done
                 left -= 1
             # As an engine that has nothing else to do.
             time.sleep(0.001)

@@ -46,7 +46,6 @@ def gpu_plan(options: argparse.Namespace, work: Path, lifeboat: Path | None) -> 
             "max_model_len": 66560,
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.9,
-            "worker_extension_cls": "e2e.bench.models.SeedWeights",
         },
         seeds_weights=True,
         backends=options.backends,
@@ -80,7 +79,6 @@ def tiny_plan(options: argparse.Namespace, work: Path, lifeboat: Path | None) ->
             **models.engine_arguments(model),
             "max_model_len": 4224,
             "gpu_memory_utilization": 0.15,
-            "worker_extension_cls": "e2e.bench.models.SeedWeights",
         },
         # The CPU build repacks the weights while loading, so they come from a file.
         seeds_weights=False,

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from e2e.bench.models import prompt_ids
+from e2e.bench.models import joined_ids, prompt_ids
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -43,12 +43,15 @@ async def _serve(settings: dict[str, Any], answers: TextIO) -> None:
     )
     weights = await engine.collective_rpc("seed_bench_weights") if settings["seeds_weights"] else []
     blocks = engine.vllm_config.cache_config.num_gpu_blocks
-    ready = {"seconds": time.perf_counter() - began, "weights": weights, "gpu_blocks": blocks}
+    layout = await engine.collective_rpc("describe_kv_cache")
+    ready = {"seconds": time.perf_counter() - began, "weights": weights, "gpu_blocks": blocks, "layout": layout}
     answers.write(json.dumps(ready) + "\n")
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)
         if command["do"] == "run":
             answer: Any = await _run(engine, command, settings["vocabulary"])
+        elif command["do"] == "call":
+            answer = await engine.collective_rpc(command["method"], args=tuple(command["arguments"]))
         elif command["do"] == "reset":
             answer = await _reset(engine, with_connector=command["connector"])
         else:
@@ -67,26 +70,40 @@ async def _reset(engine: AsyncLLM, *, with_connector: bool) -> bool:
 
 
 async def _run(engine: AsyncLLM, command: dict[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Submit every request at once, or so many at a time, and report each."""
-    prompts = [prompt_ids(request["seed"], request["tokens"], vocabulary) for request in command["requests"]]
-    parameters = SamplingParams(max_tokens=command["output_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+    """Submit every request at its time, or so many at a time in their order, and report each."""
+    requests = command["requests"]
+    prompts = [_prompt(request, vocabulary) for request in requests]
     at_a_time = asyncio.Semaphore(command["at_a_time"] or len(prompts))
+    is_answered = [asyncio.Event() for _ in prompts]
 
-    async def ask(number: int, prompt: list[int]) -> dict[str, Any]:
+    async def ask(number: int) -> dict[str, Any]:
+        request = requests[number]
+        if (wait := request.get("start", 0.0) - (time.perf_counter() - began)) > 0:
+            await asyncio.sleep(wait)
         async with at_a_time:
+            if (earlier := request.get("after")) is not None:
+                await is_answered[earlier].wait()
+            parameters = SamplingParams(
+                max_tokens=request.get("output_tokens", command["output_tokens"]),
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+            )
             submitted = time.perf_counter()
             first = last = submitted
             cached = 0
             output: list[int] = []
             async for answer in engine.generate(
-                TokensPrompt(prompt_token_ids=prompt), parameters, f"{command['name']}-{number}"
+                TokensPrompt(prompt_token_ids=prompts[number]), parameters, f"{command['name']}-{number}"
             ):
                 last = time.perf_counter()
                 if not output:
                     first, cached = last, answer.num_cached_tokens or 0
                 output = list(answer.outputs[0].token_ids)
+            is_answered[number].set()
         return {
-            **command["requests"][number],
+            **request,
+            "tokens": len(prompts[number]),
             "first": first - submitted,
             "at": first - began,
             "seconds": last - submitted,
@@ -95,8 +112,14 @@ async def _run(engine: AsyncLLM, command: dict[str, Any], vocabulary: int) -> di
         }
 
     began = time.perf_counter()
-    results = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
-    return {"seconds": time.perf_counter() - began, "requests": results}
+    results = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
+    return {"seconds": time.perf_counter() - began, "began": began, "requests": results}
+
+
+def _prompt(request: dict[str, Any], vocabulary: int) -> list[int]:
+    if "parts" in request:
+        return joined_ids(request["parts"], vocabulary)
+    return prompt_ids(request["seed"], request["tokens"], vocabulary)
 
 
 if __name__ == "__main__":

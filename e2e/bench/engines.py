@@ -68,13 +68,17 @@ class Engine:
 
     def run(
         self,
-        requests: Sequence[Mapping[str, int]],
+        requests: Sequence[Mapping[str, Any]],
         *,
-        output_tokens: int,
+        output_tokens: int = 1,
         at_a_time: int = 0,
         limit_seconds: float = 300.0,
     ) -> dict[str, Any]:
-        """Submit requests, each with a `seed` and a length in `tokens`; all at once unless told how many at a time."""
+        """Submit requests; all at once unless told how many at a time.
+
+        Each has a `seed` and a length in `tokens`, or the `parts` of its prompt. It may also say how many
+        `output_tokens` it wants, at which second to `start`, and the number of the one it comes `after`.
+        """
         return dict(
             self._ask(
                 {
@@ -87,6 +91,10 @@ class Engine:
                 limit_seconds,
             )
         )
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine's worker, as `worker_extension_cls` added it; return its answer."""
+        return self._ask({"do": "call", "method": method, "arguments": arguments}, 60.0)[0]
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         """Empty the engine's own prefix cache, and the CPU tier too if asked; the volume keeps what it has."""

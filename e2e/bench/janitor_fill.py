@@ -11,9 +11,9 @@ from pathlib import Path
 from kvtier_connector.store.format import HEADER_BYTES, Header, encode_header
 from kvtier_connector.store.fs import LOCAL, make_directories
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.journal import JournalLimits, JournalWriter
-from kvtier_connector.store.layout import BlockKey, Lineage, block_path
-from kvtier_connector.store.records import Op
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
+from kvtier_connector.store.records import JournalLimits, Op
 
 CHAIN = 16
 """Blocks of one prefix."""
@@ -41,7 +41,7 @@ def fill(tier_dir: Path, digest: str, *, blocks: int, payload_bytes: int, writer
         if directory not in made:
             make_directories(LOCAL, directory)
             made.add(directory)
-        page = encode_header(Header(key, payload_bytes, bytes(32), time.time_ns(), lineage))
+        page = encode_header(Header(key, payload_bytes, bytes(32), time.time_ns(), Home(digest), lineage))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o640)
         try:
             os.write(fd, page)

@@ -7,6 +7,7 @@ the same whatever the cache holds, and equal outputs would prove nothing. With t
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from e2e.bench.steps import StepProfile
 
 SEED = 20240607
 FIRST_TOKEN = 3
@@ -83,6 +86,23 @@ def prompt_ids(seed: int, tokens: int, vocabulary: int) -> list[int]:
     return [chooser.randrange(FIRST_TOKEN, vocabulary) for _ in range(tokens - len(end))] + end
 
 
+def joined_ids(parts: Iterable[tuple[int, int]], vocabulary: int) -> list[int]:
+    """Return a prompt of parts, each a seed and a number of tokens: prompts that begin with equal parts share a prefix.
+
+    One token that all prompts share ends it, so that parts of whole blocks can be answered from the cache whole.
+    """
+    prompt: list[int] = []
+    for seed, tokens in parts:
+        prompt += _part_ids(seed, tokens, vocabulary)
+    return [*prompt, FIRST_TOKEN]
+
+
+@functools.lru_cache(maxsize=4096)
+def _part_ids(seed: int, tokens: int, vocabulary: int) -> tuple[int, ...]:
+    chooser = random.Random(seed)
+    return tuple(chooser.choices(range(FIRST_TOKEN, vocabulary), k=tokens))
+
+
 def engine_arguments(model: Path) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs that every engine of the benchmarks shares."""
     return {
@@ -92,6 +112,7 @@ def engine_arguments(model: Path) -> dict[str, Any]:
         "dtype": "bfloat16",
         "seed": 0,
         "enable_prefix_caching": True,
+        "worker_extension_cls": "e2e.bench.models.BenchWorker",
     }
 
 
@@ -152,3 +173,7 @@ class SeedWeights:
     def seed_bench_weights(self) -> int:
         """Draw the weights of the loaded model."""
         return fill(self.get_model().named_parameters())
+
+
+class BenchWorker(SeedWeights, StepProfile):
+    """Everything that the benchmarks add to vLLM's worker."""

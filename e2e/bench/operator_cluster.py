@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,13 @@ def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2
             raise TimeoutError(f"{getattr(condition, '__name__', condition)} does not hold after {seconds:.0f} s")
         time.sleep(pause)
     return time.monotonic() - began
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def tier(name: str, **spec: Any) -> Json:
@@ -246,16 +254,24 @@ class OperatorProcess:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
-@contextmanager
-def operator(cluster: BenchCluster, folder: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
-    """Run an operator, and end it gracefully unless it has ended."""
+def operator(
+    cluster: BenchCluster, folder: Path, *arguments: str, **environment: str
+) -> AbstractContextManager[OperatorProcess]:
+    """Run an operator of this checkout for the namespace of the benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
     kubeconfig = cluster.api.write_kubeconfig(folder / "kubeconfig")
+    return running(folder, kubeconfig, "-n", NAMESPACE, *arguments, **environment)
+
+
+@contextmanager
+def running(folder: Path, kubeconfig: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
+    """Run an operator in a folder, and end it gracefully unless it has ended."""
     log = folder / f"operator-{time.monotonic_ns()}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_operator", "run", "-n", NAMESPACE, *arguments],
+            [sys.executable, "-m", "kvtier_cli", "run", *arguments],
             env={**os.environ, "KUBECONFIG": str(kubeconfig), **environment},
+            cwd=folder,
             stdout=file,
             stderr=file,
         )
@@ -264,7 +280,7 @@ def operator(cluster: BenchCluster, folder: Path, *arguments: str, **environment
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

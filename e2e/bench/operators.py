@@ -1,58 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the operator bears load and faults: ``python -m e2e.bench.operators --out DIRECTORY [--phases scale,faults]``.
+"""How the operator bears load and faults: ``python -m e2e.bench.operators --out DIRECTORY [--phases NAMES]``.
 
 scale: many tiers created in one go; until all have their final conditions; then left alone; then another operator takes
-over, and looks at all of them again once, as each resync does. faults: calls that fail, watches that end or expire,
-tiers that come, change and go, and an operator that is killed every few seconds; then all of that stops, and everything
-must be as the specs ask for.
+over, and looks at all of them again once, as each resync does. faults: calls that fail or are forbidden, watches that
+end or expire, tiers that come, change and go, an operator that is killed every few seconds, and one of somebody else's
+beside them; then all of that stops, and everything must be as the specs ask for. forbidden: one kind after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
 from e2e.bench import journal
 from e2e.bench.journal import Journal
 from e2e.bench.operator_cluster import (
-    NAMESPACE,
     TIERS,
     BenchCluster,
     Json,
     OperatorProcess,
+    free_port,
     is_final,
     operator,
     tier,
     until,
 )
+from e2e.bench.operator_faults import FORBIDDEN, faults, forbidden
 
-from kvtier_localcluster.apiserver import ApiError
 from kvtier_operator.settings import Settings
 
-FAULTS = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))
 PATIENT = {"KVTIER_LEASE_SECONDS": "60"}
 """No kubelet is here to start an operator again that lost its Lease to an API server in Python."""
-RATE = 0.05
-LABEL_TIER = "kvtier.dev/tier"
-CHILDREN = (
-    ("configmaps", "connector"),
-    ("serviceaccounts", "engine"),
-    ("services", "engine"),
-    ("poddisruptionbudgets.policy", "engine"),
-    ("deployments.apps", "engine"),
-)
 
 
 def scale(
@@ -103,7 +89,7 @@ def _create(cluster: BenchCluster, folder: Path, *, tiers: int, idle_seconds: fl
 
 def _take_over(cluster: BenchCluster, folder: Path, *, tiers: int, resync_seconds: float, limit_seconds: float) -> Json:
     """Start an operator where everything stands, and measure until it has looked at every tier, and once more."""
-    port = _free_port()
+    port = free_port()
     settings = {"KVTIER_RESYNC_SECONDS": str(resync_seconds), "KVTIER_METRICS_PORT": str(port)}
     begin = _Counts(cluster)
     with operator(cluster, folder, **settings) as process:
@@ -142,12 +128,6 @@ def _passes(port: int) -> float:
         lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvtier_operator_reconcile_total{"))
     return 0.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _settle(cluster: BenchCluster, *, quiet_seconds: float, limit_seconds: float = 300) -> None:
@@ -195,106 +175,9 @@ class _Peak:
         return self._most
 
 
-@dataclass
-class Trouble:
-    """What goes wrong in a run, at random but repeatably."""
-
-    cluster: BenchCluster
-    chance: random.Random
-    rate: float
-    injected: dict[str, int] = field(default_factory=dict)
-
-    def fault(self, request: web.Request) -> ApiError | None:
-        """Fail some of the requests of operators; the Lease as well."""
-        if "watch" in request.query or self.chance.random() >= self.rate:
-            return None
-        code, reason = self.chance.choice(FAULTS)
-        self._count(str(code))
-        return ApiError(code, reason, "injected")
-
-    def disturb_watches(self) -> None:
-        """End all watches, and now and then expire what they would resume from."""
-        if self.chance.random() < 0.5:  # noqa: PLR2004  every other time
-            self.cluster.api.compact()
-            self._count("410 expired")
-        self.cluster.api.drop_watches()
-        self._count("watches dropped")
-
-    def _count(self, what: str) -> None:
-        self.injected[what] = self.injected.get(what, 0) + 1
-
-
-def faults(folder: Path, *, tiers: int, seconds: float, kill_seconds: float, seed: int = 1) -> Json:
-    """Disturb everything for a while, then say what is not as the specs ask for."""
-    chance, wanted, killed = random.Random(seed), dict[str, int](), 0
-    with BenchCluster() as cluster, ExitStack() as operators:
-        trouble = Trouble(cluster, random.Random(seed + 1), RATE)
-        cluster.faults.append(trouble.fault)
-        # Two at a time, as in production: one that is killed is followed by the other, and comes back as the second.
-        running = [_start(operators, cluster, folder) for _ in range(2)]
-        end, next_kill = time.monotonic() + seconds, time.monotonic() + kill_seconds
-        while time.monotonic() < end:
-            _edit(cluster, wanted, chance, most=tiers)
-            if chance.random() < 0.05:  # noqa: PLR2004  one in twenty rounds
-                trouble.disturb_watches()
-            if time.monotonic() >= next_kill:
-                running[0].process.kill()
-                running = [running[1], _start(operators, cluster, folder)]
-                killed, next_kill = killed + 1, next_kill + kill_seconds
-            time.sleep(0.1)
-        cluster.faults.clear()
-        began = time.monotonic()
-        with suppress(TimeoutError):
-            until(lambda: not wrong(cluster, wanted), seconds=180, pause=1)
-        return {
-            "kind": "faults",
-            "tiers": len(wanted),
-            "seconds": seconds,
-            "killed": killed,
-            "injected": dict(sorted(trouble.injected.items())),
-            "recovered_seconds": round(time.monotonic() - began, 1),
-            "wrong": wrong(cluster, wanted),
-        }
-
-
-def _start(operators: ExitStack, cluster: BenchCluster, folder: Path) -> OperatorProcess:
-    return operators.enter_context(operator(cluster, folder, "--leader-elect", KVTIER_LEASE_SECONDS="6"))
-
-
-def _edit(cluster: BenchCluster, wanted: dict[str, int], chance: random.Random, *, most: int) -> None:
-    """Create, change or delete a tier, as a user would while all this goes on."""
-    name = f"t{chance.randrange(most):03}"
-    replicas = chance.randrange(1, 4)
-    if name not in wanted:
-        cluster.call("POST", TIERS, tier(name, replicas=replicas))
-        wanted[name] = replicas
-    elif chance.random() < 0.25:  # noqa: PLR2004  one in four edits
-        cluster.call("DELETE", f"{TIERS}/{name}")
-        del wanted[name]
-    else:
-        cluster.call("PATCH", f"{TIERS}/{name}", {"spec": {"replicas": replicas}})
-        wanted[name] = replicas
-
-
-def wrong(cluster: BenchCluster, wanted: dict[str, int]) -> list[str]:
-    """Return what is not as the specs ask for: tiers that are not final, children missing, left over or different."""
-    found = [f"{body['metadata']['name']} is not final" for body in cluster.tiers() if not is_final(body)]
-    for plural, suffix in CHILDREN:
-        standing = {each["metadata"]["name"]: each for each in cluster.api.list(plural, NAMESPACE)}
-        ours = {f"{name}-{suffix}" for name in wanted}
-        found += [f"{plural} {name} is missing" for name in sorted(ours - standing.keys())]
-        owners = {name: (each["metadata"].get("labels") or {}).get(LABEL_TIER) for name, each in standing.items()}
-        found += [f"{plural} {name} is left over" for name, owner in owners.items() if owner and owner not in wanted]
-    for each in cluster.api.list("deployments.apps", NAMESPACE):
-        name, is_engine, _ = each["metadata"]["name"].rpartition("-engine")
-        if is_engine and name in wanted and each["spec"]["replicas"] != wanted[name]:
-            found.append(f"{name} has {each['spec']['replicas']} replicas instead of {wanted[name]}")
-    return found
-
-
 def _judge(record: Json) -> list[str]:
     """Return what misses its target."""
-    if record["kind"] == "faults":
+    if record["kind"] in {"faults", "forbidden"}:
         return [str(each) for each in record["wrong"]]
     limits = {
         "final_seconds": 120,
@@ -311,21 +194,28 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the phases and return 1 if one misses its target."""
     parser = argparse.ArgumentParser(prog="operators", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="where operator.jsonl and the logs go")
-    parser.add_argument("--phases", default="scale,faults")
+    parser.add_argument("--phases", default="scale,faults,forbidden")
     parser.add_argument("--tiers", type=int, default=1000)
     parser.add_argument("--idle", type=float, default=720, help="seconds of rest: longer than the resync of 600")
     parser.add_argument("--resync", type=float, default=180, help="seconds between two looks of the second operator")
     parser.add_argument("--seconds", type=float, default=300, help="seconds of faults")
+    parser.add_argument("--kinds", default=",".join(FORBIDDEN), help="which are forbidden in turn")
     options = parser.parse_args(arguments)
+    kinds = tuple(options.kinds.split(","))
     out = Journal(options.out / "operator.jsonl")
-    out.write(journal.describe_run(tiers=options.tiers, idle=options.idle, seconds=options.seconds))
+    out.write(
+        journal.describe_run(tiers=options.tiers, idle=options.idle, seconds=options.seconds, kinds=options.kinds)
+    )
     missed: list[str] = []
     for phase in options.phases.split(","):
         run: Any = {
             "scale": lambda: scale(
                 options.out / "logs", tiers=options.tiers, idle_seconds=options.idle, resync_seconds=options.resync
             ),
-            "faults": lambda: faults(options.out / "logs", tiers=40, seconds=options.seconds, kill_seconds=20),
+            "forbidden": lambda: forbidden(options.out / "logs", kinds=kinds),
+            "faults": lambda: faults(
+                options.out / "logs", tiers=12, seconds=options.seconds, kill_seconds=10, kinds=kinds
+            ),
         }[phase]
         try:
             record = run()

@@ -76,7 +76,7 @@ class Bench:
         if not region.is_intact():
             raise AssertionError(f"{kind.name}: the load did not bring what was written")
         if kind.stores:
-            writer = kind(self._directory / f"stored by {kind.name}", region, is_direct=self._is_direct)
+            writer = kind(self._directory / f"stored-by-{kind.directory_name()}", region, is_direct=self._is_direct)
             writer.directory.mkdir()
             writer.prepare(threads)
             began = time.perf_counter()
@@ -102,7 +102,7 @@ class Bench:
         )
 
     def _contestant(self, kind: type[Contestant], region: Region) -> Contestant:
-        directory = self._directory / (kind.loads_from or kind.name)
+        directory = self._directory / kind.directory_name(kind.loads_from)
         directory.mkdir(parents=True, exist_ok=True)
         return kind(directory, region, is_direct=self._is_direct)
 

@@ -11,40 +11,40 @@ the answer, which says so.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtier_operator import names, quantity
-from kvtier_operator.cluster import Cluster
+from kvtier_operator import names
+from kvtier_operator.api import TierSpec, parse
+from kvtier_operator.api.parse import unknown_fields
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import ClusterError, SpecInvalid
+from kvtier_operator.gather import read_claim, read_neighbours
 from kvtier_operator.inventory import Inventory
-from kvtier_operator.manifests.edits import explain_edit
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.webhook import Verdict
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.parts import pod_security
+from kvtier_operator.parts.claim import claim_is_shared
+from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.parts.engine_checks import a_node_is_large_enough
 from kvtier_operator.plan import Refusal, decide, diff, sizing_of
+from kvtier_operator.problems import Look
 from kvtier_operator.snapshot import Engines, Snapshot
-from kvtier_operator.spec import TierSpec, parse
-from kvtier_operator.status.checks import a_node_is_large_enough
-from kvtier_operator.status.problems import Look
 
 LONGEST_WARNING: Final = 800
 """Characters; the API server cuts all of them down to 256 each where they are more than 4096 together."""
+
+LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 _MOST_NAMED: Final = 3
 
 WORKERS: Final = 8
 """Writes that are looked into at the same time; while the API server hangs, more of them are answered unseen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The answer to one write."""
-
-    refusal: str = ""
-    """Why it is refused, with the remedy; empty where it is admitted."""
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,8 @@ class Admission:
             looked.warnings = [*looked.warnings, late]
         if looked.refusal:
             return Verdict(refusal=looked.refusal)
-        warnings = [*looked.warnings, *self._cost(write)]
+        left_open = pod_security.warning(write.spec.engine.pod_template)
+        warnings = [*_dropped(new), *filter(None, (left_open,)), *looked.warnings, *self._cost(write)]
         return Verdict(warnings=tuple(text[:LONGEST_WARNING] for text in warnings))
 
     def _look(self, write: _Write, looked: _Looked) -> None:
@@ -135,21 +136,19 @@ class Admission:
         )
 
     def _neighbours(self, write: _Write) -> Iterator[str]:
-        """Warn of other tiers on the same claim and path: each keeps to its own directory, but they share the room."""
-        claim, path = _place(write.tier, write.spec)
-        budgets, neighbours = write.spec.disk.budget.max_bytes or 0, []
-        for body in self._cluster.list(names.API_VERSION, names.KIND, namespace=write.tier.namespace, selector=""):
-            other, spec = names.tier_ref(body), _parsed(body)
-            if spec is None or other.name == write.tier.name or _place(other, spec) != (claim, path):
-                continue
-            neighbours.append(other.name)
-            budgets += spec.disk.budget.max_bytes or 0
-        if neighbours:
-            shown = f", budgets of {quantity.show_bytes(budgets)} together" if budgets else ""
-            yield (
-                f"spec.volume: {_named(neighbours)} on the same claim {claim}, path {path or '/'}{shown}; set "
-                "spec.disk.budget.maxBytes on each so that they fit, or spec.volume.path to tell them apart"
-            )
+        """Warn of other tiers on the same claim: each keeps to its own directory, but they share the room."""
+        found, tiers = self._claim(write), self._cluster.tiers_on(_claim_name(write), write.tier.namespace)
+        snapshot = Snapshot(
+            tier=write.tier,
+            claim=None if found is None else read_claim(found),
+            engines=Engines(),
+            pods=(),
+            live={},
+            neighbours=read_neighbours(tiers, write.tier),
+        )
+        shared = claim_is_shared(write.spec, snapshot)
+        if shared.reason is Reason.BUDGETS_OVERLAP:
+            yield f"spec.volume: {shared.message}"
 
     def _strangers(self, write: _Write) -> Iterator[str]:
         """Warn of pods on the claim that are no engines of this tier: their files are not in its budget."""
@@ -201,9 +200,18 @@ class Admission:
         yield from diff.warnings(effect)
 
     def _claim(self, write: _Write) -> Manifest | None:
-        claim, _ = _place(write.tier, write.spec)
-        key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=claim)
+        key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=_claim_name(write))
         return self._cluster.get(key, write.tier.namespace)
+
+
+def _dropped(new: Manifest) -> Iterator[str]:
+    """Warn of fields that the API server took out before anybody saw them: kubectl notes what it was given."""
+    try:
+        applied = json.loads((new["metadata"].get("annotations") or {}).get(LAST_APPLIED, "{}"))
+    except ValueError:
+        return
+    if isinstance(applied, Mapping):
+        yield from (f"{each.field}: was dropped: it {each.message}" for each in unknown_fields(applied))
 
 
 def _parsed(body: Mapping[str, Any] | None) -> TierSpec | None:
@@ -215,8 +223,8 @@ def _parsed(body: Mapping[str, Any] | None) -> TierSpec | None:
         return None  # an older CRD let it through; it says so itself
 
 
-def _place(tier: TierRef, spec: TierSpec) -> tuple[str, str]:
-    return spec.volume.existing_claim or names.claim(tier), spec.volume.path
+def _claim_name(write: _Write) -> str:
+    return write.spec.volume.existing_claim or names.claim(write.tier)
 
 
 def _named(found: list[str], what: str = "tier") -> str:

@@ -7,6 +7,7 @@
     └── ClusterError            the API server did not do what it was asked
         ├── ClusterUnavailable  no answer, or 5xx or 429; passes by itself
         ├── ClusterConflict     somebody else changed the object meanwhile; passes at the next look
+        ├── ClusterExpired      what was to be gone on from is forgotten; passes with a new list
         ├── ClusterForbidden    the operator may not do this; who installed it must act
         ├── ClusterRejected     the object is invalid here; the author of the tier must act
         └── KindMissing         the API server does not know the kind (the CRD is not installed)
@@ -57,6 +58,12 @@ class ClusterUnavailable(ClusterError):
 
 class ClusterConflict(ClusterError):
     """Somebody else changed the object between our look and our write; the next look sees that."""
+
+    retry_after = 0.2
+
+
+class ClusterExpired(ClusterError):
+    """The API server does not remember the version that a list or a watch was to go on from."""
 
     retry_after = 0.2
 

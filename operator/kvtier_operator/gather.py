@@ -11,17 +11,24 @@ from typing import Any, Final
 from kvtier_connector.contract_janitor import JANITOR_PORT
 from kvtier_connector.contract_usage import USAGE_PATH, Usage
 from kvtier_operator import names, quantity
-from kvtier_operator.cluster import Cluster
+from kvtier_operator.api import parse
+from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SpecInvalid
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.ownership import added_by_others
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.probes import Address, Probes
-from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Live, Pod, Snapshot
-from kvtier_operator.usage import EngineReport, read_metrics, read_usage
+from kvtier_operator.proof.asker import Address
+from kvtier_operator.proof.pod_reports import read_metrics, read_usage
+from kvtier_operator.proof.probes import Probes, Subject
+from kvtier_operator.snapshot import Claim, Container, EngineReport, Engines, Janitor, Live, Neighbour, Pod, Snapshot
 
 _NO_ADDRESS: Final = frozenset({"", "None"})
 """Cluster IP of a Service that has none yet, or none at all."""
 
 MOUNT_PATIENCE: Final = timedelta(seconds=30)
 """A pod whose volumes are not mounted for this long after it was made is asked about."""
+
+JANITOR_PATIENCE: Final = timedelta(minutes=5)
+"""A janitor that is not ready for this long is dead; one that starts, or is moved to another node, takes less."""
 
 _MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 
@@ -43,15 +50,17 @@ def gather(
         now: tells which pods wait for their volumes for long.
         probes: what pods say about themselves; None asks no pod.
 
+    Returns:
+        The snapshot. A kind that may not be read is noted there, and is the matter of the parts that need it.
+
     Raises:
-        ClusterError: something could not be read; a partial view would be mistaken for the truth.
+        ClusterError: something else could not be read; a partial view would be mistaken for the truth.
     """
+    reading = _Reading(cluster, tier)
     wanted = names.children(tier)
     ours: dict[ObjectKey, Manifest] = {}
     for api_version, kind in sorted({(key.api_version, key.kind) for key in wanted}):
-        for found in cluster.list(
-            api_version, kind, namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}"
-        ):
+        for found in reading.all(api_version, kind):
             if names.is_ours(found, tier):
                 ours[names.key_of(found)] = found
     foreign = set()
@@ -59,7 +68,7 @@ def gather(
         if key in ours:
             continue
         # Under a name that we need may stand what is not ours, or what is and has lost its label.
-        unlisted = cluster.get(key, tier.namespace)
+        unlisted = reading.one(key)
         if unlisted is None:
             continue
         if names.is_controlled(unlisted, tier):
@@ -69,9 +78,10 @@ def gather(
     claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
-        claim = cluster.get(claim_key, tier.namespace)
+        claim = reading.one(claim_key)
+    tiers = [] if claim is None else cluster.tiers_on(claim_key.name, tier.namespace)
     deployment = ours.get(names.engine_key(tier))
-    pods = cluster.list("v1", "Pod", namespace=tier.namespace, selector=f"{names.LABEL_TIER}={tier.name}")
+    pods = reading.all("v1", "Pod")
     pods.sort(key=lambda found: str(found["metadata"]["name"]))
     # What else carries our labels is somebody else's: the pods of a Deployment that stands in our place included.
     engines, janitors = (
@@ -80,26 +90,67 @@ def gather(
     )
     return Snapshot(
         tier=tier,
-        claim=None if claim is None else _claim(claim),
+        claim=None if claim is None else read_claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
         pods=tuple(_heard(_pod(found, _mount_problem(cluster, found, now)), tier, probes) for found in engines),
-        janitor=_janitor(
-            janitors,
-            ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier))),
-            tier,
-            probes,
-        ),
+        janitor=_awaited(_janitor(janitors, ours, tier, probes), ours.get(names.janitor_key(tier)), now),
+        neighbours=read_neighbours(tiers, tier),
         live={key: _live(found) for key, found in ours.items()},
+        unreadable=reading.unreadable,
         foreign=frozenset(foreign),
     )
 
 
+class _Reading:
+    """Reads what a tier is made of, and notes which kinds may not be read."""
+
+    def __init__(self, cluster: Cluster, tier: TierRef) -> None:
+        self._cluster = cluster
+        self._tier = tier
+        self.unreadable: dict[str, ClusterError] = {}
+
+    def all(self, api_version: str, kind: str) -> list[Manifest]:
+        selector = f"{names.LABEL_TIER}={self._tier.name}"
+        try:
+            return self._cluster.list(api_version, kind, namespace=self._tier.namespace, selector=selector)
+        except (ClusterForbidden, KindMissing) as error:
+            self.unreadable[kind] = error
+            return []
+
+    def one(self, key: ObjectKey) -> Manifest | None:
+        try:
+            return None if key.kind in self.unreadable else self._cluster.get(key, self._tier.namespace)
+        except (ClusterForbidden, KindMissing) as error:
+            self.unreadable[key.kind] = error
+            return None
+
+
 def _live(found: Manifest) -> Live:
     metadata = found["metadata"]
-    return Live(uid=metadata["uid"], resource_version=metadata["resourceVersion"], content=found)
+    added = added_by_others(found) if found["kind"] == "Deployment" else ()
+    return Live(
+        uid=metadata["uid"],
+        resource_version=metadata["resourceVersion"],
+        content=found,
+        added=tuple(map(str, (each for each in added if each.pointer.startswith("/spec/template/")))),
+    )
 
 
-def _claim(found: Manifest) -> Claim:
+def read_neighbours(tiers: Iterable[Manifest], tier: TierRef) -> tuple[Neighbour, ...]:
+    """Read the tiers on a claim, but for this one; of one that cannot be read as a whole, no limit is known."""
+    found = []
+    for body in tiers:
+        if (name := body["metadata"]["name"]) == tier.name or "deletionTimestamp" in body["metadata"]:
+            continue
+        try:
+            found.append(Neighbour(name=name, max_bytes=parse(body).disk.budget.max_bytes))
+        except SpecInvalid:
+            found.append(Neighbour(name=name, max_bytes=None))
+    return tuple(sorted(found, key=lambda each: each.name))
+
+
+def read_claim(found: Manifest) -> Claim:
+    """Read a claim."""
     spec = found.get("spec", {})
     requests = spec.get("resources", {}).get("requests", {})
     status = found.get("status", {})
@@ -148,24 +199,48 @@ def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
     if probes is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
     address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
-    answer = probes.look(address, owner=_owner(tier), meaning=read_metrics)
+    subject = Subject(address=address, uid=pod.uid)
+    answer = probes.look(
+        subject, owner=_owner(tier), meaning=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
+    )
     report = None if answer is None else answer.value
     return replace(pod, report=report if isinstance(report, EngineReport) else None, is_awaited=answer is None)
 
 
 def _janitor(
-    pods: Iterable[Manifest], service: Manifest | None, tier: TierRef, probes: Probes[TierName] | None
+    pods: Iterable[Manifest], ours: Mapping[ObjectKey, Manifest], tier: TierRef, probes: Probes[TierName] | None
 ) -> Janitor:
     found = Janitor(pods=tuple(_pod(each) for each in pods))
+    service = ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier)))
     host = "" if service is None else service.get("spec", {}).get("clusterIP", "")
-    if probes is None or host in _NO_ADDRESS:
+    if probes is None or service is None or host in _NO_ADDRESS:
         return found
     address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
-    answer = probes.look(address, owner=_owner(tier), meaning=read_usage)
+    subject = Subject(address=address, uid=service["metadata"].get("uid", ""))
+    since = max((pod.ready_since for pod in found.pods if pod.is_ready), default="")
+    answer = probes.look(subject, owner=_owner(tier), meaning=read_usage, since=since, is_passing=_is_passing)
     if answer is None:
         return replace(found, is_awaited=True)
     usage = answer.value if isinstance(answer.value, Usage) else None
     return replace(found, usage=usage, silence=answer.problem)
+
+
+def _awaited(janitor: Janitor, deployment: Manifest | None, now: datetime) -> Janitor:
+    """Return a janitor with what its Deployment says: whether no pod is ready, be it that it hangs or is not made."""
+    available = _by_type((deployment or {}).get("status", {}).get("conditions", ())).get("Available", {})
+    since = available.get("lastTransitionTime")
+    is_overdue = since is not None and now - datetime.fromisoformat(since) > JANITOR_PATIENCE
+    is_missing = available.get("status") == "False"
+    return replace(janitor, is_missing=is_missing, is_overdue=is_missing and is_overdue)
+
+
+def _is_without_volume(report: object) -> bool:
+    return isinstance(report, EngineReport) and (report.is_detached or report.is_key_missing)
+
+
+def _is_passing(usage: object) -> bool:
+    """Tell of a janitor that is still to find out how things stand, or is hindered: both may pass within seconds."""
+    return not isinstance(usage, Usage) or not (usage.is_active and usage.is_counted) or bool(usage.problems)
 
 
 def _owner(tier: TierRef) -> TierName:
@@ -185,6 +260,7 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
         name=metadata["name"],
         phase=status.get("phase", "Pending"),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
+        ready_since=conditions.get("Ready", {}).get("lastTransitionTime") or "",
         is_terminating="deletionTimestamp" in metadata,
         is_scheduled={"True": True, "False": False}.get(scheduled.get("status", "")),
         scheduling_message=scheduled.get("message", ""),
@@ -243,6 +319,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         name=found["name"],
         image=found.get("image", ""),
         restarts=found.get("restartCount", 0),
+        is_started=found.get("started") is not False,
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
         exit_code=ended.get("exitCode"),

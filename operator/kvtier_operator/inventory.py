@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier_operator import names, quantity
-from kvtier_operator.cluster import Cluster
 from kvtier_operator.errors import ClusterError, ClusterForbidden
+from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest
 from kvtier_operator.snapshot import Node, Nodes, Usage
 
@@ -34,16 +35,27 @@ class Inventory:
     Threads: any; one of them reads, the others wait for it.
     """
 
-    def __init__(self, cluster: Cluster, *, is_allowed: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        is_allowed: bool,
+        clock: Callable[[], float],
+        node_stamp: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Remember what to read.
 
         Args:
             cluster: where.
             is_allowed: whether the operator serves the whole cluster; otherwise nothing is ever asked for.
             clock: seconds that never go back.
+            node_stamp: another value when nodes have changed, which is then not waited for.
         """
         self._is_allowed = is_allowed
-        self._nodes = _Cached(lambda: tuple(map(node, cluster.list("v1", "Node", namespace="", selector=""))), clock)
+        self._matched = Nodes(nodes=())
+        self._nodes = _Cached(
+            lambda: tuple(map(node, cluster.list("v1", "Node", namespace="", selector=""))), clock, node_stamp
+        )
         self._usage = _Cached(
             lambda: tuple(each for page in cluster.pages("v1", "Pod", namespace="") for each in _usage(page)), clock
         )
@@ -55,23 +67,30 @@ class Inventory:
         nodes = self._nodes.get()
         if nodes is None:
             return None
-        return Nodes(nodes=nodes, usage=self._usage.get() if with_pods else None)
+        if nodes is not self._matched.nodes:
+            self._matched = Nodes(nodes=nodes)
+        return replace(self._matched, usage=self._usage.get() if with_pods else None)
 
 
 class _Cached(Generic[Read]):
     """One answer of the API server and when to ask again; a failure counts as an answer."""
 
-    def __init__(self, read: Callable[[], Read], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, read: Callable[[], Read], clock: Callable[[], float], stamp: Callable[[], int] = lambda: 0
+    ) -> None:
         self._read = read
         self._clock = clock
+        self._stamp = stamp
+        self._read_at_stamp = 0
         self._lock = threading.Lock()
         self._value: Read | None = None
         self._good_until = float("-inf")
 
     def get(self) -> Read | None:
         with self._lock:
-            if self._clock() >= self._good_until:
-                seconds = FRESH_SECONDS
+            stamp = self._stamp()
+            if stamp != self._read_at_stamp or self._clock() >= self._good_until:
+                seconds, self._read_at_stamp = FRESH_SECONDS, stamp
                 try:
                     self._value = self._read()
                 except ClusterForbidden:

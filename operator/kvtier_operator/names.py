@@ -57,6 +57,7 @@ CONFIG_MOUNT: Final = "/etc/kvtier"
 KEYS_MOUNT: Final = "/etc/kvtier-keys"
 JANITOR_CONFIG_MOUNT: Final = "/etc/kvtier-janitor"
 CONNECTOR_MOUNT: Final = "/opt/kvtier"
+LORA_MOUNT: Final = "/opt/kvtier-loras"
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from
 SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: nobody else can write there
 
@@ -139,6 +140,14 @@ def janitor(tier: TierRef) -> str:
 def claim(tier: TierRef) -> str:
     """Name of the claim the operator makes when the tier does not bring one."""
     return f"{tier.name}-blocks"
+
+
+def claim_of(body: Mapping[str, Any]) -> str:
+    """Return the name of the claim that a KVCacheTier body uses, whatever else is wrong with it."""
+    spec = body.get("spec")
+    volume = spec.get("volume") if isinstance(spec, Mapping) else None
+    existing = volume.get("existingClaim") if isinstance(volume, Mapping) else None
+    return str(existing or claim(tier_ref(body)))
 
 
 def children(tier: TierRef) -> tuple[ObjectKey, ...]:

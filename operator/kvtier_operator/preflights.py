@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier_operator import names
-from kvtier_operator.cluster import Cluster
-from kvtier_operator.manifests.preflight import preflight
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.parts.preflight import CHECKED, preflight
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.preflight import JobState, Preflight, State, judge, key_of, remembered
+from kvtier_operator.plan.preflight_result import JobState, Preflight, State, judge, key_of, remembered
 from kvtier_operator.snapshot import Snapshot
-from kvtier_operator.status import storage as storage_check
-from kvtier_operator.status.reasons import Reason
 
 
 def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Preflight:
@@ -49,7 +48,7 @@ def advance(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mappin
 def _end(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
     """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
     conditions = status.get("conditions", ())
-    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == storage_check.KIND), {})
+    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == CHECKED.kind), {})
     if (told.get("reason"), told.get("message")) == (Reason.PREFLIGHT_OFF.value, off.detail):
         return off
     if plan.spec.paused:

@@ -4,28 +4,39 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import resource
 import signal
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
-import kopf
-
+from kvtier_operator import names
 from kvtier_operator.admission import Admission
-from kvtier_operator.cluster import check_access, connect
-from kvtier_operator.errors import SettingsInvalid
-from kvtier_operator.handlers import Operator
-from kvtier_operator.health import Health
+from kvtier_operator.controller import Operator
+from kvtier_operator.errors import ClusterForbidden, KindMissing, SettingsInvalid
+from kvtier_operator.handlers import serve
 from kvtier_operator.inventory import Inventory
-from kvtier_operator.leadership import REQUEST_SECONDS, Leadership
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.leadership import REQUEST_SECONDS, Leadership, own_identity
+from kvtier_operator.kube.namespace_leases import NamespaceLeases
+from kvtier_operator.kube.webhook import WebhookServer
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook import WebhookServer
 
 logger = logging.getLogger(__name__)
+
+MOST_OPEN_FILES: Final = 4096
+
+NAMESPACE_LEASE_FACTOR: Final = 5
+"""There may be hundreds of them, and who follows within an installation does not wait for them: renewed more seldom."""
 
 
 def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
@@ -34,10 +45,8 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
     Raises:
         OperatorError: the settings or the cluster do not allow to start.
     """
-    kopf.configure(verbose=is_verbose, log_format=kopf.LogFormat[log_format.upper()])
-    if not is_verbose:
-        # kopf reports every event of every pod as a handler that succeeded; ours only say what they wrote.
-        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    _log(log_format, is_verbose=is_verbose)
+    _open_many_files()
     metrics, health, stop = OperatorMetrics(), Health(), threading.Event()
     with contextlib.ExitStack() as stack:
         if settings.metrics_port:
@@ -48,27 +57,65 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda *_: stop.set())
         leadership = stack.enter_context(_campaign(settings, metrics)) if settings.leader_elect else None
-        cluster = connect(
-            may_write=leadership.is_leader if leadership is not None else lambda: True,
-            on_answer=metrics.count_request,
-        )
-        check_access(cluster, settings.namespaces)
+        leases = _namespace_leases(settings, metrics, leadership)
+        cluster = connect(may_write=leases.may_write, on_answer=metrics.count_request)
+        try:
+            check_access(cluster, settings.namespaces)
+        except ClusterForbidden as error:
+            # Whoever grants it need not start this process again; until then it says that it is not ready.
+            logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
         if settings.webhook_cert or settings.webhook_key:
             _serve_webhook(settings, health, stack)
-        operator = Operator(
-            settings, cluster=cluster, metrics=metrics, health=health, login=lambda: connect().credentials()
-        )
+        health.ready_if("namespace-leases", leases.problem)
+        operator = Operator(settings, cluster=cluster, metrics=metrics, health=health, leases=leases)
         if leadership is not None and not leadership.wait(stop):
             return 0
         metrics.set_leader(is_leader=True)
-        operator.run(stop_flag=stop)
+        serve(operator, stop, login=lambda: connect().credentials())
     return 0
+
+
+def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:
+    """List tiers once, so that a missing CRD or a missing permission is said at once and in words.
+
+    Raises:
+        ClusterError: they cannot be listed.
+    """
+    for namespace in namespaces or ("",):
+        try:
+            next(cluster.pages(names.API_VERSION, names.KIND, namespace=namespace))
+        except KindMissing as error:
+            raise KindMissing(
+                f"the cluster does not know {names.KIND} resources: kubectl apply -f crds/kvcachetier.yaml ({error})"
+            ) from error
+
+
+def _log(log_format: str, *, is_verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonLines() if log_format == "json" else logging.Formatter(_LINES[log_format]))
+    logging.basicConfig(level=logging.DEBUG if is_verbose else logging.INFO, handlers=[handler], force=True)
+    # Signals are this process's own, and of what kopf tells of each event, ours say what they wrote.
+    logging.getLogger("kopf").setLevel(logging.DEBUG if is_verbose else logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+
+
+_LINES: Final = {"plain": "%(message)s", "full": "[%(asctime)s] %(name)-24.24s [%(levelname)-8.8s] %(message)s"}
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, in the words that log collectors know."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat()
+        line = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": time}
+        return json.dumps({**line, **({"trace": self.formatException(record.exc_info)} if record.exc_info else {})})
 
 
 def _serve_webhook(settings: Settings, health: Health, stack: contextlib.ExitStack) -> None:
     if not (settings.webhook_cert and settings.webhook_key):
         raise SettingsInvalid("--webhook-cert and --webhook-key: the webhook needs both")
-    cluster = connect(timeout_seconds=(1.0, 3.0), may_write=lambda: False)
+    cluster = connect(timeout_seconds=(1.0, 3.0), may_write=lambda _namespace: False)
     inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
     admission = Admission(cluster, inventory=inventory, connector_image=settings.connector_image)
     stack.callback(admission.close)
@@ -97,6 +144,27 @@ def _campaign(settings: Settings, metrics: OperatorMetrics) -> Iterator[Leadersh
         yield leadership
     finally:
         leadership.close()
+
+
+def _namespace_leases(settings: Settings, metrics: OperatorMetrics, leadership: Leadership | None) -> NamespaceLeases:
+    leases = NamespaceLeases(
+        connect(timeout_seconds=(REQUEST_SECONDS, REQUEST_SECONDS), on_answer=metrics.count_request),
+        identity=own_identity() if leadership is None else leadership.installation,
+        operator_class=settings.operator_class,
+        seconds=settings.lease_seconds * NAMESPACE_LEASE_FACTOR,
+        is_kept=leadership is not None,
+        may_campaign=leadership.is_leader if leadership is not None else lambda: True,
+    )
+    metrics.watch_namespaces(leases.counts)
+    return leases
+
+
+def _open_many_files() -> None:
+    """Open as many files as are allowed: each pod that is asked is one, and containers often begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MOST_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -1,55 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over one tier: gather, plan, render, apply, prune, report.
+"""One pass over one tier: gather, plan, apply each part, prune, report.
 
 Level-based: it is given a name, not a change, and looks at everything again, so every trigger may call it, in any order
-and any number of times; twice is the same as once. Whatever one pass leaves undone, the next one repairs. Knows neither
-kopf nor the Kubernetes client.
+and any number of times; twice is the same as once. Whatever one pass leaves undone, the next one repairs.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_operator import manifests, names, preflights, status
-from kvtier_operator.cluster import Cluster
-from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
-from kvtier_operator.gather import MOUNT_PATIENCE, gather
+from kvtier_operator import names, preflights, status
+from kvtier_operator.api import TierSpec, parse
+from kvtier_operator.api.parse import read_annotations
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.apply import Done, apply_live_settings, apply_parts
+from kvtier_operator.errors import ClusterError, SpecInvalid
+from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
+from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import (
     Refusal,
-    RefusalReason,
-    TierPlan,
     decide,
     decisions,
-    make_generation,
     make_plan,
     shares,
-    sizing_of,
 )
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.janitor import JANITOR_IMAGE
-from kvtier_operator.plan.preflight import State
-from kvtier_operator.probes import Probes
-from kvtier_operator.proof.asking import make_ask
+from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
+from kvtier_operator.plan.preflight_result import State
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
-from kvtier_operator.snapshot import Live, Nodes, Snapshot
-from kvtier_operator.spec import TierSpec, parse
-from kvtier_operator.spec.annotations import read_annotations
+from kvtier_operator.proof.probes import Probes
+from kvtier_operator.proof.targets import make_ask
+from kvtier_operator.snapshot import Nodes, Snapshot
 
 Clock = Callable[[], datetime]
 
-JOB_SECONDS: Final = 15.0
-"""How often the Job that tries a volume is looked at; what its pods do is heard of at once."""
-
-_UNTIL_NODES_CHANGE: Final = frozenset(
-    {RefusalReason.NODES_UNKNOWN, RefusalReason.NO_NODE_MATCHES, RefusalReason.DOES_NOT_FIT}
-)
+_UNTIL_NODES_CHANGE: Final = frozenset({Reason.NODES_UNKNOWN, Reason.NO_NODE_MATCHES, Reason.DOES_NOT_FIT})
 
 PATIENCE: Final = 3
 """Failures in a row after which a failure that may pass by itself is shown in the status."""
@@ -69,6 +63,10 @@ class Outcome:
     """The claim of the user's own that the tier names."""
     again_after: float | None = None
     """Seconds until something is to be looked at that no watch tells of."""
+    is_left: bool = False
+    """It is another operator's to work on, for now or for good."""
+    waits_for_nodes: bool = False
+    """Whether another node may end what holds the tier up."""
 
 
 def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
@@ -83,6 +81,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     proofs: Proofs | None = None,
     attempt: int = 1,
     listen_host: str = names.EVERY_IPV4_ADDRESS,
+    may_work: Callable[[Manifest], bool] = lambda _body: True,
 ) -> Outcome:
     """Bring one tier closer to its spec and report how far it is.
 
@@ -97,6 +96,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         proofs: who asks the engines; None asks nobody.
         listen_host: address that the servers in the pods listen on.
         attempt: 1, and one more for each failure in a row before this pass.
+        may_work: tells whether this operator is the one that works on the tier.
 
     Returns:
         What was done. A failure of the cluster is part of it: raising would lose what was done before.
@@ -110,6 +110,10 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         if proofs is not None:
             proofs.forget(tier)
         return Outcome(exists=False)
+    if not may_work(body):
+        if proofs is not None:
+            proofs.forget(tier)
+        return Outcome(exists=True, is_left=True)
     sources = _Sources(
         connector_image=connector_image,
         janitor_image=janitor_image,
@@ -125,8 +129,9 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         failure=act.failure,
         existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
         again_after=_again_after(act.view),
+        waits_for_nodes=_waits_for_nodes(act.view),
     )
-    is_worth_telling = act.failure is None or not _passes_soon(act.failure) or attempt >= PATIENCE
+    is_worth_telling = act.told is None or not _passes_soon(act.told) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
         return outcome
     try:
@@ -141,6 +146,9 @@ class _Act:
     view: status.View
     written: tuple[ObjectKey, ...] = ()
     failure: ClusterError | None = None
+    """After which the pass is tried again."""
+    told: ClusterError | None = None
+    """What is worth telling, if it lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +164,10 @@ class _Sources:
 
     def look(self, cluster: Cluster, tier: TierRef, spec: TierSpec) -> Snapshot:
         """Read everything but the nodes."""
-        return gather(cluster, tier, existing_claim=spec.volume.existing_claim, now=self.clock(), probes=self.probes)
+        existing = spec.volume.existing_claim
+        return _with_lease(
+            cluster, gather(cluster, tier, existing_claim=existing, now=self.clock(), probes=self.probes)
+        )
 
 
 def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
@@ -173,59 +184,115 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     try:
         snapshot = sources.look(cluster, tier, spec)
     except ClusterError as error:
-        return _Act(view=replace(view, failure=error), failure=error)
+        return _Act(view=replace(view, failure=error), failure=error, told=error)
     snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
-    view = _sized(replace(view, snapshot=snapshot), spec, snapshot)
+    view = replace(view, snapshot=snapshot)
+    decided = decide(spec, tier, snapshot, may_assume=True)
+    if isinstance(decided, Refusal):
+        done = Done()
+        if not spec.paused:
+            apply_live_settings(cluster, spec, snapshot, done)
+        return _concluded(replace(view, refusal=decided), done)
     plan = make_plan(
         spec,
         snapshot,
+        decided,
         connector_image=sources.connector_image,
         janitor_image=sources.janitor_image,
         restart=asked.restart,
     )
-    if isinstance(plan, Refusal):
-        return _Act(view=replace(view, refusal=plan))
     plan = replace(plan, listen_host=sources.listen_host)
-    view = replace(view, current=plan.generation)
+    view = replace(
+        view,
+        assumed=decided.assumed,
+        sizing=plan.sizing,
+        capacity=make_capacity(spec, decided, snapshot),
+        node_bytes=decided.node_bytes,
+        current=plan.generation,
+        keeps_pods=plan.pin is not None,
+        outdated=outdated(plan),
+        chunking=decided.chunking,
+    )
+    done = Done(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
     try:
-        tried = preflights.advance(cluster, plan, snapshot, body.get("status") or {})
+        view = replace(view, preflight=preflights.advance(cluster, plan, snapshot, body.get("status") or {}))
     except ClusterError as error:
-        return _Act(view=replace(view, failure=error), failure=error)
-    view = replace(view, preflight=tried)
+        done.failures.append(error)
+    tried = view.preflight
     if spec.paused:
-        return _Act(view=view)
-    written, failure = _write(cluster, plan, snapshot, starts_engines=tried.state in {State.OFF, State.PASSED})
-    if written and failure is None:
+        return _concluded(view, done)
+    apply_parts(
+        cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
+    )
+    if done.written and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
             view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
+            done.failures += (view.snapshot or snapshot).unreadable.values()
         except ClusterError as error:
-            failure = error
-    return _Act(view=replace(view, failure=failure), written=written, failure=failure)
+            done.failures.append(error)
+    return _concluded(view, done)
+
+
+def _concluded(view: status.View, done: Done) -> _Act:
+    """Return the view with everything that went wrong."""
+    refusals = [*done.refusals, *([] if view.refusal is None else [view.refusal])]
+    refusal = None
+    if refusals:
+        messages = dict.fromkeys(each.message for each in refusals)
+        refusal = replace(refusals[0], message="; ".join(messages))
+    failures = done.failures
+    # What passes soon is tried again soon; what lasts is what is told.
+    soonest = min(failures, key=_patience, default=None)
+    lasting = [each for each in failures if not _passes_soon(each)] or failures
+    told = lasting[0] if lasting else None
+    if len(lasting) > 1:
+        told = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
+    return _Act(
+        view=replace(view, refusal=refusal, failure=told), written=tuple(done.written), failure=soonest, told=told
+    )
+
+
+def _patience(failure: ClusterError) -> float:
+    return math.inf if failure.retry_after is None else failure.retry_after
 
 
 def _again_after(view: status.View) -> float | None:
-    """Jobs and nodes are not watched, and neither are the Events that say why a pod does not start."""
-    is_paused = view.spec is not None and view.spec.paused
-    if view.preflight is not None and view.preflight.state in {State.RUNNING, State.FAILED} and not is_paused:
-        return JOB_SECONDS
-    if view.refusal is not None and view.refusal.reason in _UNTIL_NODES_CHANGE:
-        return FRESH_SECONDS
-    pods = () if view.snapshot is None else view.snapshot.pods
-    return MOUNT_PATIENCE.total_seconds() if any(pod.is_held_up for pod in pods) else None
+    """Return when something is to be judged again that no watch tells of: pods of others, Events, how long it lasts."""
+    if _waits_for_nodes(view):
+        return FRESH_SECONDS  # for what runs on them, which is not watched
+    if view.snapshot is None:
+        return None
+    if any(pod.is_held_up for pod in view.snapshot.pods):
+        return MOUNT_PATIENCE.total_seconds()
+    is_judged_later = view.snapshot.janitor.is_missing and not view.snapshot.janitor.is_overdue
+    return JANITOR_PATIENCE.total_seconds() * 1.2 if is_judged_later else None
+
+
+def _waits_for_nodes(view: status.View) -> bool:
+    return view.assumed is not None or (view.refusal is not None and view.refusal.reason in _UNTIL_NODES_CHANGE)
 
 
 def _asked(view: status.View, body: Manifest, proofs: Proofs | None) -> status.View:
     """Add what is known from asking the engines; a tier that is held up before them is not asked."""
-    if proofs is None or view.spec is None or view.snapshot is None or view.current is None or view.refusal is not None:
+    if proofs is None or view.spec is None or view.snapshot is None or view.current is None:
         return view
-    found = decide(view.spec, view.tier, view.snapshot)
-    chunking = Chunking() if isinstance(found, Refusal) else found.chunking
-    chunk = Chunk(tokens=chunking.tokens, blocks=chunking.blocks or 1)
+    chunk = Chunk(tokens=view.chunking.tokens, blocks=view.chunking.blocks or 1)
     ask = make_ask(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
     known = ((body.get("status") or {}).get("proof") or {}).get("rollout")
     tier = TierName(namespace=view.tier.namespace, name=view.tier.name)
     return replace(view, ask=ask, findings=proofs.look(tier, ask, proven_rollout=known))
+
+
+def _with_lease(cluster: Cluster, snapshot: Snapshot) -> Snapshot:
+    """Read the Lease of a janitor that waits for it: nobody watches it, and it may have been deleted."""
+    key = ObjectKey(api_version=names.COORDINATION, kind=names.LEASE_KIND, name=names.janitor(snapshot.tier))
+    usage = snapshot.janitor.usage
+    if usage is None or usage.is_active or key not in snapshot.live:
+        return snapshot
+    if cluster.refresh(key, snapshot.tier.namespace) is not None:
+        return snapshot
+    return replace(snapshot, live={each: live for each, live in snapshot.live.items() if each != key})
 
 
 def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
@@ -235,109 +302,38 @@ def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> No
     return inventory.look(with_pods=shares.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
 
 
-def _sized(view: status.View, spec: TierSpec, snapshot: Snapshot) -> status.View:
-    """Add what a tier of this spec takes and holds; a share that cannot be decided leaves it as it was reported."""
-    found = decide(spec, snapshot.tier, snapshot)
-    if isinstance(found, Refusal):
-        return view
-    return replace(
-        view,
-        sizing=sizing_of(spec, found),
-        capacity=make_capacity(spec, found, snapshot),
-        node_bytes=found.node_bytes,
-        current=make_generation(spec, snapshot.tier, found),
-    )
-
-
-def _write(
-    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, *, starts_engines: bool
-) -> tuple[tuple[ObjectKey, ...], ClusterError | None]:
-    """Apply every object in order, then delete what is not rendered any more; stop at the first failure.
-
-    Engines that do not run yet are left out until they may start.
-
-    A claim that stands and cannot become what is asked for is no reason to stop: a storage class that does not let it
-    grow would otherwise hold up every other change, and the API refuses the old size.
-    """
-    written: list[ObjectKey] = []
-    refused: ClusterError | None = None
-    rendered = manifests.render(plan)
-    try:
-        for manifest in rendered:
-            key = names.key_of(manifest)
-            live = snapshot.live.get(key)
-            if live is None and key.kind == "Deployment" and key.name == names.engine(plan.tier) and not starts_engines:
-                continue
-            if live is not None and key.kind == names.LEASE_KIND:
-                continue  # its holder renews it all the time, and there is nothing of ours in it
-            try:
-                applied = cluster.apply(manifest, over=None if live is None else live.uid)
-            except (ClusterForbidden, ClusterRejected) as error:
-                if live is None or key.kind != names.CLAIM_KIND:
-                    raise
-                refused = error
-                continue
-            if live is None or not _is_as_before(live, applied):
-                written.append(key)
-        for key in _obsolete(snapshot, {names.key_of(manifest) for manifest in rendered}):
-            cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
-            written.append(key)
-    except ClusterError as error:
-        return tuple(written), error
-    return tuple(written), refused
-
-
-def _is_as_before(live: Live, applied: Manifest) -> bool:
-    """Tell whether applying changed nothing of ours: a controller may have written a status meanwhile."""
-    if applied["metadata"]["resourceVersion"] == live.resource_version:
-        return True
-    return _ours_of(live.content) == _ours_of(applied)
-
-
-def _ours_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    metadata = manifest["metadata"]
-    annotations = metadata.get("annotations") or {}
-    return {
-        **{field: value for field, value in manifest.items() if field not in {"metadata", "status"}},
-        "labels": metadata.get("labels"),
-        "owners": metadata.get("ownerReferences"),
-        "annotations": {key: value for key, value in annotations.items() if key.startswith(f"{names.GROUP}/")},
-    }
-
-
-def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
-    """Return what we own and render no more. Never a claim: no edit of a tier may cost anybody their data."""
-    return sorted(key for key in snapshot.live if key not in rendered and key.kind != names.CLAIM_KIND)
-
-
 def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -> None:
     """Write the status where it changed, and post an Event for each transition."""
     previous: Mapping[str, Any] = body.get("status") or {}
     now = clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     wanted = status.report(view, previous, now=now)
     changes = status.changes(previous, wanted)
-    if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted)):
+    is_another_failure = isinstance(view.failure, ClusterError) and not _passes_soon(view.failure)
+    if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted, is_another_failure)):
         return
     cluster.patch_status(view.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, view.tier, transition, now=now))
 
 
-def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Tell whether only messages changed.
+def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any], lasts: bool) -> bool:
+    """Tell whether only messages changed; of a failure that lasts, whether only numbers in them did.
 
     A failure whose text is new each time (a port, an address) would otherwise change the status in each pass, and each
     change wakes the tier at once instead of after its back-off.
     """
-    return _without_messages(previous) == _without_messages(wanted)
+    return _without_messages(previous, lasts=lasts) == _without_messages(wanted, lasts=lasts)
 
 
-def _without_messages(status_: Mapping[str, Any]) -> dict[str, Any]:
+def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, Any]:
     conditions = [
-        {name: value for name, value in condition.items() if name != "message"}
+        {**condition, "message": _NUMBERED.sub("", condition["message"]) if lasts else ""}
         for condition in status_.get("conditions", ())
     ]
     return {**status_, "conditions": conditions}
+
+
+_NUMBERED: Final = re.compile(r"\S*\d\S*")
 
 
 def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now: str) -> Manifest:

@@ -33,12 +33,14 @@ class Settings:
     """How often a pod is asked at most what it has to report."""
     liveness_endpoint: str = ""
     """``http://ADDRESS:PORT`` that answers the kubelet at ``/healthz`` and ``/readyz``; empty serves none."""
+    operator_class: str = ""
+    """Class of the tiers that are worked on, as their ``spec.operatorClassName`` says; empty for those without one."""
     leader_elect: bool = False
-    """Whether to wait for the Lease before doing anything: needed with more than one replica."""
+    """Whether to wait for the Lease of this installation before doing anything: needed with more than one replica."""
     lease_namespace: str = ""
     """Where the Lease is; empty for the namespace of this pod."""
     lease_name: str = "kvtier-operator"
-    """Name of the Lease; operators that serve different namespaces need different ones."""
+    """Name of the Lease, which stands for this installation: its replicas have the same, and nobody else has."""
     lease_seconds: float = 12.0
     """How long after its last sign of life the leader is followed by another operator."""
     webhook_port: int = 9443
@@ -76,6 +78,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),
         probe_seconds=_number(environ, "KVTIER_PROBE_SECONDS", defaults.probe_seconds, least=1, most=3600),
         liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
+        operator_class=environ.get("KVTIER_OPERATOR_CLASS", defaults.operator_class),
         leader_elect=_flag(environ, "KVTIER_LEADER_ELECT", default=defaults.leader_elect),
         lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),
         lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,

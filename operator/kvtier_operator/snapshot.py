@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtier_connector.contract_usage import Usage as VolumeUsage
-from kvtier_operator.names import ObjectKey, TierRef
-from kvtier_operator.usage import EngineReport
+from kvtier_operator.errors import ClusterError
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +20,10 @@ class Live:
 
     uid: str
     resource_version: str
-    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    content: Manifest = field(default_factory=dict, repr=False)
     """The object as it was read."""
+    added: tuple[str, ...] = ()
+    """Fields of its pods that somebody else has added, with who it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,15 @@ class Claim:
     """What the volume holds; 0 while none is bound."""
     resizing: str = ""
     """How far an expansion is, in the words of the claim's own condition; empty while none is under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """Another tier on the same claim."""
+
+    name: str
+    max_bytes: int | None
+    """What its blocks may take; None where nothing limits them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +72,26 @@ class Engines:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine says about its disk tier."""
+
+    refused: tuple[str, ...] = ()
+    """Fields of the cache identity by which the directory belongs to somebody else; empty where it does not."""
+    is_key_missing: bool = False
+    """Blocks are to be encrypted, and the active key is not there or is none."""
+    is_detached: bool = False
+    """It serves without the volume, which it was not refused by and is not told to leave alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Container:
     """What the kubelet last said about one container of an engine pod."""
 
     name: str
     image: str
     restarts: int = 0
+    is_started: bool = True
+    """Whether its startup probe has succeeded since it last started; True where nobody says."""
     waiting_reason: str = ""
     waiting_message: str = ""
     exit_code: int | None = None
@@ -95,6 +119,8 @@ class Pod:
     uid: str = ""
     address: str = ""
     """IP address; empty until the pod has one."""
+    ready_since: str = ""
+    """When it last became ready, or ceased to be."""
     template_hash: str = ""
     """Tells the pods of one rollout from those of another."""
     is_held_up: bool = False
@@ -116,6 +142,10 @@ class Janitor:
     """Its last report; None where there is none."""
     silence: str = ""
     """Why there is none, if it was asked."""
+    is_missing: bool = False
+    """Whether no pod of it is ready, as its Deployment says."""
+    is_overdue: bool = False
+    """Whether that is so for longer than a start takes."""
     is_awaited: bool = False
     """Whether it is being asked for the first time."""
 
@@ -154,6 +184,8 @@ class Nodes:
     nodes: tuple[Node, ...]
     usage: tuple[Usage, ...] | None = None
     """None where nobody looked at the pods."""
+    matches: dict[str, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Those that take pods of some placement, once found: thousands of tiers ask the same of thousands of nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +199,11 @@ class Snapshot:
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
     janitor: Janitor = Janitor()
+    neighbours: tuple[Neighbour, ...] = ()
+    """The other tiers on its claim, by name."""
     nodes: Nodes | None = None
     """None where the operator may not read nodes."""
+    unreadable: Mapping[str, ClusterError] = field(default_factory=dict)
+    """Why objects of a kind could not be read, by their kind."""
     foreign: frozenset[ObjectKey] = frozenset()
     """Objects that stand under a name we need and are not ours: never overwritten."""

@@ -4,137 +4,16 @@
 from __future__ import annotations
 
 import base64
-import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from light_cluster import SECONDS, TIER, Tier
 
-import kvtier_connector
 from kvtier_localcluster import kinds
-from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_images
 from kvtier_localcluster.kinds import Kind
-from kvtier_localcluster.node.images import ImageProfile
-from kvtier_localcluster.node.services import NodeSettings
-from kvtier_localcluster.testing import Bench, fetch, until
+from kvtier_localcluster.testing import Bench, until
 
-ROOT = Path(__file__).resolve().parents[2]
-TIER = Kind("kvtier.dev/v1alpha1", "KVCacheTier", "kvcachetiers")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
-SECONDS = 60.0
-
-INSTALL = """
-import shutil, sys
-shutil.copytree({source!r}, sys.argv[sys.argv.index("--target") + 1], dirs_exist_ok=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what stands for the connector's image: it installs an engine of our own beside the real connector."""
-    root = tmp_path_factory.mktemp("image")
-    server = root / "content" / "vllm" / "entrypoints" / "openai"
-    server.mkdir(parents=True)
-    for package in (server, *server.parents[:2]):
-        (package / "__init__.py").touch()
-    shutil.copy(Path(__file__).with_name("light_engine.py"), server / "api_server.py")
-    connector = Path(kvtier_connector.__path__[0])
-    shutil.copytree(connector, root / "content" / connector.name, ignore=shutil.ignore_patterns("__pycache__"))
-    installer = root / "installer" / "kvtier_connector"
-    installer.mkdir(parents=True)
-    (installer / "__init__.py").touch()
-    (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
-    return root / "installer"
-
-
-@pytest.fixture(scope="module")
-def bench(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    profile = ImageProfile(prefix="example.org/light", environment={"PYTHONPATH": str(image)})
-    settings = ClusterSettings(
-        data=tmp_path_factory.mktemp("cluster"),
-        node=NodeSettings(images=[*default_images(), profile], stop_grace_seconds=2, isolates_memory=False),
-        allocatable={"cpu": "64", "memory": "256Gi"},
-    )
-    with ClusterThread(settings) as cluster:
-        definition = yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())
-        cluster.call(lambda: cluster.cluster.server.create(definition))
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(cluster.kubeconfig),
-            "KVTIER_CONNECTOR_IMAGE": "example.org/light-connector:1",
-            "KVTIER_PROBE_SECONDS": "1",
-            "KVTIER_RESYNC_SECONDS": "2",
-        }
-        command = [sys.executable, "-m", "kvtier_operator", "run", "--namespace", "default"]
-        with subprocess.Popen(command, env=environment) as operator:
-            try:
-                yield Bench(cluster, "default")
-            finally:
-                operator.terminate()
-                operator.wait(60)
-
-
-class Tier:
-    """One tier, in the words of the tests."""
-
-    def __init__(self, bench: Bench, name: str, **spec: Any) -> None:
-        self.bench, self.name = bench, name
-        body = {
-            "model": {"name": "org/model"},
-            "engine": {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"},
-            "cpu": {"size": "1Mi"},
-            "volume": {"claim": {"size": "10Gi"}, "deletionPolicy": "Delete"},
-            **spec,
-        }
-        bench.create(
-            TIER, {"apiVersion": TIER.api_version, "kind": TIER.name, "metadata": {"name": name}, "spec": body}
-        )
-
-    def patch(self, **spec: Any) -> None:
-        self.bench.patch(TIER, self.name, {"spec": spec})
-
-    def status(self) -> dict[str, Any]:
-        return (self.bench.get(TIER, self.name) or {}).get("status", {})
-
-    def condition(self, kind: str) -> dict[str, Any]:
-        found = [each for each in self.status().get("conditions", ()) if each["type"] == kind]
-        return found[0] if found else {}
-
-    def reaches(self, kind: str, status: str, reason: str = "") -> dict[str, Any]:
-        """Wait for a condition of the present generation, and return it."""
-
-        def found() -> dict[str, Any] | None:
-            generation = (self.bench.get(TIER, self.name) or {})["metadata"]["generation"]
-            condition = self.condition(kind)
-            is_met = condition.get("status") == status and condition.get("observedGeneration") == generation
-            return condition if is_met and reason in {"", condition["reason"]} else None
-
-        return until(found, SECONDS)
-
-    def pods(self, component: str = "engine") -> list[dict[str, Any]]:
-        wanted = {"kvtier.dev/tier": self.name, "app.kubernetes.io/component": component}
-        return [pod for pod in self.bench.list(kinds.POD) if wanted.items() <= pod["metadata"]["labels"].items()]
-
-    def ask(self, request: str) -> dict[str, Any]:
-        """Return what the engine answers, when it does."""
-
-        def answer() -> str | None:
-            for pod in self.pods():
-                if "deletionTimestamp" not in pod["metadata"] and "podIP" in pod.get("status", {}):
-                    return fetch(f"http://{pod['status']['podIP']}:8000/{request}")
-            return None
-
-        found: dict[str, Any] = json.loads(str(until(answer, SECONDS)))
-        return found
-
-    def disk(self) -> dict[str, Any]:
-        return next((each for each in self.status().get("tiers", ()) if each["name"] == "disk"), {})
 
 
 def secret(**keys: int) -> dict[str, Any]:

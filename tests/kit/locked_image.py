@@ -26,7 +26,11 @@ sys.path[:0] = {paths!r}
 
 def blocked_modules(image: str) -> set[str]:
     """Return the top-level modules of all packages installed here that the lock does not name."""
-    locked = {line.partition("==")[0] for line in (ROOT / f"requirements/{image}.lock").read_text().splitlines()}
+    locked = {
+        line.partition("==")[0]
+        for line in (ROOT / f"requirements/{image}.lock").read_text().splitlines()
+        if "==" in line
+    }
     return {
         module
         for module, owners in metadata.packages_distributions().items()

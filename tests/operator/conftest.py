@@ -16,6 +16,18 @@ CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from asking_pods import running  # noqa: E402  lies beside this file
+from live import Client, Controllers  # noqa: E402  lies beside this file
+
+from kvtier_operator.proof.asker import Asker  # noqa: E402 - the path is set above
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    """Who asks pods."""
+    with running() as made:
+        yield made
+
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
@@ -24,3 +36,14 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerTh
         server.create(yaml.safe_load(CRD.read_text()))
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
+
+
+@pytest.fixture
+def kubectl(api: ApiServerThread) -> Client:
+    return Client(api.url)
+
+
+@pytest.fixture
+def controllers(kubectl: Client) -> Iterator[None]:
+    with Controllers(kubectl):
+        yield

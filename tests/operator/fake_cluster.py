@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tiers import NAMESPACE, merge
@@ -74,6 +74,9 @@ class FakeCluster:
         self._count("get", key)
         return self.look(key) if namespace == NAMESPACE else None
 
+    def refresh(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        return self.get(key, namespace)
+
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
         self._count("list", kind)
         wanted = dict(part.split("=") for part in selector.split(",")) if selector else {}
@@ -83,6 +86,11 @@ class FakeCluster:
             if (key.api_version, key.kind) == (api_version, kind)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
         ]
+
+    def tiers_on(self, claim: str, namespace: str) -> builtins.list[Manifest]:
+        self._count("list", names.KIND)
+        tiers = [body for key, body in sorted(self._objects.items()) if key.kind == names.KIND]
+        return [copy.deepcopy(each) for each in tiers if names.claim_of(each) == claim]
 
     def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
         yield self.list(api_version, kind, namespace=namespace, selector="")
@@ -100,6 +108,9 @@ class FakeCluster:
         self._applied[key] = copy.deepcopy(manifest)
         return copy.deepcopy(self._objects[key])
 
+    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
+        raise AssertionError(f"nobody else writes here, yet {list(pointers)} of {names.key_of(live)} are to go")
+
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
         self._count("delete", key)
         if key in self._objects:
@@ -107,13 +118,14 @@ class FakeCluster:
                 raise ClusterConflict(f"cannot delete {key}: another incarnation stands there")
             self.remove(key)
 
-    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> None:
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> Manifest | None:
         key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
         self._count("patch_status", key)
         metadata = self._objects[key]["metadata"]
         if (metadata["uid"], metadata["resourceVersion"]) != (tier.uid, resource_version):
             raise ClusterConflict(f"cannot write the status of {tier}: it changed meanwhile")
         self._store(key, merge(self._objects[key], {"status": dict(changes)}))
+        return self.look(key)
 
     def post_event(self, event: Manifest) -> None:
         self._count("post_event", event["reason"])

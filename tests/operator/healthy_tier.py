@@ -9,7 +9,8 @@ from typing import Any
 from tiers import tier
 
 from kvtier_connector.contract_usage import Usage
-from kvtier_operator import conditions_reference, names, spec, status
+from kvtier_operator import names, status
+from kvtier_operator.api import conditions_reference, parse
 from kvtier_operator.plan import Decisions, decide, make_generation, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Node, Pod, Snapshot
@@ -17,7 +18,7 @@ from kvtier_operator.status import Reason
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
 REF = names.TierRef(namespace="serving", name="llama", uid="u1")
-SPEC = spec.parse(tier())
+SPEC = parse(tier())
 CLAIM = Claim(
     name="llama-blocks",
     access_modes=("ReadWriteMany",),

@@ -17,9 +17,11 @@ from typing import Any, Self
 from tiers import made_by
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator.cluster import connect
-from kvtier_operator.handlers import Operator
-from kvtier_operator.health import Health
+from kvtier_operator.controller import Operator
+from kvtier_operator.handlers import serve
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.namespace_leases import NamespaceLeases
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
@@ -191,18 +193,19 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
     defaults = {"namespaces": (NAMESPACE,), "settle_seconds": 0.02, "resync_seconds": 30.0}
     settings = Settings(**{**defaults, **changes})
     metrics, stop = OperatorMetrics(), threading.Event()
+    leases = NamespaceLeases(connect(), identity="test", operator_class="", seconds=60.0, is_kept=False)
     operator = Operator(
         settings,
-        cluster=connect(on_answer=metrics.count_request),
+        cluster=connect(on_answer=metrics.count_request, may_write=leases.may_write),
         metrics=metrics,
         health=health,
-        login=lambda: connect().credentials(),
+        leases=leases,
     )
     failures: list[BaseException] = []
 
     def target() -> None:
         try:
-            operator.run(stop_flag=stop)
+            serve(operator, stop, login=lambda: connect().credentials())
         except BaseException as error:  # noqa: BLE001  a thread hands its error to the test
             failures.append(error)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier_operator.proof.engine import EngineError, EngineLocked, Served
+from kvtier_operator.proof.engine_client import EngineError, EngineLocked, Served
 from kvtier_operator.proof.exposition import Reading
 
 
@@ -31,12 +31,14 @@ class ScriptedEngine:
     wants_another_key: bool = False
     counted: Reading = field(default_factory=lambda: Reading(block_tokens=16, has_tier=True))
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    read: int = 0
+    """How many times its counters were."""
 
-    def model(self) -> Served:
+    async def model(self) -> Served:
         self._fail()
         return Served(name="tiny", most_tokens=4096)
 
-    def complete(self, model: str, tokens: Sequence[int]) -> int | None:
+    async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
         self._fail()
         assert model == "tiny"
         prompt = tuple(tokens)
@@ -54,7 +56,8 @@ class ScriptedEngine:
             self.volume.prompts.add(prompt)
         return cached if self.tells_cached else None
 
-    def metrics(self) -> Reading:
+    async def metrics(self) -> Reading:
+        self.read += 1
         self._fail()
         return self.counted
 
@@ -74,6 +77,5 @@ class Clock:
     def now(self) -> float:
         return self.seconds
 
-    def pause(self, seconds: float) -> bool:
+    async def pause(self, seconds: float) -> None:
         self.seconds += seconds
-        return False

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvtier_localcluster.apiserver.errors import ApiError
 from kvtier_localcluster.apiserver.resources import Registry, Resource
 from kvtier_localcluster.apiserver.validation import Validator
-from kvtier_operator import crd
+from kvtier_operator.api import TierSpec, crd, parse
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.spec import TierSpec, parse
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
+GOLDEN = Path(__file__).parent / "golden"
 ABSENT = "~remove"
 
 
@@ -55,7 +55,7 @@ def server() -> Admission:
 
 def tier(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a good body with some fields set (`spec.engine.args`) or removed."""
-    body = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())
+    body = yaml.safe_load((GOLDEN / "minimal" / "tier.yaml").read_text())
     for path, value in (changes or {}).items():
         *parents, last = path.split(".")
         at = body
@@ -119,7 +119,8 @@ def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "at", "says"),
     [
-        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
+        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; did you mean spec.engine?"),
+        ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
         ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
         ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
         (
@@ -162,6 +163,9 @@ GOOD = [
     {"spec.engine.env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}, {"name": "EMPTY"}]},
     {"spec.engine.podTemplate.labels": {"app.kubernetes.io/part-of": "search", "team": ""}},
     {"metadata.name": "a" * 40},
+    {"spec.model.loras": [{"name": "org/sql", "source": {"claim": "a.b", "path": "c/d.e"}}]},
+    {"spec.model.loras": [{"name": "sql", "source": {"hub": "a/b"}}], "spec.model.maxLoraRank": 64},
+    {"spec.engine.args": ["--enable-lora", "--lora-modules", "a=b"]},
 ]
 
 

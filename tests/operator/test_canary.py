@@ -3,27 +3,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
+from asking_pods import on_loop
 from proof_engines import Clock, ScriptedEngine, SharedVolume
 
 from kvtier_operator import names
-from kvtier_operator.listening import HttpServer
+from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.proof import canary
+from kvtier_operator.proof.asker import Asker
 from kvtier_operator.proof.canary import Chunk, Replica, Waiting
-from kvtier_operator.proof.engine import EngineError, HttpEngine
+from kvtier_operator.proof.engine_client import EngineError, HttpEngine
 from kvtier_operator.proof.findings import Canary, CanaryOutcome
+
+Found = TypeVar("Found")
 
 
 def send(first: ScriptedEngine, second: ScriptedEngine, *, offers: int = 1, chunk: Chunk | None = None) -> Canary:
     clock = Clock()
     waiting = Waiting(now=clock.now, pause=clock.pause)
     replicas = (Replica(name="a", engine=first), Replica(name="b", engine=second))
-    return canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting)
+    return asyncio.run(canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting))
 
 
 def pair(**second: Any) -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -118,19 +123,29 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Asked:
+    """An engine on this machine, asked on the asker's loop."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._engine = HttpEngine(asker, "127.0.0.1", owner="tier")
+
+    def get(self, question: Callable[[HttpEngine], Coroutine[Any, Any, Found]]) -> Found:
+        return on_loop(self._asker, lambda: question(self._engine))
+
+
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def engine(monkeypatch: pytest.MonkeyPatch, asker: Asker) -> Iterator[Asked]:
     monkeypatch.setattr(Handler, "answers", {})
     monkeypatch.setattr(Handler, "bodies", [])
     server = HttpServer("127.0.0.1", 0, Handler)
     monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
     stop = server.serve_on_thread("engine")
-    yield "127.0.0.1"
+    yield Asked(asker)
     stop()
 
 
-def test_an_engine_is_asked_as_its_api_wants_it(address: str) -> None:
-    engine = HttpEngine(address)
+def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
     usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}
     Handler.answers.update(
         {
@@ -139,9 +154,10 @@ def test_an_engine_is_asked_as_its_api_wants_it(address: str) -> None:
             "/metrics": (200, b'vllm:request_success_total{finished_reason="stop"} 3.0\n'),
         }
     )
-    assert (engine.model().name, engine.model().most_tokens) == ("tiny", 4096)
-    assert engine.complete("tiny", [11, 12]) == 48
-    assert engine.metrics().finished_requests == 3
+    served = engine.get(HttpEngine.model)
+    assert (served.name, served.most_tokens) == ("tiny", 4096)
+    assert engine.get(lambda http: http.complete("tiny", [11, 12])) == 48
+    assert engine.get(HttpEngine.metrics).finished_requests == 3
     assert Handler.bodies == [{"model": "tiny", "prompt": [11, 12], "max_tokens": 1, "temperature": 0}]
 
 
@@ -149,13 +165,13 @@ def test_an_engine_is_asked_as_its_api_wants_it(address: str) -> None:
     ("answer", "words"),
     [((401, b"{}"), "with 401"), ((200, b"nonsense"), "something else than JSON"), ((200, b"[]"), "lists no model")],
 )
-def test_an_answer_that_makes_no_sense_is_an_error_in_words(address: str, answer: Any, words: str) -> None:
+def test_an_answer_that_makes_no_sense_is_an_error_in_words(engine: Asked, answer: Any, words: str) -> None:
     Handler.answers["/v1/models"] = answer
     with pytest.raises(EngineError, match=words):
-        HttpEngine(address).model()
+        engine.get(HttpEngine.model)
 
 
-def test_an_engine_that_is_not_there_is_an_error_without_its_address() -> None:
+def test_an_engine_that_is_not_there_is_an_error_without_its_address(asker: Asker) -> None:
     with pytest.raises(EngineError) as caught:
-        HttpEngine("127.0.0.1").metrics()
+        Asked(asker).get(HttpEngine.metrics)
     assert str(caught.value) == "does not answer /metrics (ConnectionRefusedError)"

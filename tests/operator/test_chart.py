@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 
 GOLDEN = Path(__file__).parent / "golden_chart"
 OLDEST, NEWEST = "1.29", "1.37"
-SCHEMALESS = {"ServiceMonitor", "PodMonitor", "Certificate", "Issuer"}
+SCHEMALESS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "Certificate", "Issuer"}
 CERT_MANAGER = {"enabled": True, "certManager": {"enabled": True}}
 
 VALUES: dict[str, dict[str, Any]] = {
@@ -43,8 +45,16 @@ VALUES: dict[str, dict[str, Any]] = {
     "monitors": {
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
     },
+    "monitoring": {
+        "metrics": {
+            "tiers": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}},
+            "rules": {"enabled": True},
+            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "kvtier"}},
+        }
+    },
     "digest": {"image": {"digest": "sha256:" + "0" * 64}, "imagePullSecrets": [{"name": "pull"}]},
     "foreign-account": {"serviceAccount": {"create": False, "name": "theirs"}, "rbac": {"create": False}},
+    "no-roles-for-people": {"rbac": {"aggregate": False}},
     "no-crd": {"crds": {"install": False}},
     "quiet": {"metrics": {"enabled": False}, "podLabels": {"team": "a"}, "podAnnotations": {"x": "y"}},
     "placed": {
@@ -100,6 +110,75 @@ def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.Fixtu
 def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(HelmFailed, match=complaint):
         render(values)
+
+
+MONITORING = VALUES["monitoring"]
+
+
+@pytest.mark.parametrize("component", ["engine", "janitor"])
+def test_the_monitors_choose_the_pods_that_the_operator_makes_and_a_port_that_they_have(component: str) -> None:
+    monitors = {found["metadata"]["name"]: found for found in render(MONITORING) if found["kind"] == "PodMonitor"}
+    spec = monitors[f"kvtier-operator-{component}s"]["spec"]
+    made = yaml.safe_load_all((Path(__file__).parent / "golden" / "minimal" / "expected.yaml").read_text())
+    (template,) = (
+        each["spec"]["template"]
+        for each in made
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == f"llama-{component}"
+    )
+    assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for each in template["spec"]["containers"] for port in each["ports"]}
+    (relabelled,) = endpoint["relabelings"]
+    (source,) = relabelled["sourceLabels"]
+    named = {
+        "__meta_kubernetes_pod_label_" + re.sub("[^a-zA-Z0-9]", "_", label): value
+        for label, value in template["metadata"]["labels"].items()
+    }
+    assert named[source] == "llama"
+
+
+def test_tiers_are_scraped_where_they_are_served() -> None:
+    assert {
+        each["spec"]["namespaceSelector"]["any"] for each in render(MONITORING) if each["kind"] == "PodMonitor"
+    } == {True}
+    scoped = render({**MONITORING, **VALUES["namespaced"]})
+    chosen = [each["spec"]["namespaceSelector"] for each in scoped if each["kind"] == "PodMonitor"]
+    assert chosen == [{"matchNames": ["team-a", "team-b"]}] * 2
+
+
+def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_to_its_section() -> None:
+    (rule,) = (found for found in render(MONITORING) if found["kind"] == "PrometheusRule")
+    groups = [
+        group
+        for name in ("recording", "alerts")
+        for group in yaml.safe_load((CHART / "rules" / f"{name}.yaml").read_text())["groups"]
+    ]
+    links = [
+        each["annotations"].pop("runbook_url")
+        for group in rule["spec"]["groups"]
+        for each in group["rules"]
+        if "alert" in each
+    ]
+    assert rule["spec"]["groups"] == groups
+    sections = {
+        "#" + title.lower()
+        for title in re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
+    }
+    assert {
+        link.removeprefix("https://github.com/kvtier/kvtier/blob/main/docs/alerts.md") for link in links
+    } == sections
+
+
+def test_each_dashboard_comes_as_grafanas_sidecar_looks_for_it() -> None:
+    maps = [found for found in render(MONITORING) if found["kind"] == "ConfigMap"]
+    assert {name for each in maps for name in each["data"]} == {
+        f"kvtier-{each}.json" for each in ("fleet", "tier", "janitor")
+    }
+    for each in maps:
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert each["metadata"]["annotations"] == {"grafana_folder": "kvtier"}
+        (text,) = each["data"].values()
+        assert json.loads(text)["uid"].startswith("kvtier-")
 
 
 def test_helm_finds_nothing_to_complain_about() -> None:
@@ -179,7 +258,13 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: Api
         "HELM_CACHE_HOME": str(tmp_path),
     }
     where = ["kvtier", f"--namespace={NAMESPACE}"]
+
+    def cluster_roles() -> set[str]:
+        return {role["metadata"]["name"] for role in api.list("clusterroles.rbac.authorization.k8s.io")}
+
+    before = cluster_roles()
     helm("install", *where, str(CHART), "--create-namespace", environment=environment)
+    assert cluster_roles() > before
     kubectl = Client(api.url)
     sample = yaml.safe_load((ROOT / "crds" / "samples" / "minimal.yaml").read_text())
     until(lambda: api.get("customresourcedefinitions.apiextensions.k8s.io", None, "kvcachetiers.kvtier.dev"))
@@ -193,8 +278,64 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: Api
     assert api.get("poddisruptionbudgets.policy", NAMESPACE, name) is not None
     helm("uninstall", *where, environment=environment)
     until(lambda: api.get("deployments.apps", NAMESPACE, name) is None)
-    assert api.list("clusterroles.rbac.authorization.k8s.io") == []
+    assert cluster_roles() == before
     assert len(api.list("kvcachetiers.kvtier.dev")) == 1
+
+
+def older(folder: Path, values: dict[str, Any]) -> Path:
+    """Return the chart as of a release that had only these values."""
+    chart = folder / "kvtier"
+    shutil.copytree(CHART, chart)
+    (chart / "values.yaml").write_text(yaml.safe_dump(values))
+    (chart / "values.schema.json").unlink()
+    return chart
+
+
+def without(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    first, *rest = path
+    if not rest:
+        return {name: value for name, value in values.items() if name != first}
+    return {**values, first: without(values[first], tuple(rest))}
+
+
+def test_what_an_older_release_stored_lacks_no_value_that_came_since(tmp_path: Path) -> None:
+    # With --reuse-values, what the older release had stands in for the values of this chart.
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    parts = [(name,) for name in defaults]
+    parts += [(name, below) for name, value in defaults.items() if isinstance(value, dict) for below in value]
+    expected = render_text()
+    for number, stored in enumerate([{}, *(without(defaults, path) for path in parts if path[0] not in WHOLE)]):
+        chart = older(tmp_path / str(number), stored)
+        assert helm("template", "kvtier", str(chart), f"--namespace={NAMESPACE}") == expected, stored
+
+
+WHOLE = ("resources", "podSecurityContext")
+"""What people write as a whole: what they took out of it stays out."""
+
+
+def test_a_limit_that_was_taken_out_stays_out() -> None:
+    deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"].keys() == {"requests"}
+
+
+def test_a_release_of_fewer_values_is_upgraded_with_the_values_it_has(api: ApiServerThread, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "k")),
+        "HELM_CACHE_HOME": str(tmp_path),
+    }
+    where = ["kvtier", f"--namespace={NAMESPACE}"]
+    values = without(yaml.safe_load((CHART / "values.yaml").read_text()), ("webhook",))
+    old = older(tmp_path, without(values, ("rbac", "aggregate")))
+    helm("install", *where, str(old), "--create-namespace", "--set=settings.workers=7", environment=environment)
+    for option in ("--reuse-values", "--reset-then-reuse-values"):
+        helm("upgrade", *where, str(CHART), option, "--set=replicas=2", environment=environment)
+        upgraded = api.get("deployments.apps", NAMESPACE, "kvtier-operator")
+        assert upgraded is not None
+        assert upgraded["spec"]["replicas"] == 2
+        (container,) = upgraded["spec"]["template"]["spec"]["containers"]
+        assert {"name": "KVTIER_WORKERS", "value": "7"} in container["env"]
 
 
 def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
-from kvtier_operator import cluster as cluster_module
 from kvtier_operator import errors
-from kvtier_operator.cluster import KubernetesCluster, connect
+from kvtier_operator.kube.client import KubernetesCluster, connect
 from kvtier_operator.names import ObjectKey, TierRef
 
 KEY = ObjectKey(api_version="v1", kind="ConfigMap", name="a")
@@ -74,7 +73,7 @@ def test_lists_are_of_the_selected_and_know_their_kind(cluster: KubernetesCluste
 def test_long_lists_are_read_in_pages_that_leave_nothing_out(
     cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, count: int, pages: list[int]
 ) -> None:
-    monkeypatch.setattr(cluster_module, "PAGE", 2)
+    monkeypatch.setattr("kvtier_operator.kube.client.PAGE", 2)
     for number in range(count):
         body = config_map()
         cluster.apply({**body, "metadata": {**body["metadata"], "name": f"c{number}"}}, over=None)

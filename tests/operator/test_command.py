@@ -16,15 +16,19 @@ from live import APPS, Client
 from tiers import tier
 from waiting import until
 
+from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import __version__
-from kvtier_operator.__main__ import main
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
 ROOT = Path(__file__).parents[2]
 CRD = ROOT / "crds" / "kvcachetier.yaml"
-SAMPLES = sorted((ROOT / "crds" / "samples").glob("*.yaml"))
+SAMPLES = [
+    path
+    for path in sorted((ROOT / "crds" / "samples").glob("*.yaml"))
+    if {each["kind"] for each in yaml.safe_load_all(path.read_text())} == {"KVCacheTier"}
+]
 MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
 
 
@@ -75,7 +79,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def kvtier(*args: str, kubeconfig: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtier_operator", *args],
+        [sys.executable, "-m", "kvtier_cli", *args],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

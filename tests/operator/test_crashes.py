@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_operator.status import crashes
-from kvtier_operator.status.reasons import Reason
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.parts import crashes
 
 
 @pytest.mark.parametrize(

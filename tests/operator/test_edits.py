@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tiers import tier
 
 from kvtier_operator import names
+from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.manifests.edits import explain_edit
+from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.plan import diff
-from kvtier_operator.spec import parse
 
 TIER = names.tier_ref(tier())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from asking_pods import on_loop
 from chart import render
 from fake_cluster import FakeCluster
 from tiers import NAMESPACE, TIER, tier
@@ -18,13 +19,13 @@ from tiers import NAMESPACE, TIER, tier
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.rbac import Rbac
 from kvtier_operator import names
-from kvtier_operator.cluster import connect
-from kvtier_operator.engine_keys import read_key
+from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterUnavailable
-from kvtier_operator.listening import HttpServer
-from kvtier_operator.proof.engine import EngineLocked, HttpEngine
-from kvtier_operator.proof.keys import KeySource, find_key
-from kvtier_operator.spec import parse
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.http_server import HttpServer
+from kvtier_operator.proof.api_keys import KeySource, find_key, read_key
+from kvtier_operator.proof.asker import Asker
+from kvtier_operator.proof.engine_client import EngineLocked, HttpEngine
 
 SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
 OPTIONAL = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}
@@ -111,9 +112,9 @@ def test_no_key_is_shown_by_what_remembers_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["sesame\n", "s\u00e9same", "a\r\nX: y"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: Asker, key: str) -> None:
     with pytest.raises(EngineLocked) as refused:
-        HttpEngine("127.0.0.1", key)
+        HttpEngine(asker, "127.0.0.1", owner="tier", key=key)
     assert key not in str(refused.value)
 
 
@@ -177,11 +178,11 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     stop()
 
 
-def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(address: str) -> None:
-    engine = HttpEngine(address, "sesame")
-    assert engine.model().name == "tiny"
-    engine.complete("tiny", [11])
-    engine.metrics()
+def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: Asker, address: str) -> None:
+    engine = HttpEngine(asker, address, owner="tier", key="sesame")
+    assert on_loop(asker, engine.model).name == "tiny"
+    on_loop(asker, lambda: engine.complete("tiny", [11]))
+    on_loop(asker, engine.metrics)
     assert dict(Locked.asked) == {
         "/v1/models": "Bearer sesame",
         "/v1/completions": "Bearer sesame",
@@ -190,6 +191,6 @@ def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(address: str) -
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
-def test_an_engine_that_wants_another_key_says_so(address: str, key: str) -> None:
+def test_an_engine_that_wants_another_key_says_so(asker: Asker, address: str, key: str) -> None:
     with pytest.raises(EngineLocked, match="answers /v1/models with 401"):
-        HttpEngine(address, key).model()
+        on_loop(asker, HttpEngine(asker, address, owner="tier", key=key).model)

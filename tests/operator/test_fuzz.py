@@ -21,10 +21,10 @@ from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
+from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import ObjectKey, TierName
 from kvtier_operator.reconcile import reconcile
-from kvtier_operator.spec import parse
 
 CRD = yaml.safe_load((Path(__file__).parents[2] / "crds" / "kvcachetier.yaml").read_text())
 SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from asking_pods import ScriptedAsker
 from fake_cluster import FakeCluster
-from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
+from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, LEASE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
 from waiting import until
 
 from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
-from kvtier_operator.probes import Address, Probes
+from kvtier_operator.proof.asker import Address
+from kvtier_operator.proof.probes import Probes
 from kvtier_operator.reconcile import reconcile
 
 USAGE = Usage(
@@ -45,9 +47,7 @@ class Pods:
 class Rig:
     def __init__(self) -> None:
         self.pods, self.woken, self.seconds = Pods(), list[TierName](), 0.0
-        self.probes: Probes[TierName] = Probes(
-            self.woken.append, ask=self.pods, now=lambda: self.seconds, interval_seconds=15
-        )
+        self.ask_with(self.pods)
         self.cluster = FakeCluster(tier())
         self.run()
         self.cluster.edit(JANITOR_SERVICE, {"spec": {"clusterIP": "10.0.0.9"}})
@@ -57,6 +57,13 @@ class Rig:
         starting = {**RUNNING, "conditions": [{"type": "Ready", "status": "False"}], "podIP": "10.1.0.3"}
         self.cluster.put(pod("c", template, **starting))
         self.cluster.put(pod("j", self.cluster.look(JANITOR)["spec"]["template"], **RUNNING, podIP="10.1.0.4"))
+
+    def ask_with(self, ask: Callable[[Address], bytes]) -> None:
+        self.asker = ScriptedAsker(ask)
+        self.asker.start()
+        self.probes: Probes[TierName] = Probes(
+            self.asker, self.woken.append, now=lambda: self.seconds, interval_seconds=15
+        )
 
     def run(self) -> None:
         outcome = reconcile(
@@ -79,7 +86,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.probes.close()
+    assert made.asker.close(timeout=20)
 
 
 def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
@@ -112,6 +119,19 @@ def test_an_idle_tier_is_not_written(rig: Rig) -> None:
     rig.run()
     assert len(rig.woken) == 3
     assert rig.cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
+
+
+def test_the_lease_that_a_janitor_waits_for_is_made_anew_where_it_is_gone(rig: Rig) -> None:
+    rig.pods.usage = Usage(tier="serving/llama", is_active=False, is_counted=False)
+    rig.run()
+    rig.answers(3)
+    assert rig.condition("DiskWithinBudget")["reason"] == "JanitorWaiting"
+    before = rig.cluster.look(LEASE)
+    rig.run()
+    assert rig.cluster.look(LEASE) == before
+    rig.cluster.remove(LEASE)
+    rig.run()
+    assert rig.cluster.look(LEASE) is not None
 
 
 def test_without_probes_nobody_is_asked() -> None:
@@ -190,13 +210,13 @@ def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig)
 def restarted(rig: Rig) -> Iterator[threading.Event]:
     """Let another operator take over, whose questions are answered when the event is set."""
     may_answer, answers = threading.Event(), rig.pods
-    rig.probes.close()
+    assert rig.asker.close(timeout=20)
 
     def ask(address: Address) -> bytes:
         may_answer.wait()
         return answers(address)
 
-    rig.probes = Probes(rig.woken.append, ask=ask, now=lambda: rig.seconds, interval_seconds=15)
+    rig.ask_with(ask)
     try:
         yield may_answer
     finally:

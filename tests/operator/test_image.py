@@ -22,7 +22,7 @@ for module in pkgutil.walk_packages(kvtier_operator.__path__, "kvtier_operator."
     importlib.import_module(module.name)
 """
 COMMAND = """
-from kvtier_connector.command import main
+from kvtier_cli.app import main
 sys.exit(main({arguments!r}))
 """
 

@@ -40,7 +40,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvtier_operator", "run", "--leader-elect", "-n", NAMESPACE]
+        command = [sys.executable, "-m", "kvtier_cli", "run", "--leader-elect", "-n", NAMESPACE]
         with (tmp_path / f"log-{len(processes)}").open("wb") as log:
             processes.append(
                 subprocess.Popen(command, env={**environment, "KVTIER_LEASE_SECONDS": "3"}, stdout=log, stderr=log)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a tier with the real kopf, the real client and a real HTTP API server."""
+"""The life of a tier with real watches, the real client and a real HTTP API server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, running
+from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, running
 from tiers import tier
 from waiting import until
 
@@ -35,17 +35,6 @@ CHILDREN = (
 CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
 
 
-@pytest.fixture
-def kubectl(api: ApiServerThread) -> Client:
-    return Client(api.url)
-
-
-@pytest.fixture
-def controllers(kubectl: Client) -> Iterator[None]:
-    with Controllers(kubectl):
-        yield
-
-
 def body(**spec: Any) -> dict[str, Any]:
     manifest = tier(**spec)
     manifest["metadata"]["namespace"] = NAMESPACE
@@ -65,7 +54,7 @@ def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
         found = kubectl.get(TIERS, "kvcachetiers", "llama")
         assert found is not None
         assert (found["status"]["replicas"], found["status"]["readyReplicas"]) == (2, 2)
-        assert found["status"]["sizing"]["memoryBytes"] == 81 << 30
+        assert found["status"]["sizing"]["memoryBytes"] == 331 << 28
 
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}}, sub="/scale")
         until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 3)
@@ -218,6 +207,56 @@ def test_dropped_watches_and_expired_versions_are_outlived(api: ApiServerThread,
         until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
 
 
+def test_the_one_watch_of_tiers_is_of_kopf_and_tells_of_new_and_of_deleted_ones(
+    api: ApiServerThread, kubectl: Client
+) -> None:
+    def watches() -> list[str]:
+        found = [call for call in list(api.server.audit) if call.verb == "watch" and "/kvcachetiers" in call.path]
+        return [call.user_agent for call in found]
+
+    # The list that makes up for it comes after a minute only.
+    with running(resync_seconds=3600) as metrics:
+        until(watches)
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
+        kubectl.delete(TIERS, "kvcachetiers", "llama")
+        until(lambda: metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": "gone"}))
+    assert [agent.partition("/")[0] for agent in watches()] == ["kopf"]
+
+
+def test_a_tier_whose_going_no_watch_told_of_is_missed_in_a_list(api: ApiServerThread, kubectl: Client) -> None:
+    def deaf(request: Any) -> ApiError | None:
+        is_watch = "watch" in request.query and request.path.endswith("/kvcachetiers")
+        return ApiError(503, "ServiceUnavailable", "injected") if is_watch else None
+
+    with running(resync_seconds=0.3) as metrics:
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
+        api.server.faults.append(deaf)
+        api.drop_watches()
+        kubectl.delete(TIERS, "kvcachetiers", "llama")
+        until(lambda: metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": "gone"}))
+        api.server.faults.clear()
+
+
+def test_a_namespace_that_may_not_be_read_holds_up_no_other(api: ApiServerThread, kubectl: Client) -> None:
+    def forbid(request: Any) -> ApiError | None:
+        is_ours = request.headers.get("User-Agent") != "test" and "/namespaces/other/kvcachetiers" in request.path
+        return ApiError(403, "Forbidden", "kvcachetiers is forbidden") if is_ours else None
+
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "other"}}
+    kubectl.call("POST", f"{CORE}/namespaces", namespace)
+    there = body()
+    there["metadata"]["namespace"] = "other"
+    kubectl.call("POST", f"{TIERS}/namespaces/other/kvcachetiers", there)
+    api.server.faults.append(forbid)
+    with running(namespaces=(NAMESPACE, "other"), resync_seconds=0.5):
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
+        api.server.faults.clear()
+        until(lambda: kubectl.call("GET", f"{APPS}/namespaces/other/deployments")["items"], seconds=45)
+
+
 def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, kubectl: Client) -> None:
     def deaf(request: Any) -> ApiError | None:
         is_watch = "watch" in request.query and request.path.endswith("/kvcachetiers")
@@ -285,19 +324,17 @@ def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> N
 
 
 @pytest.mark.usefixtures("controllers")
-def test_only_the_objects_of_one_tier_are_read_all_at_once(api: ApiServerThread, kubectl: Client) -> None:
-    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"kvcachetiers", "pods"}
-    whole: list[tuple[str, str]] = []
-
-    def note(request: Any) -> None:
-        plural, query = request.path.rpartition("/")[2], request.query
-        is_list = request.method == "GET" and plural in plurals and "watch" not in query
-        if is_list and request.headers.get("User-Agent") != "test" and "=" not in query.get("labelSelector", ""):
-            whole.append((plural, query.get("limit", "")))
-
-    api.server.faults.append(note)
-    with running(resync_seconds=1.0):
+def test_a_claim_grown_by_hand_neither_holds_up_the_tier_nor_one_made_anew(kubectl: Client) -> None:
+    with running(resync_seconds=3600):
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
-    assert {plural for plural, _ in whole} == plurals - {"leases"}
-    assert {limit for _, limit in whole} == {"100", "250"}
+        kubectl.merge(*CLAIM, {"spec": {"resources": {"requests": {"storage": "4Ti"}}}})
+        until(lambda: kubectl.condition("Ready").get("reason") == "ClaimCannotShrink")
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3, "disk": {"mode": "Bypass"}}})
+        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 3)
+        config = kubectl.get(CORE, "configmaps", "llama-connector") or {}
+        assert '"mode":"Bypass"' in config["data"]["live.json"].replace(" ", "")
+        kubectl.delete(TIERS, "kvcachetiers", "llama")
+        until(all_gone(kubectl))
+        kubectl.apply_tier(body())
+        until(lambda: len(engines(kubectl)) == 2)

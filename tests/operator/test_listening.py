@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from kvtier_operator.health import Health
-from kvtier_operator.listening import EVERYWHERE, HttpServer
+from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.http_server import EVERYWHERE, HttpServer
 from kvtier_operator.metrics import OperatorMetrics
 
 

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, made_by, tier
 
 from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.inventory import Inventory, from_objects
 from kvtier_operator.plan import (
     Decisions,
     Refusal,
-    RefusalReason,
     chunks,
     decide,
     decisions,
@@ -30,7 +31,6 @@ from kvtier_operator.plan.capacity import Capacity, make_capacity
 from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot
-from kvtier_operator.spec import parse
 
 REF = names.tier_ref(tier())
 GIB = 1 << 30
@@ -124,7 +124,7 @@ def test_a_node_matches_as_the_scheduler_would_have_it(
     template: dict[str, Any], spec: dict[str, Any], matches: bool
 ) -> None:
     parsed = parse(tier(engine={"podTemplate": template}))
-    assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]).nodes)) is matches
+    assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]))) is matches
 
 
 @pytest.mark.parametrize(
@@ -144,32 +144,32 @@ def test_required_affinity_counts(operator: str, values: list[str] | None, match
     }
     required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
     parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
-    assert bool(nodes.matching(parsed, from_objects([node(labels={"zone": "a"})]).nodes)) is matches
+    assert bool(nodes.matching(parsed, from_objects([node(labels={"zone": "a"})]))) is matches
 
 
 def test_numbers_in_labels_are_compared_as_numbers() -> None:
     term = {"matchExpressions": [{"key": "gen", "operator": "Gt", "values": ["9"]}]}
     required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
     parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
-    assert nodes.matching(parsed, from_objects([node(labels={"gen": "10"})]).nodes)
+    assert nodes.matching(parsed, from_objects([node(labels={"gen": "10"})]))
 
 
 @pytest.mark.parametrize(
     ("body", "objects", "reason", "words"),
     [
-        (share(), (), RefusalReason.NODES_UNKNOWN, "set spec.cpu.size instead"),
-        (share(), (node(gpus=0),), RefusalReason.NO_NODE_MATCHES, "none of 1 nodes takes these pods (1 nvidia.com/gpu"),
-        (share("95%"), (node(),), RefusalReason.DOES_NOT_FIT, "node gpu-1 has 256 GiB left for one pod; 95% of it"),
+        (share(), (), Reason.NODES_UNKNOWN, "set spec.cpu.size instead"),
+        (share(), (node(gpus=0),), Reason.NO_NODE_MATCHES, "none of 1 nodes takes these pods (1 nvidia.com/gpu"),
+        (share("95%"), (node(),), Reason.DOES_NOT_FIT, "node gpu-1 has 256 GiB left for one pod; 95% of it"),
         (
             tier(disk={"blockTokens": 96}, engine={"args": ["--block-size", "64"]}),
             (),
-            RefusalReason.BLOCKS_NOT_WHOLE,
+            Reason.BLOCKS_NOT_WHOLE,
             "spec.disk.blockTokens: 96 is no multiple of the 64 tokens that one block of this engine has: set 128",
         ),
     ],
 )
 def test_what_cannot_be_decided_is_refused_with_the_remedy(
-    body: dict[str, Any], objects: tuple[Any, ...], reason: RefusalReason, words: str
+    body: dict[str, Any], objects: tuple[Any, ...], reason: Reason, words: str
 ) -> None:
     found = decided(body, *objects)
     assert isinstance(found, Refusal)

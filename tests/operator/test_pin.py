@@ -10,8 +10,9 @@ import pytest
 from fake_cluster import FakeCluster
 from tiers import CONFIG, DEPLOYMENT, NOON, TIER, TIER_KEY, merge, tier
 
-from kvtier_operator import names, spec
-from kvtier_operator.manifests import render
+from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan, pin
 from kvtier_operator.reconcile import Outcome, reconcile
 
@@ -156,6 +157,8 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
     ("engine", "rollout"): {"maxSurge": 3},
+    ("engine", "service"): {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    ("engine", "disruptionBudget"): {"minAvailable": "50%"},
     ("volume", "claim"): {"size": "9Ti"},
     ("volume", "deletionPolicy"): "Delete",
 }
@@ -169,7 +172,7 @@ def test_no_pod_is_made_from_a_field_that_is_said_to_roll_nothing(path: tuple[st
     texts = []
     before = tier(disk={"encryption": {"secretName": "keys", "activeKey": "one"}})
     for body in (before, merge(before, {"spec": change})):
-        plan = make_unchecked_plan(spec.parse(body), names.tier_ref(body), connector_image=OLD)
+        plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image=OLD)
         deployment = next(each for each in render(plan) if each["kind"] == "Deployment")
         texts.append((deployment["spec"]["template"], plan.config_text))
     assert texts[0] == texts[1]
@@ -185,5 +188,5 @@ def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
 
 
 def test_what_is_rendered_offline_carries_no_note() -> None:
-    plan = make_unchecked_plan(spec.parse(tier()), names.tier_ref(tier()), connector_image=OLD)
+    plan = make_unchecked_plan(parse(tier()), names.tier_ref(tier()), connector_image=OLD)
     assert all(names.ANNOTATION_RENDERED not in each["metadata"].get("annotations", {}) for each in render(plan))

@@ -26,6 +26,10 @@ GOOD = {
     "write_bytes_per_second": 1 << 30,
     "read_bytes_per_second": 2 << 30,
     "stat_microseconds": 400,
+    "file_system": "NFS",
+    "round_trip_microseconds": 900,
+    "chosen": "reads go past the page cache: 500 MiB/s past the page cache and 300 MiB/s through it",
+    "advice": "mount with nconnect=8: one connection carries less than the network does",
 }
 ALWAYS = {"proof": {"preflight": "Always"}}
 
@@ -85,7 +89,12 @@ def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() 
     assert DEPLOYMENT in run(cluster).written
     assert condition(cluster, "StorageChecked")["status"] == "True"
     assert "read 2 GiB/s" in condition(cluster, "StorageChecked")["message"]
+    message = condition(cluster, "StorageChecked")["message"]
+    assert message.startswith("NFS: engines can use the volume")
+    assert "reads go past the page cache" in message
+    assert "mount with nconnect=8" in message
     storage = status(cluster)["storage"]
+    assert (storage["fileSystem"], storage["roundTripMicroseconds"]) == ("NFS", 900)
     assert (storage["readBytesPerSecond"], storage["directIo"], storage["statMicroseconds"]) == (2 << 30, True, 400)
 
 
@@ -304,7 +313,7 @@ def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks:
     job = cluster.look(JOB)
     assert job is not None
     requests = job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
-    assert ("nvidia.com/gpu" in requests, requests["memory"] == "81Gi") == (asks, asks)
+    assert ("nvidia.com/gpu" in requests, requests["memory"] == "84736Mi") == (asks, asks)
 
 
 @pytest.mark.parametrize("mode", ["ReadOnly", "Bypass"])

@@ -1,63 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods are asked in the background, seldom, and nobody waits for one that hangs."""
+"""Pods are asked in the background, seldom while they answer and by themselves until they do."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 
 import pytest
+from asking_pods import Pods, running
 from clocks import Clock
 from waiting import until
 
-from kvtier_operator import probes
-from kvtier_operator.listening import HttpServer
-from kvtier_operator.probes import Address, Answer, Probes, fetch
+from kvtier_operator.proof import probes
+from kvtier_operator.proof.asker import Address, Asker
+from kvtier_operator.proof.probes import Answer, Probes, Subject
 
-JANITOR = Address(host="10.0.0.1", port=9400, path="/usage")
-
-
-class Pod:
-    """Answers what it is told to, when it is told to."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Semaphore(0)
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self.says: bytes | Exception = b"1"
-        self.calls = 0
-
-    def __call__(self, address: Address) -> bytes:
-        self.calls += 1
-        self.asked.release()
-        assert self.may_answer.wait(20)
-        if isinstance(self.says, Exception):
-            raise self.says
-        return self.says
+HOST = "127.0.0.1"
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.pod, self.clock = Pod(), Clock()
-        self.woken: list[str] = []
-        self.probes: Probes[str] = Probes(self.woken.append, ask=self.pod, now=self.clock, interval_seconds=10)
+    def __init__(self, pods: Pods, asker: Asker, clock: Clock) -> None:
+        self.pods, self.asker, self.clock, self.woken = pods, asker, clock, list[str]()
+        self.probes = Probes(asker, self.woken.append, now=clock, interval_seconds=10)
 
-    def look(self, meaning: Callable[[bytes], object] = int, address: Address = JANITOR) -> Answer | None:
-        return self.probes.look(address, owner="llama", meaning=meaning)
+    def look(
+        self,
+        meaning: Callable[[bytes], object] = int,
+        *,
+        uid: str = "",
+        since: str = "",
+        host: str = HOST,
+        is_passing: Callable[[object], bool] = lambda _value: False,
+    ) -> Answer | None:
+        subject = Subject(address=Address(host=host, port=self.pods.port, path="/"), uid=uid)
+        return self.probes.look(subject, owner="llama", meaning=meaning, since=since, is_passing=is_passing)
 
     def settle(self, wakings: int) -> None:
         until(lambda: len(self.woken) == wakings)
 
+    def asked(self, times: int) -> None:
+        until(lambda: self.pods.asked[HOST] == times)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let so many seconds pass, and have who is due by then asked."""
+        is_done = threading.Event()
+        self.rest()
+        self.clock.seconds += seconds
+        self.asker.call(self.probes._ask_due)
+        self.asker.call(is_done.set)
+        assert is_done.wait(20)
+        self.rest()
+
+    def rest(self) -> None:
+        until(lambda: not any(known.is_asking for known in self.probes._known.values()))
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.pod.may_answer.set()
-    made.probes.close()
+    with Pods().serving() as pods, running() as asker:
+        yield Rig(pods, asker, Clock())
+        pods.may_answer.set()
 
 
 def test_the_first_look_finds_nothing_and_the_answer_wakes_the_tier(rig: Rig) -> None:
@@ -68,48 +70,117 @@ def test_the_first_look_finds_nothing_and_the_answer_wakes_the_tier(rig: Rig) ->
 
 
 def test_nobody_waits_for_a_pod_that_hangs_and_it_is_asked_once(rig: Rig) -> None:
-    rig.pod.may_answer.clear()
+    rig.pods.may_answer.clear()
     assert rig.look() is None
-    assert rig.pod.asked.acquire(timeout=20)
+    rig.asked(1)
     rig.clock.seconds = 100
     assert rig.look() is None
-    rig.pod.may_answer.set()
+    rig.pods.may_answer.set()
     rig.settle(1)
-    assert rig.pod.calls == 1
+    assert rig.pods.asked[HOST] == 1
 
 
-def test_an_address_is_asked_once_per_interval(rig: Rig) -> None:
+def test_a_pod_is_asked_once_per_interval_however_often_somebody_looks(rig: Rig) -> None:
     rig.look()
     rig.settle(1)
     for _ in range(50):
         rig.look()
-    assert rig.pod.calls == 1
+    assert rig.pods.asked[HOST] == 1
     rig.clock.seconds = 10
     rig.look()
-    until(lambda: rig.pod.calls == 2)
+    rig.asked(2)
+
+
+def test_a_pod_is_asked_once_per_interval_though_nobody_looks_again(rig: Rig) -> None:
+    rig.look()
+    rig.settle(1)
+    for number in range(1, 4):
+        rig.pass_time(8.9)
+        rig.asked(number)
+        rig.pass_time(1.2)
+        rig.asked(number + 1)
+
+
+def test_who_is_one_of_very_many_is_asked_more_seldom(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "MOST_A_SECOND", 0.05)
+    rig.look()
+    rig.settle(1)
+    rig.pass_time(17.0)
+    rig.asked(1)
+    rig.pass_time(4.0)
+    rig.asked(2)
+
+
+def test_an_answer_that_is_about_to_change_is_asked_for_again_within_seconds(rig: Rig) -> None:
+    rig.look(is_passing=lambda value: value == 1)
+    rig.settle(1)
+    for seconds, asked in ((0.8, 1), (0.3, 2), (1.7, 2), (0.4, 3), (3.5, 3), (0.6, 4)):
+        rig.pass_time(seconds)
+        rig.asked(asked)
+    rig.pods.says["/"] = b"2"
+    rig.pass_time(8.0)
+    rig.settle(2)
+    assert rig.look() == Answer(value=2)
+    rig.pass_time(8.5)
+    rig.asked(5)
+
+
+def test_a_pod_that_has_become_ready_since_is_asked_at_once(rig: Rig) -> None:
+    rig.look(since="noon")
+    rig.settle(1)
+    rig.look(since="one")
+    rig.asked(2)
+
+
+def test_a_pod_that_becomes_ready_while_it_is_asked_is_asked_again(rig: Rig) -> None:
+    rig.pods.may_answer.clear()
+    rig.look(since="noon")
+    rig.asked(1)
+    rig.look(since="one")
+    rig.pods.may_answer.set()
+    rig.asked(2)
+
+
+def test_another_pod_at_the_same_address_does_not_inherit_an_answer(rig: Rig) -> None:
+    rig.look(uid="old")
+    rig.settle(1)
+    assert rig.look(uid="new") is None
+    rig.asked(2)
 
 
 def test_an_answer_that_means_the_same_wakes_nobody(rig: Rig) -> None:
     rig.look(lambda body: int(body) // 100)
     rig.settle(1)
-    rig.clock.seconds, rig.pod.says = 10, b"99"
+    rig.clock.seconds, rig.pods.says["/"] = 10, b"99"
     rig.look(lambda body: int(body) // 100)
-    until(lambda: rig.pod.calls == 2)
-    rig.clock.seconds, rig.pod.says = 20, b"101"
-    until(lambda: (rig.look(lambda body: int(body) // 100), len(rig.woken) == 2)[1])
+    rig.asked(2)
+    until(lambda: not next(iter(rig.probes._known.values())).is_asking)
+    rig.clock.seconds, rig.pods.says["/"] = 20, b"101"
+    rig.look(lambda body: int(body) // 100)
+    rig.settle(2)
     assert rig.look(lambda body: int(body) // 100) == Answer(value=1)
 
 
 def test_a_failure_is_an_answer_and_new_words_for_it_wake_nobody(rig: Rig) -> None:
-    rig.pod.says = ConnectionRefusedError("refused by port 1")
+    rig.pods.says.clear()
     rig.look()
     rig.settle(1)
-    assert rig.look() == Answer(problem="http://10.0.0.1:9400/usage: refused by port 1")
-    rig.clock.seconds, rig.pod.says = 10, ConnectionRefusedError("refused by port 2")
-    until(lambda: "port 2" in (rig.look() or Answer()).problem)
-    rig.clock.seconds, rig.pod.says = 20, b"x"
+    assert rig.look() == Answer(problem=f"http://{HOST}:{rig.pods.port}/: answers 404 Not Found")
+    rig.clock.seconds, rig.pods.says["/"] = 20, b"x"
     until(lambda: "invalid literal" in (rig.look() or Answer()).problem)
     assert rig.woken == ["llama"]
+
+
+def test_who_does_not_answer_is_asked_again_by_itself_and_later_each_time(rig: Rig) -> None:
+    rig.pods.says.clear()
+    rig.look()
+    rig.settle(1)
+    for seconds, asked in ((0.8, 1), (0.3, 2), (1.7, 2), (0.4, 3), (3.5, 3), (0.6, 4)):
+        rig.pass_time(seconds)
+        rig.asked(asked)
+    rig.pods.says["/"] = b"1"
+    rig.look(since="ready")
+    until(lambda: (rig.look(since="ready") or Answer()).value == 1)
 
 
 def test_an_answer_that_breaks_its_reader_is_a_failure_like_any_other(rig: Rig) -> None:
@@ -122,77 +193,6 @@ def test_pods_that_are_gone_are_forgotten(rig: Rig) -> None:
     rig.look()
     rig.settle(1)
     rig.clock.seconds = probes.FORGET_SECONDS + 1
-    rig.look(address=Address(host="10.0.0.2", port=9400, path="/usage"))
+    rig.look(host="127.0.0.2")
     rig.settle(2)
     assert rig.look() is None
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [("10.0.0.1", "http://10.0.0.1:1/x"), ("fd00::1", "http://[fd00::1]:1/x"), ("a.b", "http://a.b:1/x")],
-)
-def test_an_address_reads_as_a_url(host: str, url: str) -> None:
-    assert str(Address(host=host, port=1, path="/x")) == url
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if self.path == "/missing":
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.end_headers()
-        if self.path == "/endless":
-            try:
-                while True:
-                    self.wfile.write(b"x" * (1 << 20))
-            except OSError:
-                return
-        self.wfile.write(b"fine")
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    server = HttpServer("127.0.0.1", 0, Handler)
-    stop = server.serve_on_thread("pod")
-    yield server.server_port
-    stop()
-
-
-def test_an_answer_is_read_whole(port: int) -> None:
-    assert fetch(Address(host="127.0.0.1", port=port, path="/")) == b"fine"
-
-
-@pytest.mark.parametrize(("path", "says"), [("/missing", "answers 404"), ("/endless", "more than")])
-def test_a_bad_answer_is_refused(port: int, path: str, says: str) -> None:
-    with pytest.raises(OSError, match=says):
-        fetch(Address(host="127.0.0.1", port=port, path=path))
-
-
-def test_nobody_listening_is_an_error_of_the_system() -> None:
-    with pytest.raises(OSError, match="refused"):
-        fetch(Address(host="127.0.0.1", port=1, path="/"))
-
-
-@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "DEADLINE_SECONDS", 0.5)
-    is_over = threading.Event()
-
-    def drip(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client, contextlib.suppress(OSError):
-            client.sendall(said)
-            while not is_over.wait(0.05):
-                client.sendall(b"a")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=(listener,))
-        thread.start()
-        with pytest.raises(TimeoutError, match="too slowly"):
-            fetch(Address(host="127.0.0.1", port=listener.getsockname()[1], path="/"))
-        is_over.set()
-        thread.join()

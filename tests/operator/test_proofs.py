@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from asking_pods import nothing, on_loop
 from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW
 from proof_engines import Clock, ScriptedEngine, SharedVolume
 from tiers import tier
 from waiting import until
 
-from kvtier_operator import spec, status
+from kvtier_operator import status
+from kvtier_operator.api import parse
 from kvtier_operator.names import TierName
-from kvtier_operator.proof.asking import Ask, NoCanary, Target, make_ask
+from kvtier_operator.proof.api_keys import KeySource
+from kvtier_operator.proof.asker import Asker
 from kvtier_operator.proof.canary import Chunk
-from kvtier_operator.proof.engine import EngineLocked
+from kvtier_operator.proof.engine_client import EngineLocked
 from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
-from kvtier_operator.proof.keys import KeySource
 from kvtier_operator.proof.monitor import Proofs
+from kvtier_operator.proof.targets import Ask, NoCanary, Target, make_ask
 
 TIER = TierName(namespace="serving", name="llama")
 TARGETS = (Target(pod="a", address="10.0.0.1"), Target(pod="b", address="10.0.0.2"))
@@ -31,14 +33,15 @@ ASK = Ask(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, of
 class Bench:
     """Proofs over two scripted engines, in a time of its own."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    def __init__(self, asker: Asker) -> None:
+        self.asker, self.clock = asker, Clock()
         volume = SharedVolume()
         self.engines = {target.address: ScriptedEngine(volume) for target in TARGETS}
         self.woken: list[TierName] = []
         self.keys: list[str] = []
         self.secrets: dict[str, str] = {}
         self.proofs = Proofs(
+            asker,
             self.woken.append,
             connect=self.connect,
             read_key=self.read_key,
@@ -47,7 +50,8 @@ class Bench:
             settle_seconds=0,
         )
 
-    def connect(self, address: str, key: str) -> ScriptedEngine:
+    def connect(self, tier: TierName, address: str, key: str) -> ScriptedEngine:
+        assert tier == TIER
         self.keys.append(key)
         return self.engines[address]
 
@@ -67,83 +71,71 @@ class Bench:
         return sum(len(engine.asked) for engine in self.engines.values())
 
 
-@contextmanager
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    made.proofs.start()
-    try:
-        yield made
-    finally:
-        assert made.proofs.close(timeout=20)
+@pytest.fixture
+def made(asker: Asker) -> Bench:
+    return Bench(asker)
 
 
-def test_a_rollout_is_proven_once_and_wakes_its_tier_once() -> None:
-    with bench() as made:
-        assert made.look().canary is None
-        assert made.canary().outcome is CanaryOutcome.LOADED
-        asked = made.asked()
-        for _ in range(50):
-            made.look()
-        assert made.asked() == asked == 2
-        assert made.woken == [TIER]
+def test_a_rollout_is_proven_once_and_wakes_its_tier_once(made: Bench) -> None:
+    assert made.look().canary is None
+    assert made.canary().outcome is CanaryOutcome.LOADED
+    asked = made.asked()
+    for _ in range(50):
+        made.look()
+    assert made.asked() == asked == 2
+    assert made.woken == [TIER]
 
 
-def test_the_next_rollout_is_proven_anew() -> None:
-    with bench() as made:
-        made.canary()
-        after = replace(ASK, rollout="r2")
-        assert made.look(after).canary is None
-        assert made.canary(after).outcome is CanaryOutcome.LOADED
-        assert made.asked() == 4
+def test_the_next_rollout_is_proven_anew(made: Bench) -> None:
+    made.canary()
+    after = replace(ASK, rollout="r2")
+    assert made.look(after).canary is None
+    assert made.canary(after).outcome is CanaryOutcome.LOADED
+    assert made.asked() == 4
 
 
-def test_what_a_status_speaks_of_already_is_not_proven_at_once_again() -> None:
-    with bench() as made:
-        made.look(proven="r1")
-        until(lambda: made.engines["10.0.0.1"].counted)
-        assert made.asked() == 0
-
-
-@pytest.mark.parametrize("refusal", list(NoCanary))
-def test_a_refusal_sends_nothing(refusal: NoCanary) -> None:
-    with bench() as made:
-        made.look(replace(ASK, refusal=refusal))
-        made.look(replace(ASK, refusal=refusal))
+def test_what_a_status_speaks_of_already_is_not_proven_at_once_again(made: Bench) -> None:
+    made.look(proven="r1")
+    made.look(replace(ASK, targets=TARGETS[:1]), proven="r1")
+    on_loop(made.asker, nothing)
     assert made.asked() == 0
 
 
-def test_engines_that_do_not_answer_are_told_once() -> None:
-    with bench() as made:
-        for engine in made.engines.values():
-            engine.failure = "answers /v1/models with 401"
-        assert made.canary().outcome is CanaryOutcome.UNANSWERED
-        assert made.woken == [TIER]
+@pytest.mark.parametrize("refusal", list(NoCanary))
+def test_a_refusal_sends_nothing(made: Bench, refusal: NoCanary) -> None:
+    made.look(replace(ASK, refusal=refusal))
+    until(lambda: made.engines["10.0.0.1"].read)
+    assert made.asked() == 0
 
 
-def test_engines_with_a_key_are_asked_with_it_and_their_metrics_without() -> None:
+def test_engines_that_do_not_answer_are_told_once(made: Bench) -> None:
+    for engine in made.engines.values():
+        engine.failure = "answers /v1/models with 401"
+    assert made.canary().outcome is CanaryOutcome.UNANSWERED
+    assert made.woken == [TIER]
+
+
+def test_engines_with_a_key_are_asked_with_it_and_their_metrics_without(made: Bench) -> None:
     locked = replace(ASK, key=KeySource(secret="s", entry="k"))
-    with bench() as made:
-        made.secrets["s"] = "sesame"
-        assert made.canary(locked).outcome is CanaryOutcome.LOADED
-        assert made.keys.count("sesame") == 2
-        assert set(made.keys) == {"", "sesame"}
+    made.secrets["s"] = "sesame"
+    assert made.canary(locked).outcome is CanaryOutcome.LOADED
+    assert made.keys.count("sesame") == 2
+    assert set(made.keys) == {"", "sesame"}
 
 
-def test_a_key_that_cannot_be_read_is_told_and_nobody_is_asked() -> None:
+def test_a_key_that_cannot_be_read_is_told_and_nobody_is_asked(made: Bench) -> None:
     locked = replace(ASK, key=KeySource(secret="s", entry="k"))
-    with bench() as made:
-        found = made.canary(locked)
-        assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, "the operator may not read Secret s")
-        assert made.asked() == 0
-        made.secrets["s"] = "sesame"
-        assert made.canary(replace(locked, rollout="r2")).outcome is CanaryOutcome.LOADED
+    found = made.canary(locked)
+    assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, "the operator may not read Secret s")
+    assert made.asked() == 0
+    made.secrets["s"] = "sesame"
+    assert made.canary(replace(locked, rollout="r2")).outcome is CanaryOutcome.LOADED
 
 
-def test_a_tier_that_is_gone_is_forgotten() -> None:
-    with bench() as made:
-        made.canary()
-        made.proofs.forget(TIER)
-        assert made.look(replace(ASK, targets=())).canary is None
+def test_a_tier_that_is_gone_is_forgotten(made: Bench) -> None:
+    made.canary()
+    made.proofs.forget(TIER)
+    assert made.look(replace(ASK, targets=())).canary is None
 
 
 def snapshot(*addresses: str, **changes: Any) -> Any:
@@ -168,7 +160,7 @@ def snapshot(*addresses: str, **changes: Any) -> Any:
 def test_a_canary_is_sent_only_where_it_can_prove_something(
     body: Mapping[str, Any], pods: tuple[str, ...], refusal: NoCanary | None
 ) -> None:
-    ask = make_ask(spec.parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
+    ask = make_ask(parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
     assert ask.refusal is refusal
     assert len(ask.targets) == len(pods)
 
@@ -177,7 +169,7 @@ def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> Non
     def rollout(*addresses: str, generation: str = "g", template: str = "h") -> str:
         found = snapshot(*addresses)
         pods = tuple(replace(pod, template_hash=template) for pod in found.pods)
-        return make_ask(spec.parse(tier()), replace(found, pods=pods), generation=generation, chunk=Chunk()).rollout
+        return make_ask(parse(tier()), replace(found, pods=pods), generation=generation, chunk=Chunk()).rollout
 
     two = rollout("1.1.1.1", "1.1.1.2")
     assert two == rollout("1.1.1.1", "1.1.1.2", "1.1.1.3")

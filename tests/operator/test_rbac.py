@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import yaml
@@ -25,7 +26,7 @@ from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread, writes
-from kvtier_localcluster.apiserver.rbac import Grant, Rbac, grants_of
+from kvtier_localcluster.apiserver.rbac import Grant, Rbac, aggregated, grants_of
 
 CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 POLICY = "/apis/policy/v1"
@@ -166,6 +167,12 @@ def is_operator(request: Any) -> bool:
     return request.headers.get("User-Agent") != "test"
 
 
+def operators_own(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the roles that are bound to the operator; others are for people."""
+    bound = {found["roleRef"]["name"] for found in manifests if found["kind"].endswith("RoleBinding")}
+    return [found for found in manifests if "rules" in found and found["metadata"]["name"] in bound]
+
+
 def replay(api: ApiServerThread, tmp_path: Path, values: dict[str, Any]) -> Rbac:
     """Run the operator as the chart does, with no more rights than it grants, through every lifecycle."""
     manifests = render(values)
@@ -174,7 +181,7 @@ def replay(api: ApiServerThread, tmp_path: Path, values: dict[str, Any]) -> Rbac
         plural = f"{target.plural}.{target.group}".rstrip(".")
         return api.server.get(plural, target.namespace, target.name) is not None
 
-    rbac = Rbac(manifests, is_operator, exists)
+    rbac = Rbac(operators_own(manifests), is_operator, exists)
     api.server.faults.append(rbac.fault)
     deployment = next(found for found in manifests if found["kind"] == "Deployment")
     container = deployment["spec"]["template"]["spec"]["containers"][0]
@@ -183,7 +190,7 @@ def replay(api: ApiServerThread, tmp_path: Path, values: dict[str, Any]) -> Rbac
     environment = {**os.environ, **given, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_operator", *arguments], env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "kvtier_cli", *arguments], env=environment, stdout=log, stderr=log
         )
     kubectl = Client(api.url)
     try:
@@ -234,3 +241,56 @@ def test_a_call_that_no_rule_allows_is_denied() -> None:
         error = rbac.fault(make_mocked_request(method, path))
         assert isinstance(error, ApiError)
     assert rbac.used == {Grant("get", "", "pods", "a", "p")}
+
+
+def built_in(name: str, *gathered: str) -> dict[str, Any]:
+    """Return one of Kubernetes' own roles for people; its own rules do not matter here."""
+    selectors = [{"matchLabels": {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true"}} for each in gathered]
+    return {
+        "kind": "ClusterRole",
+        "metadata": {"name": name},
+        "aggregationRule": {"clusterRoleSelectors": selectors},
+    }
+
+
+BUILT_IN = {
+    "view": built_in("view", "view"),
+    "edit": built_in("edit", "edit", "view"),
+    "admin": built_in("admin", "admin", "edit", "view"),
+}
+
+
+def acts_as(api: ApiServerThread, role: str, values: dict[str, Any]) -> Client:
+    """Return the hands of who has one of Kubernetes' own roles in one namespace, and nothing else."""
+    given = aggregated(BUILT_IN[role], render(values))
+    in_namespace = {**given, "kind": "Role", "metadata": {"name": role, "namespace": NAMESPACE}}
+    api.server.faults.append(Rbac([in_namespace], lambda request: not is_operator(request)).fault)
+    return Client(api.url)
+
+
+@pytest.mark.parametrize("role", ["edit", "admin"])
+def test_who_may_edit_a_namespace_makes_scales_and_deletes_tiers_in_it(api: ApiServerThread, role: str) -> None:
+    person = acts_as(api, role, {})
+    person.apply_tier(body())
+    assert person.names(TIERS, "kvcachetiers") == {"llama"}
+    person.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}}, sub="/scale")
+    person.merge(TIERS, "kvcachetiers", "llama", {"spec": {"disk": {"mode": "Bypass"}}})
+    person.delete(TIERS, "kvcachetiers", "llama")
+    elsewhere = f"{TIERS}/namespaces/elsewhere/kvcachetiers"
+    with pytest.raises(HTTPError, match="403"):
+        person.call("POST", elsewhere, {**body(), "metadata": {"name": "llama", "namespace": "elsewhere"}})
+    with pytest.raises(HTTPError, match="403"):
+        person.merge(TIERS, "kvcachetiers", "llama", {"status": {"conditions": []}}, sub="/status")
+
+
+def test_who_may_view_a_namespace_sees_its_tiers_and_changes_none(api: ApiServerThread) -> None:
+    person = acts_as(api, "view", {})
+    assert person.names(TIERS, "kvcachetiers") == set()
+    with pytest.raises(HTTPError, match="403"):
+        person.apply_tier(body())
+
+
+def test_nobody_gets_a_right_to_tiers_where_the_chart_is_told_not_to_give_it(api: ApiServerThread) -> None:
+    person = acts_as(api, "admin", {"rbac": {"aggregate": False}})
+    with pytest.raises(HTTPError, match="403"):
+        person.apply_tier(body())

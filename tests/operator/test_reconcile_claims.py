@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
-from test_reconcile import CHILDREN, condition, run
+from test_reconcile import CHILDREN, JANITORS, condition, run
 from tiers import (
     CLAIM,
+    CONFIG,
     DEPLOYMENT,
     JANITOR,
     NAMESPACE,
@@ -92,18 +94,22 @@ def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
 @pytest.mark.parametrize(
     ("change", "reason", "words"),
     [
-        pytest.param({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than", id="smaller"),
+        pytest.param({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than the 2Ti", id="smaller"),
         pytest.param({"storageClassName": "nfs"}, "ClaimImmutable", "'cephfs', not 'nfs'", id="another class"),
         pytest.param(
             {"accessModes": ["ReadWriteMany", "ReadWriteOnce"]}, "ClaimImmutable", "accessModes", id="another mode"
         ),
     ],
 )
-def test_a_change_that_a_claim_cannot_make_is_refused(change: dict[str, Any], reason: str, words: str) -> None:
+def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
+    change: dict[str, Any], reason: str, words: str
+) -> None:
     cluster = FakeCluster(tier())
     run(cluster)
+    before = cluster.look(CLAIM)
     cluster.edit(TIER_KEY, {"spec": {"replicas": 1, "volume": {"claim": change}}})
-    assert run(cluster).written == ()
+    assert run(cluster).written == (DEPLOYMENT,)
+    assert cluster.look(CLAIM) == before
     assert condition(cluster, "Ready")["reason"] == reason
     assert words in condition(cluster, "Ready")["message"]
 
@@ -134,8 +140,37 @@ def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
     run(healthy)
     cluster = FakeCluster(tier())
     cluster.fail = (healthy.calls.index(("apply", str(CLAIM))) + 1, ClusterForbidden("quota"))
-    assert run(cluster).written == ()
-    assert cluster.existing() == {TIER_KEY}
+    run(cluster)
+    assert cluster.existing() == (CHILDREN - {CLAIM, DEPLOYMENT, *JANITORS}) | {TIER_KEY}
+    assert condition(cluster, "Ready")["message"] == "quota"
+
+
+def grown_by_hand(size: str = "4Ti") -> FakeCluster:
+    """Return a tier whose claim somebody has made larger than the spec says."""
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(CLAIM, {"spec": {"resources": {"requests": {"storage": size}}}, "status": {"phase": "Bound"}})
+    return cluster
+
+
+def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec_says() -> None:
+    cluster = grown_by_hand()
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 3, "disk": {"mode": "Bypass"}}})
+    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
+    assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 3
+    assert cluster.look(CLAIM)["spec"]["resources"]["requests"]["storage"] == "4Ti"
+    assert condition(cluster, "Ready")["reason"] == "ClaimCannotShrink"
+    assert "2Ti is less than the 4Ti that claim 'llama-blocks' has" in condition(cluster, "Ready")["message"]
+
+
+def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines() -> None:
+    cluster = grown_by_hand()
+    cluster.remove(TIER_KEY)
+    assert cluster.existing() == {CLAIM}
+    cluster.put(tier())
+    run(cluster)
+    assert cluster.existing() == CHILDREN | {TIER_KEY}
 
 
 @pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])

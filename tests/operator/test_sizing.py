@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_operator.plan import flags, terms
+from kvtier_operator.plan import flags, report
 from kvtier_operator.plan.sizing import GIB, make_sizing
 
 
 @pytest.mark.parametrize(
     ("inputs", "shm_gib", "memory_gib", "startup_seconds"),
     [
-        pytest.param((64, 16, 1), 65, 81, 332, id="one engine"),
-        pytest.param((1, 4, 1), 2, 6, 301, id="half a second of pinning counts as one"),
-        pytest.param((256, 32, 1), 257, 289, 428, id="a large tier takes minutes to pin"),
-        pytest.param((10, 16, 4), 44, 60, 320, id="each engine core of a data-parallel pod has a tier and an overhead"),
+        pytest.param((64, 16, 1), 65, 82.75, 332, id="one engine"),
+        pytest.param((1, 4, 1), 2, 7, 301, id="half a second of pinning counts as one"),
+        pytest.param((256, 32, 1), 257, 291.5, 428, id="a large tier takes minutes to pin"),
+        pytest.param((10, 16, 4), 44, 65, 320, id="each engine core of a data-parallel pod has a tier and an overhead"),
     ],
 )
 def test_every_size_follows_from_the_cpu_tier(
-    inputs: tuple[int, int, int], shm_gib: int, memory_gib: int, startup_seconds: int
+    inputs: tuple[int, int, int], shm_gib: int, memory_gib: float, startup_seconds: int
 ) -> None:
     cpu_gib, engine_gib, engines = inputs
     sizing = make_sizing(cpu_bytes=cpu_gib * GIB, engine_memory_bytes=engine_gib * GIB, engines_per_pod=engines)
@@ -44,7 +44,7 @@ def test_weights_of_known_size_lengthen_the_startup_budget() -> None:
 def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, weights: int) -> None:
     sizing = make_sizing(cpu_bytes=cpu, engine_memory_bytes=memory, engines_per_pod=engines, weight_bytes=weights)
     assert sizing.shm_bytes == sizing.engines_per_pod * sizing.cpu_bytes + sizing.shm_overhead_bytes
-    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes
+    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes + sizing.mover_bytes
     assert sizing.startup_seconds == (
         sizing.startup_base_seconds + sizing.startup_pin_seconds + sizing.startup_load_seconds
     )
@@ -81,5 +81,13 @@ def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str
 
 def test_no_term_is_larger_than_a_status_can_hold() -> None:
     sizing = make_sizing(cpu_bytes=1 << 62, engine_memory_bytes=1 << 62, engines_per_pod=9999)
-    found = terms.terms(sizing, None, node_bytes=None)
+    found = report.terms(sizing, None, node_bytes=None)
     assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1
+
+
+def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_that_maps_it() -> None:
+    one, eight = (
+        make_sizing(cpu_bytes=1 << 40, engine_memory_bytes=GIB, workers_per_engine=workers) for workers in (1, 8)
+    )
+    assert eight.mover_bytes - one.mover_bytes == 7 * 2 * GIB
+    assert eight.mover_bytes >= 9 * 2 * GIB

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.errors import OperatorError, SpecInvalid
-from kvtier_operator.spec import TierSpec, parse
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
 MINIMAL = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())
@@ -61,9 +61,9 @@ def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
     assert (spec.engine.accelerator.resource, spec.engine.accelerator.per_pod) == ("nvidia.com/gpu", 1)
     assert (spec.engine.memory, spec.engine.memory_bytes, spec.engine.cpu) == ("16Gi", 16 << 30, "4")
     assert (spec.hash.seed, spec.hash.algorithm) == ("0", "sha256_cbor")
-    assert (spec.cpu.size_bytes, spec.cpu.eviction_policy, spec.cpu.offload_prompt_only) == (64 << 30, "lru", True)
+    assert (spec.cpu.size_bytes, spec.cpu.eviction_policy, spec.cpu.offload_prompt_only) == (4 << 30, "lru", True)
     assert spec.volume.claim is not None
-    assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (2 << 40, ("ReadWriteMany",))
+    assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (20 << 30, ("ReadWriteOnce",))
     assert (spec.volume.existing_claim, spec.volume.path, spec.volume.deletion_policy) == (None, "", "Retain")
     assert spec.disk.mode == "ReadWrite"
     budget = spec.disk.budget
@@ -81,8 +81,14 @@ def test_the_full_sample_has_every_field() -> None:
             gap for name in value.model_fields_set for gap in unset(getattr(value, name), f"{path}.{name}")
         ]
 
-    # Exactly one of the two claims, and of the two ways to size the CPU tier, can be given.
-    assert sorted(unset(parse(FULL), "spec")) == ["spec.cpu.fraction", "spec.volume.existing_claim"]
+    # Only one of the two claims, of the two ways to size the CPU tier, and of the two budgets, can be given; and who
+    # applies the sample has no operator of a class.
+    assert sorted(unset(parse(FULL), "spec")) == [
+        "spec.cpu.fraction",
+        "spec.engine.disruption_budget.min_available",
+        "spec.operator_class_name",
+        "spec.volume.existing_claim",
+    ]
 
 
 def test_objects_of_kubernetes_are_kept_as_they_were_written() -> None:

@@ -15,12 +15,15 @@ import pytest
 import yaml
 
 from kvtier_operator import names
+from kvtier_operator.api import parse, pod_template, reserved_flags
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.manifests import render
+from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.spec import owned, parse, pods
 
 FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())
+# The flags of adapters are refused only where the tier has some; the tests of those ask that.
+for field in ("loras", "maxLoraRank", "maxLorasAtOnce"):
+    del FULL["spec"]["model"][field]
 
 # A process of its own: importing vLLM takes seconds, and warns.
 ASK_VLLM = """
@@ -58,11 +61,11 @@ def is_accepted(word: str) -> bool:
 
 
 def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
-    assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(owned.FLAGS)
+    assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(reserved_flags.FLAGS)
 
 
 def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
-    for flag in owned.FLAGS:
+    for flag in reserved_flags.FLAGS:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
             meant = [known for known in vllm_flags if known.startswith(flag[:length])]
             if meant == [flag]:
@@ -73,24 +76,24 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
 def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[str, Any]) -> None:
     rendered = {word.partition("=")[0] for word in deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
-    assert rendered - {"--served-model-name"} <= set(owned.FLAGS)
+    assert rendered - {"--served-model-name", *reserved_flags.HARMLESS} <= set(reserved_flags.FLAGS)
 
 
 def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
     pod = deployment["spec"]["template"]["spec"]
-    assert all(pods.OWN_VOLUMES.match(volume["name"]) for volume in pod["volumes"])
-    assert all(pods.OWN_MOUNTS.match(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"])
+    assert all(pod_template.OWN_VOLUMES.match(volume["name"]) for volume in pod["volumes"])
+    assert all(pod_template.OWN_MOUNTS.match(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"])
 
 
 def test_users_cannot_take_the_labels_that_the_operator_sets(deployment: dict[str, Any]) -> None:
-    assert all(pods.OWN_LABELS.match(key) for key in deployment["spec"]["template"]["metadata"]["labels"])
+    assert all(pod_template.OWN_LABELS.match(key) for key in deployment["spec"]["template"]["metadata"]["labels"])
 
 
 def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(deployment: dict[str, Any]) -> None:
     variables = {
         entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
     }
-    directory = re.search(r"points it at (\S+);", owned.ENV["HF_HOME"])
+    directory = re.search(r"points it at (\S+);", reserved_flags.ENV["HF_HOME"])
     assert directory is not None
     assert directory[1] == variables["HF_HOME"]
-    assert set(owned.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
+    assert set(reserved_flags.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)

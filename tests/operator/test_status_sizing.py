@@ -20,7 +20,8 @@ from healthy_tier import (
 )
 from tiers import tier
 
-from kvtier_operator import spec, status
+from kvtier_operator import status
+from kvtier_operator.api import parse
 from kvtier_operator.plan import Decisions, decide
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.snapshot import Engines, Node, Nodes, Pod
@@ -35,7 +36,8 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "shmOverheadBytes": 1 << 30,
         "shmBytes": 65 << 30,
         "engineMemoryBytes": 16 << 30,
-        "memoryBytes": 81 << 30,
+        "moverBytes": 7 << 28,
+        "memoryBytes": 331 << 28,
         "weightBytes": 16100000000,
         "ephemeralBytes": 17 << 30,
         "startupBaseSeconds": 300,
@@ -65,8 +67,9 @@ def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> status.View:
 def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
     found = conditions(on(replace(NODE, memory_bytes=64 << 30)))["SizingFits"]
     assert (found["status"], found["reason"]) == ("False", "DoesNotFit")
-    assert "needs 81 GiB of memory (engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB)" in found["message"]
-    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 47 GiB" in found["message"]
+    terms = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
+    assert f"needs 82.8 GiB of memory ({terms})" in found["message"]
+    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 45.2" in found["message"]
 
 
 def test_processors_count_too() -> None:
@@ -90,7 +93,7 @@ def test_without_a_look_at_nodes_only_pods_tell() -> None:
 
 
 def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
-    small = spec.parse(tier(cpu={"size": "32Gi"}))
+    small = parse(tier(cpu={"size": "32Gi"}))
     decisions = decide(small, REF, None)
     assert isinstance(decisions, Decisions)
     snapshot = replace(HEALTHY, nodes=Nodes(nodes=(NODE,)))
@@ -102,14 +105,14 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
 
 def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
     nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
-    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    found = conditions(replace(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
     assert found["Ready"]["status"] == "True"
     assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
 
 
 def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
     nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=(), nodes=Nodes(nodes=()))
-    found = conditions(replace(VIEW, spec=spec.parse(tier(replicas=0)), snapshot=nothing))
+    found = conditions(replace(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
     assert (found["Ready"]["status"], found["SizingFits"]["status"]) == ("True", "Unknown")
 
 

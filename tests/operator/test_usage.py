@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
-from kvtier_operator import usage
-from kvtier_operator.usage import EngineReport
+from kvtier_operator.proof import pod_reports
+from kvtier_operator.snapshot import EngineReport
 
 HOUR = 3600.0
 
 
 def read(**changes: Any) -> Usage:
-    return usage.read_usage(encode(Usage(**{"tier": "ns/llama", **changes})).encode())
+    return pod_reports.read_usage(encode(Usage(**{"tier": "ns/llama", **changes})).encode())
 
 
 @given(st.integers(min_value=0, max_value=2**63))
 def test_a_rounded_number_is_less_than_a_percent_off_and_stays_as_it_is(number: int) -> None:
-    found = usage.rounded(number)
+    found = pod_reports.rounded(number)
     assert 0 <= number - found <= number / 100
-    assert usage.rounded(found) == found
+    assert pod_reports.rounded(found) == found
 
 
 def test_small_changes_are_not_told() -> None:
@@ -54,7 +54,7 @@ def test_problems_are_few_and_short() -> None:
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"\xff"])
 def test_what_is_no_report_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  of whatever the reader stumbles over
-        usage.read_usage(body)
+        pod_reports.read_usage(body)
 
 
 METRICS = b"""\
@@ -70,13 +70,13 @@ vllm:kvtier_disk_mode{engine="0",model_name="m"} 0.0
 
 
 def test_the_fields_that_an_engine_was_refused_for_are_found_among_its_metrics() -> None:
-    assert usage.read_metrics(METRICS) == EngineReport(refused=("dtype", "model_name"))
+    assert pod_reports.read_metrics(METRICS) == EngineReport(refused=("dtype", "model_name"))
 
 
 @pytest.mark.parametrize(("value", "is_missing"), [(b"1.0", True), (b"1", True), (b"0.0", False), (b"10.0", False)])
 def test_an_engine_without_its_key_says_so(value: bytes, is_missing: bool) -> None:
     body = METRICS + b'vllm:kvtier_disk_key_missing{engine="0",model_name="m"} ' + value + b"\n"
-    assert usage.read_metrics(body).is_key_missing is is_missing
+    assert pod_reports.read_metrics(body).is_key_missing is is_missing
 
 
 ACTIVE = b'vllm:kvtier_disk_active{engine="0",model_name="m"} %d.0\n'
@@ -96,9 +96,9 @@ MODE = b'vllm:kvtier_disk_mode{engine="0",model_name="m"} %d.0\n'
     ids=["attached", "detached", "detached and read-only", "one of two", "told to bypass", "refused"],
 )
 def test_an_engine_that_serves_without_the_volume_says_so(body: bytes, is_detached: bool) -> None:
-    assert usage.read_metrics(body).is_detached is is_detached
+    assert pod_reports.read_metrics(body).is_detached is is_detached
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n"])
 def test_metrics_without_a_refusal_tell_of_none(body: bytes) -> None:
-    assert usage.read_metrics(body) == EngineReport()
+    assert pod_reports.read_metrics(body) == EngineReport()

@@ -28,12 +28,12 @@ from live import CORE, NAMESPACE, TIERS, Client
 from tiers import tier
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
-from kvtier_operator.admission import WORKERS, Admission, Verdict
-from kvtier_operator.cluster import connect
+from kvtier_operator.admission import LAST_APPLIED, WORKERS, Admission
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.inventory import Inventory
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.webhook import Verdict, WebhookServer
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.webhook import WebhookServer
 
 NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "small"}}
 ROOM = {"cpu": "8", "memory": "16Gi", "nvidia.com/gpu": "8", "pods": "110"}
@@ -96,7 +96,7 @@ def authority(tmp_path: Path) -> Authority:
 def webhook(api: ApiServerThread, authority: Authority) -> Iterator[WebhookServer]:
     """The webhook as the operator serves it, registered as the chart does, at an address instead of a Service."""
     api.create({**NODE, "metadata": {"name": "large"}, "status": {"allocatable": LARGE, "capacity": LARGE}})
-    cluster = connect(may_write=lambda: False)
+    cluster = connect(may_write=lambda _namespace: False)
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: 0.0)
     admission = Admission(cluster, inventory=inventory, connector_image="connector:1")
     certificate, key = authority.issue()
@@ -170,6 +170,16 @@ def test_an_edit_says_what_it_discards_and_restarts(api: ApiServerThread) -> Non
 
 
 @pytest.mark.usefixtures("webhook")
+def test_a_field_that_the_api_server_took_out_is_told_of_with_what_was_meant(api: ApiServerThread) -> None:
+    written = body(modelName="x", nodeSelector={"a": "b"})
+    applied = body()
+    applied["metadata"]["annotations"] = {LAST_APPLIED: json.dumps(written)}
+    told = create(api, applied)
+    assert ["spec.modelName" in told[0], "did you mean spec.model.name?" in told[0]] == [True, True]
+    assert "did you mean spec.engine.podTemplate.nodeSelector?" in told[1]
+
+
+@pytest.mark.usefixtures("webhook")
 def test_a_tier_that_no_node_can_hold_is_warned_of(api: ApiServerThread) -> None:
     api.create({**NODE, "status": {"allocatable": ROOM, "capacity": ROOM}})
     Client(api.url).call("DELETE", "/api/v1/nodes/large")
@@ -178,14 +188,13 @@ def test_a_tier_that_no_node_can_hold_is_warned_of(api: ApiServerThread) -> None
 
 
 @pytest.mark.usefixtures("webhook")
-def test_a_neighbour_on_the_same_path_is_warned_of_with_the_sum_of_the_budgets(api: ApiServerThread) -> None:
+def test_a_neighbour_on_the_same_claim_is_warned_of_where_the_budgets_do_not_fit_together(api: ApiServerThread) -> None:
     api.create(claim("shared"))
     volume = {"claim": None, "existingClaim": "shared"}
     assert create(api, body("one", volume=volume, disk={"budget": {"maxBytes": "1Ti"}})) == []
     (told,) = create(api, body("two", volume=volume, disk={"budget": {"maxBytes": "1Ti"}}))
-    assert "tier one on the same claim shared" in told
-    assert "2 TiB together" in told
-    assert create(api, body("three", volume={**volume, "path": "apart"})) == []
+    assert "claim shared is shared with one (1Ti), and their budgets are 2Ti together, of 1Ti" in told
+    assert create(api, body("three", volume={"claim": {"size": "1Ti"}})) == []
 
 
 @pytest.mark.usefixtures("webhook")
@@ -300,7 +309,7 @@ class Stuck:
     """A cluster whose answers do not come before they are let through."""
 
     def __init__(self, *, is_stuck: Callable[[str], bool]) -> None:
-        self._cluster = connect(may_write=lambda: False)
+        self._cluster = connect(may_write=lambda _namespace: False)
         self._is_stuck = is_stuck
         self.let_through = threading.Event()
 

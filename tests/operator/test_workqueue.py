@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from waiting import until
 
-from kvtier_operator.workqueue import Done, WorkQueue
+from kvtier_operator.kube.workqueue import Done, WorkQueue
 
 NEVER = 3600.0
 
@@ -131,23 +131,6 @@ def test_a_key_comes_back_by_itself_until_it_is_gone() -> None:
     assert seen["gone"] == 1
 
 
-def test_a_known_key_is_not_hurried_by_a_listing() -> None:
-    seen: Counter[str] = Counter()
-
-    def work(key: str, attempt: int) -> Done:
-        seen[key] += 1
-        return Done()
-
-    with queue(work) as found:
-        found.add_if_unknown("a")
-        until(lambda: seen["a"] == 1)
-        for _ in range(10):
-            found.add_if_unknown("a")
-        found.add("b")
-        until(lambda: seen["b"])
-    assert seen["a"] == 1
-
-
 def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
     entered, release = threading.Event(), threading.Event()
     ended: list[str] = []
@@ -185,3 +168,17 @@ def test_a_queue_that_does_not_move_shows_it() -> None:
         until(lambda: found.seconds_overdue() > 0)
         release.set()
         until(lambda: found.seconds_overdue() == 0)
+
+
+def test_being_added_again_and_again_does_not_make_a_failing_key_wait_longer() -> None:
+    attempts: list[int] = []
+
+    def work(_key: str, attempt: int) -> Done:
+        attempts.append(attempt)
+        return Done(retry_after=NEVER)
+
+    with queue(work) as found:
+        for number in range(1, 6):
+            found.add("a")
+            until(lambda number=number: len(attempts) == number)  # type: ignore[misc]  # mypy sees no default
+    assert attempts == [1, 2, 2, 2, 2]

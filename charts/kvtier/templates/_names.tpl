@@ -1,3 +1,21 @@
+{{- /* Called first by every template: values that an older release stored (helm upgrade --reuse-values) lack what came
+since, and get the defaults of today. */ -}}
+{{- define "kvtier.complete" -}}
+{{- include "kvtier.fill" (list .Values (.Files.Get "files/defaults.yaml" | fromYaml)) -}}
+{{- end -}}
+
+{{- /* What people write as a whole is left as they wrote it: a limit that they removed stays away. */ -}}
+{{- define "kvtier.fill" -}}
+{{- $values := index . 0 -}}
+{{- range $name, $default := index . 1 -}}
+{{- if not (hasKey $values $name) -}}
+{{- $_ := set $values $name $default -}}
+{{- else if and (kindIs "map" $default) (not (has $name (list "resources" "podSecurityContext"))) -}}
+{{- include "kvtier.fill" (list (get $values $name) $default) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvtier.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}

@@ -10,9 +10,9 @@
   # Never deleted by the operator: the garbage collector does it, and only under deletionPolicy Delete.
   resources: [persistentvolumeclaims]
   verbs: [get, list, watch, create, patch]
-- apiGroups: [batch] # tries a new claim; read and written only until it was found good
+- apiGroups: [batch] # tries a new claim
   resources: [jobs]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete] # deleted where a tier switches its janitor off
@@ -24,6 +24,7 @@
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [coordination.k8s.io]
+  # Of the janitors, and the one of the operator that works in the namespace.
   resources: [leases]
   verbs: [get, list, create, update, patch, delete]
 - apiGroups: [policy]
@@ -48,7 +49,7 @@
 {{- define "kvtier.clusterRules" -}}
 - apiGroups: [""]
   resources: [nodes]
-  verbs: [list]
+  verbs: [list, watch]
 {{- end -}}
 
 {{- /* What it does in its own namespace. */ -}}

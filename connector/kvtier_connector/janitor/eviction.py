@@ -54,6 +54,11 @@ class Eviction:
         """Whether every victim was dealt with."""
         return self._next >= self._choice.rows.size
 
+    @property
+    def share(self) -> float:
+        """How many of the victims were dealt with, from 0 to 1."""
+        return self._next / max(1, self._choice.rows.size)
+
     def step(self, is_told: Callable[[str], bool]) -> None:
         """Remove the next batch; read the journals first.
 

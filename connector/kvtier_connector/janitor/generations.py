@@ -13,6 +13,7 @@ from kvtier_connector.store.layout import (
     QUARANTINE,
     TENANTS,
     TIER_FILE,
+    find_home,
     is_partial,
     parse_journal_path,
 )
@@ -55,7 +56,8 @@ def find_generations(fs: FileSystem, tier_dir: str, known: Iterable[Generation] 
     for entry in sorted(entries, key=lambda each: each.name):
         if entry.name in by_digest:
             found.append(by_digest[entry.name])
-        elif entry.is_dir(follow_symlinks=False):
+        # A preflight's directory may hold whatever a generation holds.
+        elif find_home(entry.name) is not None and entry.is_dir(follow_symlinks=False):
             try:
                 generation = look_at(fs, tier_dir, entry.name)
             except OSError as error:
@@ -109,7 +111,16 @@ def rank(standings: Iterable[Standing], current: str) -> list[str]:
 
 
 def condemn(standings: Iterable[Standing], *, current: str, keep_previous: int, idle_ns: int, now_ns: int) -> list[str]:
-    """Return the generations to remove whole: neither current, nor one of the previous ones to keep, nor in use."""
-    previous = [each for each in standings if each.digest != current]
-    previous.sort(key=lambda each: (-each.active_ns, each.digest))
-    return [each.digest for each in previous[keep_previous:] if now_ns - each.active_ns > idle_ns]
+    """Return the generations to remove whole: neither current, nor one of the previous ones to keep, nor in use.
+
+    Directories of weights that replaced the model's own are none of the previous ones: no edit leads back to them.
+    """
+    others = [each for each in standings if each.digest != current]
+    others.sort(key=lambda each: (-each.active_ns, each.digest))
+    kept = [each for each in others if not _is_of_an_update(each.digest)][:keep_previous]
+    return [each.digest for each in others if each not in kept and now_ns - each.active_ns > idle_ns]
+
+
+def _is_of_an_update(directory: str) -> bool:
+    home = find_home(directory)
+    return home is not None and home.epoch != ""

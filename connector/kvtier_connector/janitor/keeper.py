@@ -173,10 +173,11 @@ class Keeper:
         """Return what the policy would remove now; nothing is removed."""
         return self._choose(self._limits())
 
-    def finish(self) -> None:
+    def finish(self, tell: Callable[[float, int, int], None] = lambda _share, _blocks, _bytes: None) -> None:
         """Work until everything is counted and done, or the volume refuses to be walked."""
         while (self.step() == 0 or not self.is_idle) and not self._cannot_walk:
-            continue
+            removed = 0.0 if self._eviction is None else self._eviction.share
+            tell((self._patrol.share + removed) / 2, self._ledger.total.blocks, self._ledger.total.bytes)
 
     def close(self) -> None:
         """Save what is known; leave the brake to run out, or to the next janitor."""
@@ -289,6 +290,7 @@ class Keeper:
             make_tier_directory(self._fs, self._dir)
             self._brake.set(reason)
         if bool(before) != bool(self._brake.reason):
+            self._news.ring()
             logger.warning("%s: %s", self.config.tier, self._brake.reason or "engines may store again")
 
     def _give_up_generations(self, may_go_on: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier_connector.janitor.report import Report
@@ -138,13 +138,14 @@ class ReportCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their samples."""
         report = self._report()
+        namespace, _, name = report.usage.tier.partition("/")
         for declared, by_label in samples(report).items():
-            labels = ["tier", declared.label] if declared.label else ["tier"]
+            labels = ["namespace", "tier", *([declared.label] if declared.label else [])]
             family = (GaugeMetricFamily if declared.is_gauge else CounterMetricFamily)(
                 declared.name, declared.documentation, labels=labels
             )
             for label, value in by_label.items():
-                family.add_metric([report.usage.tier, label] if declared.label else [report.usage.tier], value)
+                family.add_metric([namespace, name, *([label] if declared.label else [])], value)
             yield family
 
 
@@ -152,4 +153,5 @@ def exposition(report: Callable[[], Report]) -> Callable[[], bytes]:
     """Return what renders the metrics as Prometheus reads them."""
     registry = CollectorRegistry()
     registry.register(ReportCollector(report))
+    ProcessCollector(registry=registry)
     return lambda: generate_latest(registry)

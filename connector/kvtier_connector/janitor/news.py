@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.janitor.ledger import Ledger
+from kvtier_connector.store.bell import Bell
+from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import BlockKey
@@ -16,6 +18,8 @@ from kvtier_connector.store.records import Op, Record
 
 _MOST_DOUBTFUL = 1 << 16
 _CLOCKS_DIFFER_SECONDS = 300.0
+_MOST_SILENT_ROUNDS = 20
+"""There is one janitor, so it can doubt a silent bell more often than engines do."""
 
 
 class News:
@@ -38,6 +42,7 @@ class News:
         self._places = places or {}
         self._readers: dict[str, JournalReader] = {}
         self._writers: dict[str, JournalWriter] = {}
+        self._bells: dict[str, Bell] = {}
         self.doubtful: dict[tuple[str, BlockKey], int] = {}
         """Blocks that an engine used and that were not in the ledger then, and when that was."""
 
@@ -55,8 +60,12 @@ class News:
         failed: StoreUnavailable | None = None
         for digest in digests:
             generation = self._ledger.generation(digest)
+            bell = self._bell(digest)
             try:
-                for records in self._reader(digest).read():
+                reader = self._reader(digest)
+                if not bell.is_ringing() and reader.has_read_all:
+                    continue
+                for records in reader.read():
                     for record in self._ledger.apply(generation, self._believed(records)):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
                             self.doubtful[digest, record.key] = record.time_ns
@@ -67,6 +76,11 @@ class News:
         if failed is not None:
             raise failed
         return True
+
+    def ring(self) -> None:
+        """Have the engines look at what is not in a journal, as the brake."""
+        for bell in self._bells.values():
+            bell.ring()
 
     def tell_gone(self, digest: str, key: BlockKey, payload_bytes: int) -> None:
         """Note that a block was removed; `flush` writes it."""
@@ -88,6 +102,7 @@ class News:
     def forget(self, digest: str) -> None:
         """Stop following a generation that was removed."""
         self._readers.pop(digest, None)
+        self._bells.pop(digest, None)
         self._writers.pop(digest, None)
 
     def places(self) -> dict[str, dict[str, int]]:
@@ -101,6 +116,17 @@ class News:
         if all(record.time_ns <= latest_ns for record in records):
             return records
         return [record._replace(time_ns=min(record.time_ns, now_ns)) for record in records]
+
+    def _bell(self, digest: str) -> Bell:
+        bell = self._bells.get(digest)
+        if bell is None:
+            bell = self._bells[digest] = Bell(
+                Path(self._tier_dir, digest),
+                fs=self._fs,
+                is_opened=mount_of(self._tier_dir).is_nfs,
+                most_silent_rounds=_MOST_SILENT_ROUNDS,
+            )
+        return bell
 
     def _reader(self, digest: str) -> JournalReader:
         reader = self._readers.get(digest)

@@ -72,6 +72,7 @@ class Patrol:
         self._clock = clock
         self._now = now
         self._pieces: deque[Piece] = deque()
+        self._pieces_of_walk = 0
         self._piece = Piece("", "")
         self._directories: deque[str] = deque()
         """Those of `_piece` that the walk over days has yet to look at."""
@@ -101,6 +102,11 @@ class Patrol:
     def is_counted(self) -> bool:
         """Whether every block that can be seen was seen once."""
         return self.walked_ns > 0
+
+    @property
+    def share(self) -> float:
+        """How much of the walk that is under way is done, from 0 to 1."""
+        return 1 - len(self._pieces) / self._pieces_of_walk if self._pieces_of_walk else 0.0
 
     @property
     def next_at(self) -> float:
@@ -169,6 +175,7 @@ class Patrol:
         self._pieces = deque(
             piece for piece in pieces if resumed is None or _order(*piece) >= _order(resumed.generation, resumed.path)
         )
+        self._pieces_of_walk = len(self._pieces)
         self._is_walking = True
         if not pieces:
             self._next_at = self._now() + (verify_seconds if self.is_counted else 0.0)

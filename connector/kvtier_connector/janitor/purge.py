@@ -22,6 +22,7 @@ from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import JournalWriter
 from kvtier_connector.store.layout import TENANTS, BlockKey
+from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 
@@ -63,6 +64,7 @@ def purge(  # noqa: PLR0913 - keywords
     fs: FileSystem = LOCAL,
     threads: int = 8,
     clock: Callable[[], int] = time.time_ns,
+    progress: Progress | None = None,
 ) -> list[Purged]:
     """Remove what the criteria choose at or below the directory; with `is_dry` only count it.
 
@@ -77,13 +79,17 @@ def purge(  # noqa: PLR0913 - keywords
     if criteria.tenant:
         _check_tenant(directory, roots, criteria.tenant, fs=fs)
     results = []
+    progress = progress or Progress()
+    # To follow prefixes, all names are read once before.
+    progress.begin(len(roots) * (1 if criteria.prefix is None else 2))
     for root in roots:
         purged = Purged(str(root.relative_to(directory)))
         results.append(purged)
         try:
-            _purge_one(root, criteria, purged, is_dry=is_dry, fs=fs, threads=threads, clock=clock)
+            _purge_one(root, criteria, purged, progress, is_dry=is_dry, fs=fs, threads=threads, clock=clock)
         except (StoreUnavailable, OSError) as error:
             purged.problem = str(error)
+        progress.finish()
     return results
 
 
@@ -101,6 +107,7 @@ def _purge_one(  # noqa: PLR0913 - keywords
     root: Path,
     criteria: Criteria,
     purged: Purged,
+    progress: Progress,
     *,
     is_dry: bool,
     fs: FileSystem,
@@ -110,7 +117,7 @@ def _purge_one(  # noqa: PLR0913 - keywords
     fs = Beneath(fs, str(root))
     journal = JournalWriter(root, fs=fs, clock=clock)
     unread: list[OSError] = []
-    for entry in _choose(root, criteria, fs=fs, threads=threads, now_ns=clock(), unread=unread):
+    for entry in _choose(root, criteria, progress, fs=fs, threads=threads, now_ns=clock(), unread=unread):
         if not is_dry:
             try:
                 fs.unlink(f"{root}/{entry.path}")
@@ -123,6 +130,7 @@ def _purge_one(  # noqa: PLR0913 - keywords
             purged.leftovers += 1
             continue
         purged.blocks, purged.bytes = purged.blocks + 1, purged.bytes + entry.size
+        progress.add(entry.size)
         if not is_dry:
             journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
             if purged.blocks % _FLUSH_EVERY == 0:
@@ -140,13 +148,21 @@ def _flush(journal: JournalWriter) -> None:
 
 
 def _choose(  # noqa: PLR0913 - keywords
-    root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, now_ns: int, unread: list[OSError]
+    root: Path,
+    criteria: Criteria,
+    progress: Progress,
+    *,
+    fs: FileSystem,
+    threads: int,
+    now_ns: int,
+    unread: list[OSError],
 ) -> Iterator[BlockEntry | Leftover]:
     """Yield what is to go; of what cannot be looked at, why it cannot is added to `unread`."""
     members = None
     if criteria.prefix is not None:
-        members = _members(root, criteria, fs=fs, threads=threads, unread=unread)
-    for entry in scan_parallel(root, fs=fs, threads=threads, unread=unread):
+        members = _members(root, criteria, progress, fs=fs, threads=threads, unread=unread)
+        progress.finish()
+    for entry in scan_parallel(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
         if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
             continue
         if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
@@ -159,7 +175,9 @@ def _choose(  # noqa: PLR0913 - keywords
         yield entry
 
 
-def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, unread: list[OSError]) -> set[BlockKey]:
+def _members(  # noqa: PLR0913 - keywords
+    root: Path, criteria: Criteria, progress: Progress, *, fs: FileSystem, threads: int, unread: list[OSError]
+) -> set[BlockKey]:
     """Return the keys of the blocks with the hash, and of all that continue them; opens every block of the tenant."""
     keys = [
         entry.key
@@ -167,13 +185,22 @@ def _members(root: Path, criteria: Criteria, *, fs: FileSystem, threads: int, un
         if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
     ]
     parents: dict[BlockKey, BlockKey] = {}
+    without_chain = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
-        for some in _parts(keys):
+        for number, some in enumerate(_parts(keys)):
+            progress.reach(min(1.0, number * _MEET_AT_ONCE / max(1, len(keys))))
             found, refused = meet_all(pool, fs, str(root), some)
             unread += [each.error for each in refused]
             for met in found:
+                # A block of an earlier format may continue the prefix.
+                without_chain += met.header is None and met.key.hash != criteria.prefix
                 if met.header is not None and met.header.lineage.parent:
                     parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
+    if without_chain:
+        message = (
+            f"{without_chain} blocks whose chain cannot be read; purge this generation with --generation {root.name}"
+        )
+        unread += [OSError(message)] * without_chain
     is_member: dict[BlockKey, bool] = {}
     for key in keys:
         path: list[BlockKey] = []

@@ -88,7 +88,7 @@ def sweep_beside(fs: FileSystem, tier_dir: str, *, generations: Collection[str],
     removed = 0
     for entry in fs.scandir(tier_dir):
         path = f"{tier_dir}/{entry.name}"
-        is_partial_ledger = entry.name.startswith(LEDGER_FILE) and is_partial(entry.name)
+        is_partial_ledger = entry.name.lstrip(".").startswith(LEDGER_FILE) and is_partial(entry.name)
         is_directory = entry.is_dir(follow_symlinks=False) and entry.name not in generations
         if not is_partial_ledger and not is_directory:
             continue

@@ -8,28 +8,25 @@ does: whatever ended them, a limit of the pod or a node without memory, may be o
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
-import os
+import math
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtier_connector.movers.process import UNWANTED, start_process
+
 logger = logging.getLogger("vllm.kvtier.movers")
 
-_PACKAGE = str(Path(__file__).parents[2])
 _DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
 FIRST_BACKOFF_SECONDS = 30.0
 LONGEST_BACKOFF_SECONDS = 600.0
 """Each attempt that fails doubles the back-off, up to this."""
-
-_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
-"""Copies into the CPU tier of 64 KiB and more bypass the processor's caches: it is the GPU that reads them next. That
-saves reading each line before it is written, a third of the memory traffic. Other C libraries ignore it."""
 
 
 class _State(enum.Enum):
@@ -53,7 +50,7 @@ class Crew:
         """Store the settings.
 
         Args:
-            size: How many movers.
+            size: How many movers at first; none is a crew that is never usable.
             command: For a mover's number, its settings and the descriptors that it inherits.
             first_backoff_seconds: After how long a crew that was given up is tried again.
         """
@@ -65,8 +62,10 @@ class Crew:
         self._killed: set[int] = set()
         self._deaths: deque[float] = deque()
         self._deaths_in_vain = 0
-        self._state = _State.USABLE
-        self._retry_at = 0.0
+        self._times: dict[int, list[int]] = {}
+        """Nanoseconds that a process had run and waited when it was last asked."""
+        self._state = _State.USABLE if size else _State.RESTING
+        self._retry_at = 0.0 if size else math.inf
         self._trial_ends: float | None = None
 
     def start(self) -> None:
@@ -79,9 +78,37 @@ class Crew:
         """Whether the processes live; False for a while once they died too often, or one could not be started."""
         return self._state is _State.USABLE
 
+    @property
+    def size(self) -> int:
+        """How many processes there are to be."""
+        return self._size
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the processes, those that die included."""
+        return list(self._processes)
+
+    def wait_share(self) -> float:
+        """Return which part of the time that the first and the last process could have run they waited for a core."""
+        ran = waited = 0
+        for mover in {min(self._processes, default=0), max(self._processes, default=0)}:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                schedstat = Path(f"/proc/{self._processes[mover].pid}/schedstat").read_text(encoding="ascii")
+                times = [int(part) for part in schedstat.split()[:2]]
+                before = self._times.get(mover, [0, 0])
+                ran, waited = ran + times[0] - before[0], waited + times[1] - before[1]
+                self._times[mover] = times
+        return max(0, waited) / max(1, ran + waited)
+
     def count(self) -> int:
         """Return how many processes there are to use."""
         return len(self._processes) if self.is_usable else 0
+
+    def resize(self, size: int) -> None:
+        """Start as many as are missing; those with a number from `size` on are told elsewhere to end, and do."""
+        self._size = size
+        for mover in range(size):
+            if mover not in self._processes:
+                self._try_to_spawn(mover)
 
     def bury(self) -> list[int]:
         """Return the numbers of those that died since the last call; `replace` them when their tasks are settled."""
@@ -90,6 +117,12 @@ class Crew:
     def replace(self, mover: int) -> None:
         """Start another process in the place of a dead one, unless too many died; on trial, one is too many."""
         process = self._processes.pop(mover)
+        if mover >= self._size:
+            return
+        if process.returncode == UNWANTED:
+            # It went just before it was wanted again.
+            self._try_to_spawn(mover)
+            return
         now = time.monotonic()
         if mover in self._killed:
             # That says something of the volume, and nothing of how processes live here.
@@ -109,10 +142,6 @@ class Crew:
     def note_work(self) -> None:
         """Take in that a process has done something."""
         self._deaths_in_vain = 0
-
-    def was_killed(self, mover: int) -> bool:
-        """Say whether `kill` ended one that `bury` named."""
-        return mover in self._killed
 
     def try_again(self, is_ready: Callable[[int], bool]) -> None:
         """Start what is missing of a crew that was given up, once the back-off is over, and use it when all are ready.
@@ -184,13 +213,4 @@ class Crew:
 
     def _spawn(self, mover: int) -> None:
         settings, descriptors = self._command(mover)
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([_PACKAGE, *(path for path in sys.path if path)])
-        tunables = environment.get("GLIBC_TUNABLES")
-        environment["GLIBC_TUNABLES"] = f"{tunables}:{_TUNABLES}" if tunables else _TUNABLES
-        self._processes[mover] = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_connector.movers.process", settings],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            env=environment,
-        )
+        self._processes[mover] = start_process("kvtier_connector.movers.process", settings, descriptors)

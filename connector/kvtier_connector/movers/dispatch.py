@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands tasks to the movers and takes their results: the engine's end of the board.
+"""Hands tasks to the movers and takes their answers: the engine's end of the board.
 
-Nothing here waits, and nothing makes a system call on the volume. One token through a pipe tells a mover of a task, one
-token back tells of its end, and the scheduler asks for those once in each of its steps.
+Nothing here waits, and nothing makes a system call on the volume. One token through a pipe tells the movers of a task,
+one message back tells of its end. What the tasks are for is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,67 +10,86 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from kvtier_connector.movers.board import ENTRIES, NO_TICKET, TOKEN, Board, Current, create_board
+from kvtier_connector.movers.board import (
+    ENTRIES,
+    FIRST_THREAD,
+    NO_TICKET,
+    TOKEN,
+    Board,
+    Current,
+    Head,
+    create_board,
+)
 from kvtier_connector.movers.crew import FIRST_BACKOFF_SECONDS, Crew
-from kvtier_connector.movers.pipe import TokenPipe
+from kvtier_connector.movers.mover import Mover, Permit
+from kvtier_connector.movers.pipe import MessagePipe
 from kvtier_connector.movers.process import MoverSettings
-from kvtier_connector.movers.region import Region
-from kvtier_connector.movers.tasks import Task, decode_outcome, encode_task
-from kvtier_connector.store.blockstore import Outcome, StoreFault, StoreOutcome
-from kvtier_connector.store.format import Fault
+from kvtier_connector.movers.rows import OwnRows, Region
+from kvtier_connector.movers.sizing import Sizing, enough
+from kvtier_connector.movers.tasks import REPLY, Answer, Ending, Lane, Task, decode_answer, encode_task
+from kvtier_connector.movers.threads import Threads
+from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.fs import LOCAL, FileSystem
 
-_RUN_BYTES = 2 << 20
-"""Rows that share a page of page-table entries go to the same movers."""
-_MOVERS_OF_A_GROUP = 4
-_TEND_SECONDS = 0.05
+_LANE_ENTRIES = {
+    Lane.PROBE: ENTRIES // 8,
+    Lane.LOAD: ENTRIES // 2,
+    Lane.PREFETCH: ENTRIES // 4,
+    Lane.STORE: ENTRIES // 8,
+}
+"""How much of the board one kind of task may take, so that none keeps another from it."""
 _LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a mover that holds its lock for longer than this is stopped, and is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DispatchSettings:
-    """What the movers work on."""
+class MoversSettings:
+    """What the movers work on, and how many they may be."""
 
-    movers: int
-    region: Region
-    row_bytes: int
     root: str
-    direct: bool | None
+    direct: bool | None = None
     keys_dir: str = ""
-    stuck_seconds: float
-    """A mover whose task takes longer hangs, and is killed."""
+    processes: int
+    """At most; 0 leaves it to threads."""
+    first_processes: int = 0
+    """So many are started, and more as they help; 0 starts all."""
+    threads: int
+    """That take over where processes cannot live."""
+    deadline_seconds: float
+    """A mover that works at one chunk for longer hangs: the task is late, and the mover is killed."""
+    probe_seconds: float = 2.0
+    """The same of a probe, which is a few system calls."""
+    retry_seconds: float = FIRST_BACKOFF_SECONDS
+    """After how long processes that were given up are tried again, for the first time."""
     file_system: str = ""
     """As in `MoverSettings`."""
-    retry_seconds: float = FIRST_BACKOFF_SECONDS
-    """After how long movers that were given up are tried again, for the first time."""
 
 
-class Ended(NamedTuple):
-    """One task that a mover has finished with."""
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A task that was submitted, until it has ended and no mover works at it any more."""
 
-    owner: int
     number: int
-    """Within the owner's tasks."""
-    outcome: Outcome | StoreOutcome
-    seconds: float
-    is_of_volume: bool = True
-    """Whether the outcome says something of the volume; False where the mover died by itself."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A task that lies in an entry of the board."""
-
-    owner: int
-    index: int
-    ticket: int
+    """The caller's."""
     task: Task
-    is_withdrawn: bool = False
+    lane: Lane
+    """How urgent it is by now."""
+    entry: int = 0
+    ticket: int = NO_TICKET
+    """What movers know it by; none while it waits with the engine."""
+    board_lane: Lane = Lane.STORE
+    """Whose part of the board it takes."""
+    is_taken_back: bool = False
+    ending: Ending | None = None
+    """How it ends if no answer comes before its row is safe."""
+    is_told: bool = False
+    """Whether the caller knows its end."""
+    is_excused: bool = False
+    """Whether the breaker has heard of its end."""
 
 
 @dataclass(slots=True)
@@ -79,248 +98,250 @@ class _Fence:
 
     remaining: set[int]
     began: float
-    again: list[tuple[int, int, Task]] = field(default_factory=list)
-    """Tasks to queue anew afterwards."""
+    flights: list[Flight]
 
 
 class Dispatcher:
-    """Scheduler's thread only. `submit`, `collect`, `withdraw`, then `close`."""
+    """Scheduler's thread only."""
 
-    def __init__(self, settings: DispatchSettings) -> None:
+    def __init__(
+        self, settings: MoversSettings, rows: OwnRows, regions: Sequence[Region], *, fs: FileSystem = LOCAL
+    ) -> None:
         """Make the board and the pipes; call `start`.
 
         Raises:
-            OSError: the host or this process has no room for them; nothing stays open but the region.
+            OSError: the host or this process has no room for them; nothing stays open.
         """
         self._settings = settings
-        self._groups = max(1, settings.movers // _MOVERS_OF_A_GROUP)
-        self._run_rows = max(1, _RUN_BYTES // settings.row_bytes)
-        pipes: list[TokenPipe] = []
+        self._rows = rows
+        self._regions = tuple(regions)
+        self._fs = fs
+        pipes: list[MessagePipe] = []
         with contextlib.ExitStack() as opened:
             self._board_fd = create_board()
             opened.callback(os.close, self._board_fd)
             self._board = Board(self._board_fd)
             opened.callback(self._board.close)
-            for _ in range(2 * self._groups + 1):
-                pipes.append(TokenPipe())
+            for size in (*[TOKEN.size] * len(Lane), REPLY.size):
+                pipes.append(MessagePipe(size))
                 opened.callback(pipes[-1].close)
             opened.pop_all()
-        self._load_pipes = pipes[: self._groups]
-        self._save_pipes = pipes[self._groups : -1]
-        self._done = pipes[-1]
-        self._crew = Crew(settings.movers, self._command, first_backoff_seconds=settings.retry_seconds)
+        self._pipes, self._replies = pipes[:-1], pipes[-1]
+        # A process of its own knows the real system calls only.
+        processes = settings.processes if regions and fs is LOCAL else 0
+        least = min(settings.first_processes or processes, processes)
+        self._sizing = Sizing(least, processes)
+        self._crew = Crew(least, self._command, first_backoff_seconds=settings.retry_seconds)
+        self._threads = Threads(settings.threads, self._make_thread)
+        self._head = Head(0, 0)
         self._free = list(range(ENTRIES))
-        self._flights: dict[int, _Flight] = {}
-        self._owned: dict[int, set[int]] = {}
-        self._waiting: tuple[deque[tuple[int, int, Task]], ...] = (deque(), deque())
-        self._fences: dict[int, _Fence] = {}
-        self._recoveries: list[_Fence] = []
+        self._taken = dict.fromkeys(Lane, 0)
+        self._flights: dict[int, Flight] = {}
+        self._unsent: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
+        self._fences: list[_Fence] = []
         self._next_ticket = 1
-        self._tended = 0.0
-        self._stuck = 0
-        self._is_closed = False
+        self._round_trip_seconds = 0.0
+        self._stuck: set[int] = set()
 
     def start(self) -> None:
         """Start the movers."""
+        self.share(1.0)
         self._crew.start()
+        if not self._crew.is_usable:
+            self._threads.start()
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether tasks may be submitted; what was before is to be withdrawn where not, but for what ends by itself."""
-        return self._crew.is_usable and not self._is_closed
+    def has_room(self, lane: Lane) -> bool:
+        """Say whether the board takes another task of the lane."""
+        return bool(self._free) and self._taken[lane] < _LANE_ENTRIES[lane]
 
-    def submit(self, owner: int, tasks: Iterable[tuple[int, Task]]) -> None:
-        """Queue tasks, each with its number within the owner's; loads go before what is to be saved."""
-        for index, task in tasks:
-            self._waiting[0 if task.is_load else 1].append((owner, index, task))
-        self._feed()
+    def place(self, flight: Flight, active_key: str) -> None:
+        """Put a task on the board; `send` tells the movers."""
+        flight.entry = entry = self._free.pop()
+        flight.ticket = ticket = self._next_ticket
+        flight.board_lane = flight.lane
+        flight.is_taken_back = False
+        self._next_ticket = ticket % 0xFFFFFFFF + 1
+        self._taken[flight.lane] += 1
+        self._flights[ticket] = flight
+        self._board.write_task(entry, encode_task(flight.task, active_key))
+        self._board.set_ticket(entry, ticket)
+        self._unsent[flight.lane].append(TOKEN.pack(entry, ticket))
 
-    def collect(self) -> list[Ended]:
-        """Return what ended since the last call."""
-        if self._is_closed:
-            return []
-        ended = self._drain()
-        now = time.monotonic()
-        if now - self._tended >= _TEND_SECONDS:
-            self._tended = now
-            ended += self._tend(now)
-        self._feed()
-        return ended
+    def send(self) -> None:
+        """Tell the movers of what was placed."""
+        for lane, pipe in zip(Lane, self._pipes, strict=True):
+            tokens, self._unsent[lane] = self._unsent[lane], []
+            pipe.send(tokens)
 
-    def begun(self, owner: int) -> list[int]:
-        """Return which tasks of the owner are with a mover now."""
-        indices = []
-        for mover in range(self._settings.movers):
+    def share(self, share: float) -> None:
+        """Let this share of the movers store."""
+        movers = self._crew.size if self._crew.is_usable else self._settings.threads
+        head = Head(self._crew.size, max(1, int(share * movers)))
+        if head != self._head:
+            self._head = head
+            self._board.set_head(head)
+
+    def drain(self) -> list[tuple[Flight, Answer | None, float]]:
+        """Return the tasks that movers have finished with, with None for one that was taken back before its end."""
+        answers = []
+        for ticket, code, seconds, number in REPLY.iter_unpack(self._replies.receive()):
+            self._crew.note_work()
+            flight = self._flights.pop(ticket, None)
+            if flight is not None:
+                self._clear(flight)
+                answers.append((flight, decode_answer(code, number), seconds))
+        return answers
+
+    def take_back(self, flights: Iterable[Flight]) -> None:
+        """Begin to take tasks back; `returned` tells when."""
+        taken = [flight for flight in flights if not flight.is_taken_back]
+        for flight in taken:
+            self._clear(flight)
+        if taken:
+            self._fences.append(_Fence(set(self._movers()), time.monotonic(), taken))
+
+    def returned(self) -> list[Flight]:
+        """Return tasks that were taken back and whose rows no mover will touch any more."""
+        flights: list[Flight] = []
+        if self._fences:
+            self._fences = [fence for fence in self._fences if not self._is_passed(fence, flights)]
+        return flights
+
+    def forget(self, flight: Flight) -> None:
+        """Take no answer to a task that was taken back."""
+        self._flights.pop(flight.ticket, None)
+        flight.ticket = NO_TICKET
+
+    def working(self) -> set[int]:
+        """Return the tickets that movers work at now."""
+        return {self._board.current(mover).ticket for mover in self._movers()} - {NO_TICKET}
+
+    def on_board(self) -> list[Flight]:
+        """Return the tasks that the movers know of."""
+        return [flight for flight in self._flights.values() if not flight.is_taken_back]
+
+    def bury(self) -> list[tuple[int, Flight | None]]:
+        """Return the movers that died, with the task that each had in hand; `replace` them when that is settled."""
+        found = []
+        for mover in self._crew.bury():
             current = self._board.current(mover)
-            flight = self._flights.get(current.entry)
-            if flight is not None and (flight.owner, flight.ticket) == (owner, current.ticket):
-                indices.append(flight.index)
-        return indices
+            flight = self._flights.pop(current.ticket, None)
+            if flight is not None:
+                self._clear(flight)
+            self._board.set_current(mover, Current(0, NO_TICKET, 0.0))
+            found.append((mover, flight))
+        return found
 
-    def withdraw(self, owner: int) -> bool:
-        """Take back every task of the owner; True once no mover will touch its rows again. Call until it is."""
-        fence = self._fences.get(owner)
-        if fence is None:
-            for queue in self._waiting:
-                kept = [item for item in queue if item[0] != owner]
-                if len(kept) != len(queue):
-                    queue.clear()
-                    queue.extend(kept)
-            entries = self._owned.pop(owner, set())
-            for entry in entries:
-                self._flights[entry].is_withdrawn = True
-                self._board.set_ticket(entry, NO_TICKET)
-            for recovery in self._recoveries:
-                # Its ticket was cleared before, so the new fence covers it too.
-                recovery.again = [item for item in recovery.again if item[0] != owner]
-            fence = self._fences[owner] = self._new_fence()
-        if not self._is_passed(fence):
+    def replace(self, mover: int) -> None:
+        """Start another in the place of a dead one."""
+        self._crew.replace(mover)
+
+    def end_hanging(self, now: float) -> list[Flight]:
+        """Kill the movers that hang, as far as they can be killed, and return what they hang at."""
+        found = []
+        self._stuck = set()
+        for mover in self._movers():
+            current = self._board.current(mover)
+            if current.ticket == NO_TICKET:
+                continue
+            flight = self._flights.get(current.ticket)
+            is_probe = flight is not None and flight.lane is Lane.PROBE
+            seconds = self._settings.probe_seconds if is_probe else self._settings.deadline_seconds
+            if now - current.started > seconds:
+                # It is buried the next time, so that until then it counts as stuck.
+                self._stuck.add(mover)
+                self._crew.kill(mover)
+                if flight is not None:
+                    found.append(flight)
+        return found
+
+    def end_all(self) -> None:
+        """Kill all processes: none of them does anything."""
+        for mover in self._crew.numbers():
+            self._crew.kill(mover)
+
+    def tend(self) -> None:
+        """Use processes where they live, and threads meanwhile."""
+        self._crew.try_again(self._is_ready)
+        if self._crew.is_usable:
+            self._threads.stop()
+        else:
+            self._threads.start()
+
+    def resize(self, now: float, *, reads: int, ended: int, round_trip_seconds: float) -> None:
+        """Have as many processes as what is under way is worth, on a volume that answers so slowly."""
+        if self._crew.is_usable:
+            if round_trip_seconds != self._round_trip_seconds:
+                self._round_trip_seconds = round_trip_seconds
+                processors = len(os.sched_getaffinity(0))
+                self._sizing.expect(
+                    enough(processors, round_trip_seconds=round_trip_seconds, chunk_bytes=self._rows.row_bytes)
+                )
+            size = self._sizing.decide(now, reads=reads, ended=ended, wait_share=self._crew.wait_share)
+            if size != self._crew.size:
+                self._crew.resize(size)
+
+    def is_ready(self) -> bool:
+        """Say whether a mover has begun to work."""
+        return any(self._is_ready(mover) for mover in self._movers())
+
+    def is_stuck(self, lane: Lane) -> bool:
+        """Say whether a new task of the lane would not start, because every mover that could take it hangs."""
+        if not self._stuck:
             return False
-        del self._fences[owner]
-        return True
+        able = self._movers()
+        if lane is Lane.STORE:
+            able = [mover for mover in able if mover % FIRST_THREAD < self._head.storing]
+        return self._stuck.issuperset(able)
 
-    def is_stuck(self) -> bool:
-        """Say whether a new task could not start, because each mover of some group hangs."""
-        return self._stuck > 0 and any(
-            all(self._hangs(mover, time.monotonic()) for mover in range(group, self._settings.movers, self._groups))
-            for group in range(self._groups)
-        )
+    def count_processes(self) -> int:
+        """Return how many processes there are to use."""
+        return self._crew.count()
+
+    def count_movers(self) -> int:
+        """Return how many movers there are of either kind."""
+        return self._crew.count() or len(self._threads.numbers())
 
     def count_stuck(self) -> int:
         """Return how many movers hang."""
-        return self._stuck
-
-    def count_movers(self) -> int:
-        """Return how many movers there are to use."""
-        return self._crew.count()
+        return len(self._stuck)
 
     def close(self, timeout_seconds: float) -> bool:
-        """End the movers; False if some hang even now. They touch no row: withdraw every owner before."""
-        if self._is_closed:
-            return True
-        self._is_closed = True
-        for pipe in (*self._load_pipes, *self._save_pipes):
-            pipe.close()
-        is_ended = self._crew.close(timeout_seconds)
-        self._done.close()
+        """End the movers; False if some hang even now, which touch no row."""
+        self.take_back(self.on_board())
+        deadline = time.monotonic() + timeout_seconds
+        while self._fences and time.monotonic() < deadline:
+            self.returned()
+            time.sleep(0.001)
+        for pipe in self._pipes:
+            os.close(pipe.writer)
+        is_ended = self._crew.close(max(0.0, deadline - time.monotonic()))
+        if not self._threads.close(max(0.0, deadline - time.monotonic())):
+            # What a thread that hangs uses stays open.
+            return False
+        for pipe in self._pipes:
+            os.close(pipe.reader)
+        self._replies.close()
         self._board.close()
         os.close(self._board_fd)
-        os.close(self._settings.region.fd)
         return is_ended
 
-    def _feed(self) -> None:
-        """Put as much of what waits on the board as has room."""
-        if not self.is_usable:
-            return
-        tokens: dict[TokenPipe, list[bytes]] = {}
-        for queue, pipes in zip(self._waiting, (self._load_pipes, self._save_pipes), strict=True):
-            while queue and self._free:
-                owner, index, task = queue.popleft()
-                entry = self._free.pop()
-                ticket = self._next_ticket
-                self._next_ticket = ticket % 0xFFFFFFFF + 1
-                self._flights[entry] = _Flight(owner, index, ticket, task)
-                self._owned.setdefault(owner, set()).add(entry)
-                self._board.write_task(entry, encode_task(task))
-                self._board.set_ticket(entry, ticket)
-                pipe = pipes[task.slot // self._run_rows % self._groups]
-                tokens.setdefault(pipe, []).append(TOKEN.pack(entry, ticket))
-        for pipe, packed in tokens.items():
-            pipe.send(packed)
-        for pipe in (*self._load_pipes, *self._save_pipes):
-            pipe.flush()
+    def _movers(self) -> list[int]:
+        return [*self._crew.numbers(), *self._threads.numbers()]
 
-    def _drain(self) -> list[Ended]:
-        ended: list[Ended] = []
-        if not self._flights:
-            # In most steps nothing is under way, and a system call lets other threads in.
-            return ended
-        for entry, ticket in TOKEN.iter_unpack(self._done.receive()):
-            flight = self._flights.get(entry)
-            if flight is None or flight.ticket != ticket:
-                continue
-            self._release(entry, flight)
-            self._crew.note_work()
-            if flight.is_withdrawn:
-                continue
-            code, moved_bytes, seconds = self._board.result(entry)
-            outcome = decode_outcome(code, moved_bytes)
-            ended.append(Ended(flight.owner, flight.index, outcome or _io_fault(flight.task), seconds))
-        return ended
+    def _clear(self, flight: Flight) -> None:
+        """Take a task off the board."""
+        if not flight.is_taken_back:
+            flight.is_taken_back = True
+            self._board.set_ticket(flight.entry, NO_TICKET)
+            self._free.append(flight.entry)
+            self._taken[flight.board_lane] -= 1
 
-    def _release(self, entry: int, flight: _Flight) -> None:
-        del self._flights[entry]
-        self._board.set_ticket(entry, NO_TICKET)
-        self._free.append(entry)
-        if not flight.is_withdrawn:
-            owned = self._owned[flight.owner]
-            owned.discard(entry)
-            if not owned:
-                del self._owned[flight.owner]
-
-    def _tend(self, now: float) -> list[Ended]:
-        """Look after the processes."""
-        self._crew.try_again(self._is_ready)
-        self._recoveries = [recovery for recovery in self._recoveries if not self._recover(recovery)]
-        ended = self._bury(now)
-        self._stuck = 0
-        for mover in range(self._settings.movers):
-            # It is buried the next time, so that until then it counts as stuck.
-            if self._hangs(mover, now):
-                self._stuck += 1
-                self._crew.kill(mover)
-        return ended
-
-    def _bury(self, now: float) -> list[Ended]:
-        """Settle what dead movers had in hand, and replace them."""
-        dead = self._crew.bury()
-        if not dead:
-            return []
-        # Its last results are in the pipe.
-        ended = self._drain()
-        for mover in dead:
-            current = self._board.current(mover)
-            flight = self._flights.get(current.entry)
-            if flight is not None and flight.ticket == current.ticket:
-                self._release(current.entry, flight)
-                if not flight.is_withdrawn:
-                    was_hanging = self._crew.was_killed(mover)
-                    seconds = now - current.started
-                    ended.append(Ended(flight.owner, flight.index, _io_fault(flight.task), seconds, was_hanging))
-            self._board.set_current(mover, current._replace(ticket=NO_TICKET))
-        self._begin_recovery(now)
-        for mover in dead:
-            self._crew.replace(mover)
-        return ended
-
-    def _begin_recovery(self, now: float) -> None:
-        """Take back what no living mover has begun: a token may have died with the mover that had just read it."""
-        begun = {self._board.current(mover)[:2] for mover in range(self._settings.movers)}
-        again = []
-        for entry, flight in list(self._flights.items()):
-            if (entry, flight.ticket) in begun:
-                continue
-            if not flight.is_withdrawn:
-                again.append((flight.owner, flight.index, flight.task))
-            self._release(entry, flight)
-        fence = self._new_fence()
-        fence.began = now
-        fence.again = again
-        self._recoveries.append(fence)
-
-    def _recover(self, recovery: _Fence) -> bool:
-        if not self._is_passed(recovery):
-            return False
-        for owner, index, task in recovery.again:
-            self._waiting[0 if task.is_load else 1].append((owner, index, task))
-        return True
-
-    def _new_fence(self) -> _Fence:
-        return _Fence(set(range(self._settings.movers)), time.monotonic())
-
-    def _is_passed(self, fence: _Fence) -> bool:
+    def _is_passed(self, fence: _Fence, flights: list[Flight]) -> bool:
         fence.remaining = {mover for mover in fence.remaining if not self._board.is_unlocked(mover)}
-        if fence.remaining and time.monotonic() - fence.began > _LOCK_SECONDS:
+        if not fence.remaining:
+            flights += fence.flights
+        elif time.monotonic() - fence.began > _LOCK_SECONDS:
             for mover in fence.remaining:
                 self._crew.kill(mover)
         return not fence.remaining
@@ -328,36 +349,36 @@ class Dispatcher:
     def _is_ready(self, mover: int) -> bool:
         return self._board.current(mover).started > 0
 
-    def _hangs(self, mover: int, now: float) -> bool:
-        current = self._board.current(mover)
-        return current.ticket != NO_TICKET and current.started < now - self._settings.stuck_seconds
-
     def _command(self, mover: int) -> tuple[str, list[int]]:
         settings = self._settings
         # What the one before it said is not true of this one.
         self._board.set_current(mover, Current(0, NO_TICKET, 0.0))
-        group = mover % self._groups
-        # Half of a group also saves, so that a burst of stores never takes every mover from the loads.
-        is_saving = mover // self._groups < max(1, settings.movers // self._groups // 2)
-        pipes = (self._load_pipes[group].reader, *((self._save_pipes[group].reader,) if is_saving else ()))
+        pipes = tuple(pipe.reader for pipe in self._pipes)
         told = MoverSettings(
             mover=mover,
             parent=os.getpid(),
             board=self._board_fd,
-            region=settings.region.fd,
-            region_offset=settings.region.offset,
-            region_bytes=settings.region.size,
-            row_bytes=settings.row_bytes,
+            regions=self._regions,
+            row_bytes=self._rows.row_bytes,
             pipes=pipes,
-            done=self._done.writer,
-            rows=(group * self._run_rows, self._run_rows, self._groups * self._run_rows),
+            replies=self._replies.writer,
             root=settings.root,
             direct=settings.direct,
             keys_dir=settings.keys_dir,
             file_system=settings.file_system,
         )
-        return told.encode(), [self._board_fd, settings.region.fd, *pipes, self._done.writer]
+        files = {region.fd for region in self._regions}
+        return told.encode(), [self._board_fd, *files, *pipes, self._replies.writer]
 
-
-def _io_fault(task: Task) -> Fault | StoreFault:
-    return Fault.IO if task.is_load else StoreFault.IO
+    def _make_thread(self, number: int) -> Mover:
+        settings = self._settings
+        return Mover(
+            number,
+            board=self._board,
+            rows=self._rows,
+            row_bytes=self._rows.row_bytes,
+            store=BlockStore(Path(settings.root), fs=self._fs, direct=settings.direct, keys_dir=settings.keys_dir),
+            pipes=[pipe.reader for pipe in self._pipes],
+            replies=self._replies.writer,
+            permit=lambda: Permit(self._threads.is_wanted, number - FIRST_THREAD < self._head.storing),
+        )

@@ -13,10 +13,10 @@ import stat
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import BlockKey, block_path
+from kvtier_connector.store.layout import BlockKey, block_path, home_of
 from kvtier_connector.store.quarantine import quarantine
 from kvtier_connector.store.sealing import can_read
 
@@ -38,6 +38,8 @@ class Access:
         """Store the settings; `on_freed` is told the bytes and the tenant of a damaged file that had to be removed."""
         self._fs = fs
         self._root = root
+        self.home = home_of(root)
+        """Whose blocks these are."""
         self._on_freed = on_freed
 
     def read(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
@@ -82,13 +84,15 @@ class Access:
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
-        if not isinstance(header, Header) or header.key != key or header.payload_bytes != payload_bytes:
+        is_ours = isinstance(header, Header) and misplaced(header, key, self.home) is None
+        if not isinstance(header, Header) or not is_ours or header.payload_bytes != payload_bytes:
             return Found(size, is_whole=False)
         return Found(size, size == HEADER_BYTES + payload_bytes and can_read(header, keyring))
 
     def clear(self, key: BlockKey) -> None:
         """Put away what is no file in the place of a block, since no file can be renamed over a directory."""
-        self._explain(key)
+        with contextlib.suppress(FileNotFoundError):
+            self._explain(key)
 
     def _read_once(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
         fd = self._fs.open(self._path(key), READ_FLAGS | direct)
@@ -103,9 +107,16 @@ class Access:
                 self._fs.close(fd)
 
     def _explain(self, key: BlockKey) -> Fault:
-        """Say of a file that cannot be read whether the volume fails, or whether it is none; that is put away."""
+        """Say of a file that cannot be read whether the volume fails, or whether it is none; that is put away.
+
+        Raises:
+            FileNotFoundError: it is not there any more. Network file systems say many things of a file that another
+                node removes while it is read.
+        """
         try:
             status = self._fs.stat(self._path(key))
+        except FileNotFoundError:
+            raise
         except OSError:
             return Fault.IO
         if stat.S_ISREG(status.st_mode):

@@ -11,13 +11,14 @@ import errno
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.access import Access, Read
 from kvtier_connector.store.checksums import CHECKSUM_BYTES
+from kvtier_connector.store.choices import read_choices
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
@@ -29,12 +30,12 @@ from kvtier_connector.store.fs import (
     write_block,
 )
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path, tenant_of
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.publishing import replacing
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
-from kvtier_connector.store.verify import Take, read_verified, stream_verified
+from kvtier_connector.store.verify import Take, mapped_verified, read_verified, stream_verified
+from kvtier_connector.store.walks import walk_here
 from kvtier_connector.store.writers import Writers
 
 
@@ -132,7 +133,8 @@ class BlockStore:
         """Store the settings; nothing is read or written yet.
 
         Args:
-            root: Where `claim` put the tier; directories that are missing are made when a block is written.
+            root: Where `claim` put the tier, named after its generation, as each block says too; directories that are
+                missing are made when a block is written.
             fs: The system calls.
             direct: True or False to use O_DIRECT for aligned buffers or never; None asks the volume at first use.
             clock: Nanoseconds since 1970, for the header.
@@ -145,7 +147,8 @@ class BlockStore:
         self._root = str(root)
         self._fs = fs
         self._clock = clock
-        self._direct = DirectIo(fs, self._root, direct=direct)
+        tier_dir = str(root.parent)
+        self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_choices(fs, tier_dir).direct_io)
         self._usage = Ledger(max_bytes, quotas)
         self._access = Access(fs, self._root, self._usage.forget)
         self._scanning = threading.Lock()
@@ -158,13 +161,13 @@ class BlockStore:
         What the buffer holds is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the
         next `get` is a Miss and the next `put` writes the block anew.
         """
-        target = into.cast("B")
+        target, home = into.cast("B"), self._access.home
         if target.readonly or target.nbytes == 0:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
 
         def read(fd: int, is_direct: bool) -> int | Fault:
             return read_verified(
-                self._fs, fd, key, page=self._page(), target=target, is_direct=is_direct, keyring=self.keyring
+                self._fs, fd, key, home, page=self._page(), target=target, is_direct=is_direct, keyring=self.keyring
             )
 
         return self._read(key, self._direct.flag(target), read) or Fault.IO
@@ -175,13 +178,16 @@ class BlockStore:
         Through the page cache it comes in pieces that are verified at the end only: what was taken is worth nothing
         unless the answer is a Hit. The system writes to nothing but `buffer`. None means that `take` ended the read.
         """
-        whole = buffer.cast("B")
+        whole, home = buffer.cast("B"), self._access.home
 
         def read(fd: int, is_direct: bool) -> int | Fault | None:
+            keyring = self.keyring
+            if not is_direct and (mapped := self._fs.map(fd)) is not None:
+                return mapped_verified(self._fs, fd, key, home, mapped=mapped, buffer=whole, take=take, keyring=keyring)
             page = self._page()
             if not is_direct:
-                return stream_verified(self._fs, fd, key, page=page, buffer=whole, take=take, keyring=self.keyring)
-            found = read_verified(self._fs, fd, key, page=page, target=whole, is_direct=True, keyring=self.keyring)
+                return stream_verified(self._fs, fd, key, home, page=page, buffer=whole, take=take, keyring=keyring)
+            found = read_verified(self._fs, fd, key, home, page=page, target=whole, is_direct=True, keyring=keyring)
             return found if isinstance(found, Fault) or take(0, whole) else None
 
         return self._read(key, self._direct.flag(whole), read)
@@ -209,7 +215,7 @@ class BlockStore:
                 return refusal
             is_written = False
             try:
-                header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), lineage)
+                header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
                 if encryption_key is None:
                     self._write(key, with_checksum(header, data), data)
                 else:
@@ -267,23 +273,24 @@ class BlockStore:
         """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
         return self._usage.total()
 
-    def refresh_usage(self, visit: Callable[[BlockEntry | Leftover], None] | None = None, *, threads: int = 1) -> int:
+    def refresh_usage(self, found: Iterable[Mapping[str, int]] | None = None) -> int:
         """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
 
         Args:
-            visit: Told of every file, by the calling thread; what it raises ends the walk, and the old count stays.
-            threads: How many directories are read at once, since a network volume answers each after a while.
+            found: The bytes of the files by tenant, some at a time, where another one walks; what it raises ends the
+                walk, and the old count stays.
 
         Raises:
             StoreUnavailable: the root cannot be walked.
         """
+        if found is None:
+            batches = walk_here(Path(self._root), may_write=False, fs=self._fs, clock=self._clock)
+            found = (batch.sizes for batch in batches)
         with self._scanning:
             self._usage.begin_scan()
-            for entry in scan_parallel(Path(self._root), fs=self._fs, clock=self._clock, threads=threads):
-                if isinstance(entry, BlockEntry) or entry.kind is LeftoverKind.QUARANTINED:
-                    self._usage.find(entry.size, tenant_of(entry.path))
-                if visit is not None:
-                    visit(entry)
+            for sizes in found:
+                for tenant, size in sizes.items():
+                    self._usage.find(size, tenant)
             self._usage.end_scan()
         return self._usage.total()
 

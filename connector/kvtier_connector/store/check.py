@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify everything under a directory and list what is wrong: ``python -m kvtier_connector.store.check DIR``.
+"""Verify everything under a directory and list what is wrong.
 
-Reads every byte and changes nothing; engines and the janitor may be at work meanwhile. Exit code 1 means problems.
-Files are verified on threads of their own, which end with the check.
+Reads every byte and changes nothing; engines and the janitor may be at work meanwhile. Files are verified on threads
+of their own, which end with the check.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
-import sys
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +18,12 @@ from typing import NamedTuple
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.checksums import HAS_AES
-from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header
+from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header, misplaced
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import TIER_FILE, BlockKey
-from kvtier_connector.store.progress import Progress, counted, existing_directory, readable_size
+from kvtier_connector.store.layout import TIER_FILE, BlockKey, Home, find_home
+from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
 from kvtier_connector.store.sealing import begin_reading
 from kvtier_connector.store.verify import PIECE_BYTES
@@ -44,8 +39,10 @@ EXPLAINED = {
     Fault.TRUNCATED: f"it ends too early; {_MOVED}",
     Fault.MAGIC: f"it does not begin as a block does; {_MOVED}",
     Fault.VERSION: "a later release wrote it; readers of that one serve it",
+    Fault.OUTDATED: f"an earlier release wrote it; {_MOVED}",
     Fault.HEADER: f"its header is damaged; {_MOVED}",
     Fault.KEY: f"it holds another block than its name says; {_MOVED}",
+    Fault.GENERATION: f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
     Fault.LENGTH: "it is longer than its header says; readers compute the block again",
     Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
     Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; "
@@ -56,7 +53,6 @@ EXPLAINED = {
     Fault.TAG: f"its bytes are not those that were encrypted; {_MOVED}",
     Fault.IO: "the system could not read it; look at the volume",
 }
-_MOST_THREADS = 16
 
 
 class Problem(NamedTuple):
@@ -93,7 +89,7 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
     keyring: Keyring | None = None,
-    on_block: Callable[[int], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Report:
     """Verify every file under the root of one generation.
 
@@ -103,24 +99,30 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
         partial_age_seconds: Younger partial files belong to a writer at work.
         threads: How many files are verified at once.
         keyring: The keys of encrypted blocks.
-        on_block: Told the size of each file that was verified, by the calling thread.
+        progress: Told of each file that was verified, by the calling thread.
     """
+    progress = progress or Progress()
     problems = _identity_problems(fs, root)
     blocks = size = unverified = 0
+    if any(problem.kind == Fault.OUTDATED.value for problem in problems):
+        # Said once: each of its blocks is of the earlier format, too.
+        progress.finish()
+        return Report(0, 0, tuple(problems))
     try:
-        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring):
+        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress):
             if isinstance(entry, Problem):
                 problems.append(entry)
                 continue
             blocks += 1
             size += entry.size
-            on_block(entry.size)
+            progress.add(entry.size)
             if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
                 unverified += 1
             elif fault is not None:
                 problems.append(Problem(entry.path, fault.value, EXPLAINED[fault]))
     except ConnectorError as error:
         problems.append(Problem("", "unreadable", str(error)))
+    progress.finish()
     return Report(blocks, size, tuple(sorted(problems)), unverified)
 
 
@@ -130,7 +132,7 @@ def inspect_all(
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
     keyring: Keyring | None = None,
-    on_block: Callable[[int], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Report:
     """Verify every generation at or below the directory; paths in the report are relative to the directory."""
     try:
@@ -139,10 +141,12 @@ def inspect_all(
         return Report(0, 0, (Problem("", "unreadable", str(error)),))
     blocks = size = unverified = 0
     problems: list[Problem] = []
+    progress = progress or Progress()
+    progress.begin(len(roots))
     # A directory without any is checked as one, and the report says what it lacks.
     for root in roots or [directory]:
         report = inspect(
-            root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, on_block=on_block
+            root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
         )
         prefix = root.relative_to(directory)
         blocks += report.blocks
@@ -155,16 +159,16 @@ def inspect_all(
     return Report(blocks, size, tuple(problems), unverified)
 
 
-def verify(fs: FileSystem, path: str, key: BlockKey, keyring: Keyring | None = None) -> Fault | None:
+def verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None = None) -> Fault | None:
     """Read one block file piece by piece; return what is wrong with it, None if it is sound or gone."""
     try:
-        fd = fs.open(path, READ_FLAGS)
+        fd = fs.open(f"{root}/{entry.path}", READ_FLAGS)
     except FileNotFoundError:
         return None
     except OSError:
         return Fault.IO
     try:
-        return _verify_open(fs, fd, key, keyring)
+        return verify_open(fs, fd, entry.key, find_home(root.absolute().name), keyring)
     except OSError:
         return Fault.IO
     finally:
@@ -172,17 +176,19 @@ def verify(fs: FileSystem, path: str, key: BlockKey, keyring: Keyring | None = N
             fs.close(fd)
 
 
-def _verify_all(
-    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int, keyring: Keyring | None
+def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
+    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int, keyring: Keyring | None, progress: Progress
 ) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
     waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
-        for entry in scan_parallel(root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads):
+        for entry in scan_parallel(
+            root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach
+        ):
             if not isinstance(entry, BlockEntry):
                 yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
                 continue
-            waiting.append((entry, pool.submit(verify, fs, f"{root}/{entry.path}", entry.key, keyring)))
+            waiting.append((entry, pool.submit(verify, fs, root, entry, keyring)))
             if len(waiting) >= 4 * threads:
                 oldest, future = waiting.popleft()
                 yield oldest, future.result()
@@ -191,13 +197,15 @@ def _verify_all(
             yield oldest, future.result()
 
 
-def _verify_open(fs: FileSystem, fd: int, key: BlockKey, keyring: Keyring | None) -> Fault | None:
+def verify_open(fs: FileSystem, fd: int, key: BlockKey, home: Home | None, keyring: Keyring | None) -> Fault | None:
+    """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read."""
     page = memoryview(bytearray(HEADER_BYTES))
     header = decode_header(page[: read_page(fs, fd, page)])
     if isinstance(header, Fault):
         return header
-    if header.key != key:
-        return Fault.KEY
+    # A directory that no generation can have is the home of no block.
+    if (fault := misplaced(header, key, home or Home(""))) is not None:
+        return fault
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
@@ -221,102 +229,15 @@ def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:
         return [
             Problem(TIER_FILE, "identity", f"there is none in {root}, nor below: give a directory that holds a tier")
         ]
-    if document.get("format") != FORMAT_VERSION or not isinstance(document.get("digest"), str):
-        return [
-            Problem(TIER_FILE, "identity", f"format {document.get('format')!r} is not {FORMAT_VERSION}, or no digest")
-        ]
+    version = document.get("format")
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        message = f"an earlier release wrote this generation, in format {version}: no block of it was looked at"
+        return [Problem(TIER_FILE, Fault.OUTDATED.value, f"{message}, and this release serves none")]
+    if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
+        return [Problem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
+    if document["digest"] != root.absolute().name:
+        message = (
+            f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"
+        )
+        return [Problem(TIER_FILE, "identity", message)]
     return []
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    options = _parser().parse_args(arguments)
-    is_shown = sys.stderr.isatty() if options.progress is None else options.progress
-    progress = Progress(sys.stderr if is_shown else None, now=time.monotonic)
-    keyring = Keyring(str(options.keys_dir)) if options.keys_dir else None
-    report = inspect_all(
-        options.directory,
-        keyring=keyring,
-        partial_age_seconds=options.partial_age,
-        threads=options.threads,
-        on_block=progress.add,
-    )
-    progress.end()
-    sys.stdout.write(_as_json(report) if options.json else _as_text(report))
-    return 1 if report.problems else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtier check",
-        description=(__doc__ or "").split(":")[0],
-        epilog="exit code: 0 all is well, 1 there are problems, 2 the command line is wrong",
-    )
-    parser.add_argument(
-        "directory", type=existing_directory, help="a generation (the directory of tier.json), or any above"
-    )
-    parser.add_argument(
-        "--keys-dir",
-        type=Path,
-        metavar="KEYS",
-        help="directory with the keys of encrypted blocks, one file each; without a block's key only its header and "
-        "length are verified",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--threads",
-        type=_threads,
-        default=min(_MOST_THREADS, 2 * (os.cpu_count() or 1)),
-        metavar="N",
-        help="files read at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show on stderr how far it is (default: if that is a terminal)",
-    )
-    parser.add_argument(
-        "--partial-age",
-        type=float,
-        default=PARTIAL_AGE_SECONDS,
-        metavar="SECONDS",
-        help="partial files younger than this belong to a writer at work (default: %(default)s)",
-    )
-    return parser
-
-
-def _threads(text: str) -> int:
-    """Read a number of threads; argparse turns the error into a message."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _as_json(report: Report) -> str:
-    problems = [problem._asdict() for problem in report.problems]
-    document = {
-        "blocks": report.blocks,
-        "bytes": report.bytes,
-        "unverified": report.unverified,
-        "problems_by_kind": Counter(problem.kind for problem in report.problems),
-        "problems": problems,
-    }
-    return json.dumps(document, indent=2) + "\n"
-
-
-def _as_text(report: Report) -> str:
-    lines = [f"{problem.path or '.'}: {problem.kind}: {problem.message}" for problem in report.problems]
-    if report.unverified:
-        lines.append(f"{report.unverified} blocks are encrypted with a key that was not given, see --keys-dir")
-    kinds = Counter(problem.kind for problem in report.problems)
-    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    lines.append(
-        f"{counted(report.blocks, 'block')}, {readable_size(report.bytes)}, {counted(len(report.problems), 'problem')}"
-        + (f": {summary}" if summary else "")
-    )
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ with BLAKE3, and blocks with the other checksum are a miss.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Final, Protocol
 
 from blake3 import blake3
@@ -47,9 +48,15 @@ class Hasher(Protocol):
         """Return the checksum, once, after the last piece."""
 
 
+@functools.cache
+def _gmac_cipher() -> Cipher[modes.GCM]:
+    """Return what is the same for every payload; to make it takes longer than to read a small chunk."""
+    return Cipher(algorithms.AES(_GMAC_KEY), modes.GCM(_GMAC_NONCE))
+
+
 class _Gmac:
     def __init__(self) -> None:
-        self._encryptor = Cipher(algorithms.AES(_GMAC_KEY), modes.GCM(_GMAC_NONCE)).encryptor()
+        self._encryptor = _gmac_cipher().encryptor()
 
     def update(self, piece: memoryview, /) -> None:
         self._encryptor.authenticate_additional_data(piece)
@@ -61,6 +68,11 @@ class _Gmac:
 
 DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_AES else Algorithm.BLAKE3_256
 """Of new blocks."""
+
+
+def can_compute(algorithm: int) -> bool:
+    """Say whether this checksum can be computed here."""
+    return algorithm == Algorithm.BLAKE3_256 or (algorithm == Algorithm.AES_GMAC and HAS_AES)
 
 
 def new_hasher(algorithm: int) -> Hasher | None:

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 from kvtier_connector.store.checksums import CHECKSUM_BYTES, DEFAULT_ALGORITHM, Algorithm
 from kvtier_connector.store.layout import (
+    ADAPTER_CHARACTERS,
     ALIGNMENT,
+    MAX_DIGEST_CHARACTERS,
+    MAX_EPOCH_CHARACTERS,
     MAX_HASH_BYTES,
     MAX_KEY_ID_CHARACTERS,
     MAX_TENANT_CHARACTERS,
     NO_LINEAGE,
     BlockKey,
+    Home,
     Lineage,
+    find_home,
     is_key_id,
     is_valid,
     is_valid_lineage,
@@ -27,7 +32,7 @@ from kvtier_connector.store.layout import (
 
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KEY_CHECK_BYTES = 8
 NONCE_BYTES = 12
 TAG_BYTES = 16
@@ -35,6 +40,7 @@ TAG_BYTES = 16
 _FIELDS = struct.Struct(
     f"<4sIIIIIQQII{MAX_HASH_BYTES}sII{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s{CHECKSUM_BYTES}s"
     f"{MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
+    f"{MAX_DIGEST_CHARACTERS}s{MAX_EPOCH_CHARACTERS}s{ADAPTER_CHARACTERS}s"
 )
 _CRC = struct.Struct("<I")
 CRC_OFFSET = HEADER_BYTES - _CRC.size
@@ -55,10 +61,14 @@ class Fault(enum.Enum):
     """The first four bytes are not ours: the file is zero-filled, overwritten or foreign."""
     VERSION = "version"
     """An intact header of a format version that this release does not know; a newer release wrote it."""
+    OUTDATED = "outdated"
+    """An intact header of an earlier format version, which no reader of this generation ever serves."""
     HEADER = "header"
     """The header's own checksum is wrong, or a field in it makes no sense."""
     KEY = "key"
     """The file holds another block than its name says."""
+    GENERATION = "generation"
+    """The file was written for another generation, or for other weights, than the directory that it lies in."""
     LENGTH = "length"
     """The file is whole, but its payload is not as long as the reader's blocks are."""
     CHECKSUM = "checksum"
@@ -123,6 +133,8 @@ class Header(NamedTuple):
     """Of the payload, or the tag of its encryption; always 32 bytes."""
     created_ns: int
     """When the writer wrote it: nanoseconds since 1970, by the writer's clock."""
+    home: Home
+    """The directory that it was written for."""
     lineage: Lineage = NO_LINEAGE
     algorithm: int = DEFAULT_ALGORITHM
     encryption: int = Encryption.NONE
@@ -133,10 +145,9 @@ class Header(NamedTuple):
 def encode_header(header: Header) -> bytes:
     """Return the page that `decode_header` reads; raise ValueError for a header that no reader would accept."""
     key, lineage, seal = header.key, header.lineage, header.seal
-    is_sound = is_valid(key) and is_valid_lineage(lineage) and _is_sealed_right(header)
-    if not is_sound or header.payload_bytes < 1 or len(header.checksum) != CHECKSUM_BYTES:
+    if not _is_sound(header) or header.payload_bytes < 1 or len(header.checksum) != CHECKSUM_BYTES:
         raise ValueError(
-            f"{header!r}: the key, its lineage, the payload length or the checksum does not fit the format"
+            f"{header!r}: the key, its home or lineage, the payload length or the checksum does not fit the format"
         )
     if not _is_known(header):
         raise ValueError(f"{header!r}: this release knows no such checksum algorithm, encryption or flags")
@@ -161,6 +172,9 @@ def encode_header(header: Header) -> bytes:
             seal.key_id.encode(),
             seal.key_check,
             seal.nonce,
+            header.home.digest.encode(),
+            header.home.epoch.encode(),
+            lineage.adapter.encode(),
         )
     except struct.error as error:
         raise ValueError(f"{header!r}: {error}") from error
@@ -182,7 +196,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
         return Fault.HEADER
     fields = _FIELDS.unpack_from(data)
     if fields[1] != FORMAT_VERSION:
-        return Fault.VERSION
+        return Fault.VERSION if fields[1] > FORMAT_VERSION else Fault.OUTDATED
     header = _build(fields)
     if header is None:
         return Fault.HEADER
@@ -192,17 +206,32 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
 def _build(fields: tuple[Any, ...]) -> Header | None:
     """Return the header that has these fields, None if they make no sense together."""
     _, _, header_bytes, flags, algorithm, encryption, payload_bytes, created_ns, group, *rest = fields
-    hash_bytes, padded, parent_bytes, position, padded_parent, tenant, digest, key_id, key_check, nonce = rest
+    hash_bytes, padded, parent_bytes, position, padded_parent, tenant, checksum, key_id, key_check, nonce, *origin = (
+        rest
+    )
     if header_bytes != HEADER_BYTES or payload_bytes < 1 or max(hash_bytes, parent_bytes) > MAX_HASH_BYTES:
         return None
-    if any(padded[hash_bytes:]) or any(padded_parent[parent_bytes:]) or not (tenant + key_id).isascii():
+    texts = [text.rstrip(b"\0") for text in (tenant, key_id, *origin)]
+    if any(padded[hash_bytes:]) or any(padded_parent[parent_bytes:]) or not all(text.isascii() for text in texts):
         return None
-    key = BlockKey(padded[:hash_bytes], group, tenant.rstrip(b"\0").decode("ascii"))
-    lineage = Lineage(padded_parent[:parent_bytes], position)
-    seal = Seal(key_id.rstrip(b"\0").decode("ascii"), key_check, nonce)
-    header = Header(key, payload_bytes, digest, created_ns, lineage, algorithm, encryption, seal, flags)
-    is_sound = is_valid(key) and is_valid_lineage(lineage) and _is_sealed_right(header)
-    return header if is_sound else None
+    tenant, key_id, digest, epoch, adapter = (text.decode("ascii") for text in texts)
+    key = BlockKey(padded[:hash_bytes], group, tenant)
+    lineage = Lineage(padded_parent[:parent_bytes], position, adapter)
+    seal, home = Seal(key_id, key_check, nonce), Home(digest, epoch)
+    header = Header(key, payload_bytes, checksum, created_ns, home, lineage, algorithm, encryption, seal, flags)
+    return header if _is_sound(header) else None
+
+
+def _is_sound(header: Header) -> bool:
+    is_home = find_home(str(header.home)) == header.home
+    return is_home and is_valid(header.key) and is_valid_lineage(header.lineage) and _is_sealed_right(header)
+
+
+def misplaced(header: Header, key: BlockKey, home: Home) -> Fault | None:
+    """Say whether a file holds another block than its name says, or one of another directory; None if neither."""
+    if header.key != key:
+        return Fault.KEY
+    return None if header.home == home else Fault.GENERATION
 
 
 def _is_sealed_right(header: Header) -> bool:

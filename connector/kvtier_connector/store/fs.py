@@ -60,6 +60,10 @@ class FileSystem:
         """Read into the buffers and return how many bytes came."""
         return os.preadv(fd, buffers, offset)
 
+    def map(self, fd: int) -> memoryview | None:  # noqa: ARG002 - for those that can
+        """Return the file's bytes where they lie in memory, not to be written to; None where it is to be read."""
+        return None
+
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write the buffers and return how many bytes went."""
         return os.pwritev(fd, buffers, offset)
@@ -175,8 +179,11 @@ class DirectIo:
     root does not exist there is nothing to ask, and transfers go through the page cache.
     """
 
-    def __init__(self, fs: FileSystem, root: str, *, direct: bool | None) -> None:
-        """Store the settings; `direct` skips the question."""
+    def __init__(
+        self, fs: FileSystem, root: str, *, direct: bool | None, advised: Callable[[], bool | None] = lambda: None
+    ) -> None:
+        """Store the settings; `direct` skips the question, `advised` says whether it was found to pay."""
+        self._advised = advised
         self._fs = fs
         self._root = root
         self._lock = threading.Lock()
@@ -192,6 +199,8 @@ class DirectIo:
             with self._lock:
                 if self._answer is None:
                     self._answer = self._ask()
+                    if self._answer and self._advised() is False:
+                        self._answer = False
         return bool(self._answer)
 
     def _ask(self) -> bool | None:

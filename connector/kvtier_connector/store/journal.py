@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.bell import Bell
 from kvtier_connector.store.fs import (
     FIRST_WRITE_FLAGS,
     LOCAL,
@@ -37,8 +38,11 @@ from kvtier_connector.store.layout import (
     journal_path,
     parse_journal_path,
 )
+from kvtier_connector.store.publishing import write_all
 from kvtier_connector.store.records import (
+    DEFAULT_LIMITS,
     RECORD_BYTES,
+    JournalLimits,
     Op,
     Record,
     decode_record,
@@ -48,25 +52,10 @@ from kvtier_connector.store.records import (
 )
 
 _READ_BYTES = 4096 * RECORD_BYTES
+_FEW_RECORDS = 64  # nothing else of the process runs while they are decoded
 _LOST = {errno.ENOENT, errno.ESTALE, *NO_FILE}
 _MOST_STALLS = 3
 """Reads after which a record that stays unreadable is damaged, and not on its way."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JournalLimits:
-    """How much a writer keeps in memory and on the volume."""
-
-    used_window_seconds: float = 60.0
-    """A prefix that is used again within half of this is not noted again; after all of it, it is."""
-    buffered_records: int = 1 << 16
-    """While the volume does not take them, older records than this many are dropped and counted."""
-    segment_bytes: int = 4 << 20
-    """A segment that would grow beyond it is left, and the next one begun."""
-    segments: int = 16
-    """The writer removes its own segments before these last ones."""
-    life_seconds: float = 600.0
-    """A journal to which nothing was written for so long has its time renewed while its process is there."""
 
 
 class JournalWriter:
@@ -81,7 +70,7 @@ class JournalWriter:
         root: Path,
         *,
         fs: FileSystem = LOCAL,
-        limits: JournalLimits = JournalLimits(),
+        limits: JournalLimits = DEFAULT_LIMITS,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,6 +79,7 @@ class JournalWriter:
         """Names this process's journal; a reader of the same process leaves it out."""
         self._root = str(root)
         self._fs = fs
+        self._bell = Bell(root, fs=fs)
         self._limits = limits
         self._clock = clock
         self._now = now
@@ -216,15 +206,13 @@ class JournalWriter:
         # Opened anew each time: an NFS client sends what was written when the file is closed, and others see it then.
         fd = self._fs.open(self._path(self._number), FIRST_WRITE_FLAGS if self._offset == 0 else NEXT_WRITE_FLAGS)
         try:
-            rest = memoryview(data)
-            done = 0
-            while done < rest.nbytes:
-                done += self._fs.pwritev(fd, [rest[done:]], self._offset + done)
+            write_all(self._fs, fd, memoryview(data), self._offset)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
             raise
         self._fs.close(fd)
+        self._bell.ring()
         self._offset += len(data)
         self._shown_at = self._now()
 
@@ -259,14 +247,13 @@ class JournalReader:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the settings; `but` is the writer whose journal is left out, the caller's own."""
-        self._now = now
+        self._now, self._root, self._fs, self._but = now, str(root), fs, but
         self._last_records: dict[str, float] = {}
         """When each writer was last heard of."""
-        self._root = str(root)
-        self._fs = fs
-        self._but = but
         self._tails: dict[JournalName, _Tail] = {}
         self._is_started = False
+        self.has_read_all = False
+        """Whether the last read left nothing that was there: nothing half-written or stale on the server."""
         self.damaged = 0
         """How many records could not be read, because their bytes are wrong."""
 
@@ -310,6 +297,7 @@ class JournalReader:
             StoreUnavailable: at the end, if a journal could not be read; the others were.
         """
         self.start()
+        self.has_read_all = False
         failed: OSError | None = None
         try:
             names = self._list()
@@ -317,6 +305,7 @@ class JournalReader:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
         last = {name.writer: name.number for name in names}
         self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
+        is_all = True
         for name, tail in self._tails.items():
             if tail.is_over:
                 continue
@@ -334,11 +323,14 @@ class JournalReader:
                 # One that was removed on the server, or is no file, says nothing of the volume, which has listed them.
                 if error.errno not in _LOST:
                     failed = error
+                is_all &= error.errno in NO_FILE
                 continue
+            is_all &= tail.stalls == 0
             # Listed before it was read: the writer had begun the next one by then, so what was read was all.
             tail.is_over = tail.is_over or (name.number < last[name.writer] and tail.stalls == 0)
         if failed is not None:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be read: {failed}") from failed
+        self.has_read_all = is_all
 
     def count_active(self, since: float) -> int:
         """Return how many that may write were heard of since then, on the clock passed in; forget the others."""
@@ -371,30 +363,31 @@ class JournalReader:
                         return
                     tail.offset = RECORD_BYTES
                     data = data[RECORD_BYTES:]
-                records = self._take(tail, data)
-                if records:
-                    yield records
+                yield from self._take(tail, data)
                 if count < _READ_BYTES or tail.stalls:
                     return
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
 
-    def _take(self, tail: _Tail, data: memoryview) -> list[Record]:
-        """Return the records up to the first that cannot be read; go past it if it stays so."""
+    def _take(self, tail: _Tail, data: memoryview) -> Iterator[list[Record]]:
+        """Yield the records up to the first that cannot be read, a few at a time; go past it if it stays so."""
         records: list[Record] = []
         is_skipping = tail.stalls >= _MOST_STALLS
         for start in range(0, data.nbytes, RECORD_BYTES):
-            record = decode_record(data[start : start + RECORD_BYTES])
-            if record is None:
+            if (record := decode_record(data[start : start + RECORD_BYTES])) is None:
                 if not is_skipping:
                     tail.stalls += 1
-                    return records
+                    break
                 self.damaged += 1
             else:
                 tail.stalls = 0
                 records.append(record)
             tail.offset += RECORD_BYTES
-        if data:
-            tail.stalls = 0
-        return records
+            if len(records) == _FEW_RECORDS:
+                yield records
+                records = []
+        else:
+            tail.stalls = 0 if data else tail.stalls
+        if records:
+            yield records

@@ -10,7 +10,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from kvtier_connector.contract import KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.contract import EPOCH_PATTERN, GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 
 ALIGNMENT = 4096
 """Size of a file's header, and what O_DIRECT needs of a buffer's address and of a payload's length."""
@@ -33,9 +33,14 @@ MAX_GROUP = 2**32 - 1
 MAX_POSITION = 2**32 - 1
 MAX_TENANT_CHARACTERS = 32
 MAX_KEY_ID_CHARACTERS = 64
+MAX_DIGEST_CHARACTERS = 64
+MAX_EPOCH_CHARACTERS = 32
+ADAPTER_CHARACTERS = 32
 
 _TENANT = re.compile(TENANT_PATTERN, re.ASCII)
 _KEY_ID = re.compile(KEY_ID_PATTERN, re.ASCII)
+_HOME = re.compile(rf"(?P<digest>{GENERATION_PATTERN})(?:\.(?P<epoch>{EPOCH_PATTERN}))?", re.ASCII)
+_ADAPTER = re.compile(rf"[0-9a-f]{{{ADAPTER_CHARACTERS}}}", re.ASCII)
 _BLOCK = re.compile(
     rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<second>[0-9a-f]{{2}})/"
     r"(?P<hash>(?P=first)(?P=second)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
@@ -43,7 +48,8 @@ _BLOCK = re.compile(
 )
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
 _QUARANTINED = re.compile(rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{QUARANTINE}/[^/]+", re.ASCII)
-_PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
+_PARTIAL = re.compile(r"(?:.*/)?\..+\.[0-9a-f]{32}-partial|.+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
+"""The second form is of earlier releases."""
 
 
 class BlockKey(NamedTuple):
@@ -55,13 +61,28 @@ class BlockKey(NamedTuple):
     """Whose block it is: the same tokens of two tenants are two blocks. Empty for the tier's common blocks."""
 
 
+class Home(NamedTuple):
+    """Whose blocks a directory holds: its name says so, and so does the header of each block in it."""
+
+    digest: str
+    """Of the generation."""
+    epoch: str = ""
+    """Names the weights, where they were replaced in a running engine; empty for those that the model came with."""
+
+    def __str__(self) -> str:
+        """Return the name of the directory."""
+        return f"{self.digest}.{self.epoch}" if self.epoch else self.digest
+
+
 class Lineage(NamedTuple):
-    """Where a block stands in the prefix that it ends. A hint for whoever makes room: a wrong one costs a hole."""
+    """Where a block comes from. A hint for whoever makes room: a wrong one costs a hole."""
 
     parent: bytes = b""
     """Hash of the block before it, of the same group and tenant; empty for the first, and where it is not known."""
     position: int = 0
     """Its number among the chunks of the prefix, from 0; 0 where it is not known."""
+    adapter: str = ""
+    """By which LoRA adapter it was computed, see `adapter_label`; empty for the model alone."""
 
 
 NO_LINEAGE = Lineage()
@@ -96,7 +117,23 @@ def is_key_id(name: str) -> bool:
 def is_valid_lineage(lineage: Lineage) -> bool:
     """Say whether it fits the header: no parent, or one with a hash of a usable length."""
     is_parent_valid = not lineage.parent or MIN_HASH_BYTES <= len(lineage.parent) <= MAX_HASH_BYTES
-    return is_parent_valid and 0 <= lineage.position <= MAX_POSITION
+    is_adapter_valid = not lineage.adapter or _ADAPTER.fullmatch(lineage.adapter) is not None
+    return is_parent_valid and is_adapter_valid and 0 <= lineage.position <= MAX_POSITION
+
+
+@functools.lru_cache(maxsize=64)
+def find_home(directory: str) -> Home | None:
+    """Return whose blocks lie in a directory of this name, None if a generation cannot have it."""
+    match = _HOME.fullmatch(directory)
+    return match and Home(match["digest"], match["epoch"] or "")
+
+
+def home_of(root: str) -> Home:
+    """Return whose blocks lie under this root; raise ValueError if no generation can have such a directory."""
+    home = find_home(root.rstrip("/").rpartition("/")[2])
+    if home is None:
+        raise ValueError(f"{root}: the name of a generation's directory must match {_HOME.pattern}")
+    return home
 
 
 def tenant_directory(tenant: str) -> str:
@@ -133,8 +170,13 @@ def parse_block_path(relative: str) -> BlockKey | None:
 
 
 def partial_path(path: str, token: str) -> str:
-    """Return the name under which a file is written before it is renamed to `path`; `token` is 32 hex digits."""
-    return f"{path}.{token}.partial"
+    """Return the name under which a file is written before it is renamed to `path`; `token` is 32 hex digits.
+
+    GlusterFS keeps a file on the server that its name leads to, but takes a dot, a name, a dot and more for that name.
+    So a rename moves nothing to another server, and leaves no pointer behind that each later reader follows.
+    """
+    directory, slash, name = path.rpartition("/")
+    return f"{directory}{slash}.{name}.{token}-partial"
 
 
 def is_partial(name: str) -> bool:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of the store show a person: sizes to read, and one line that says how far they are."""
+"""How far long work on a volume is: the share that is done, and what was seen. Shows nothing by itself."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
-from typing import TextIO
 
-_SECONDS = 0.2
+Tell = Callable[[float, int, int], None]
+"""Told the share that is done, from 0 to 1, and how many blocks and bytes were dealt with so far."""
 
 
 def readable_size(count: float) -> str:
@@ -25,41 +23,37 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def existing_directory(text: str) -> Path:
-    """Read the name of a directory; argparse turns the error into a message."""
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no directory")
-    return path
-
-
 class Progress:
-    """Counts files and bytes, and writes them over and over on one line, a few times a second. Owned by one thread."""
+    """Counts over several walks, which are taken to be of one length. Owned by one thread."""
 
-    def __init__(self, stream: TextIO | None, *, now: Callable[[], float]) -> None:
-        """Store the settings; without a stream nothing is shown."""
-        self._stream = stream
-        self._now = now
-        self._started = self._next = now()
-        self._files = 0
+    def __init__(self, tell: Tell = lambda _share, _blocks, _bytes: None) -> None:
+        """Count nothing yet."""
+        self._tell = tell
+        self._walks = 1
+        self._walked = 0
+        self._share = 0.0
+        self._blocks = 0
         self._bytes = 0
 
+    def begin(self, walks: int) -> None:
+        """Say over how many walks it goes."""
+        self._walks = max(1, walks)
+
     def add(self, size: int) -> None:
-        """Count a file, and show the counts if it is time to."""
-        self._files += 1
+        """Count a block."""
+        self._blocks += 1
         self._bytes += size
-        if self._stream is not None and self._now() >= self._next:
-            self._next = self._now() + _SECONDS
-            self._show(self._stream)
+        self._show()
 
-    def end(self) -> None:
-        """Show the last counts and leave the line."""
-        if self._stream is not None:
-            self._show(self._stream)
-            self._stream.write("\n")
-            self._stream.flush()
+    def reach(self, share: float) -> None:
+        """Note how much of the present walk is done."""
+        self._share = share
+        self._show()
 
-    def _show(self, stream: TextIO) -> None:
-        seconds = max(self._now() - self._started, 1e-9)
-        stream.write(f"\r{self._files} blocks, {self._bytes / 1e9:.2f} GB, {self._bytes / 1e9 / seconds:.2f} GB/s")
-        stream.flush()
+    def finish(self) -> None:
+        """End the present walk."""
+        self._walked, self._share = self._walked + 1, 0.0
+        self._show()
+
+    def _show(self) -> None:
+        self._tell(min(1.0, (self._walked + self._share) / self._walks), self._blocks, self._bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier_connector.store.layout import (
@@ -30,6 +31,25 @@ _CRC = struct.Struct("<I")
 _CRC_OFFSET = RECORD_BYTES - _CRC.size
 _HEAD = struct.Struct("<4sIII16sQ84x")
 _RECORD = struct.Struct(f"<BBBxIQQI{MAX_HASH_BYTES}s{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalLimits:
+    """How much a writer keeps in memory and on the volume."""
+
+    used_window_seconds: float = 60.0
+    """A prefix that is used again within half of this is not noted again; after all of it, it is."""
+    buffered_records: int = 1 << 16
+    """While the volume does not take them, older records than this many are dropped and counted."""
+    segment_bytes: int = 4 << 20
+    """A segment that would grow beyond it is left, and the next one begun."""
+    segments: int = 16
+    """The writer removes its own segments before these last ones."""
+    life_seconds: float = 600.0
+    """A journal to which nothing was written for so long has its time renewed while its process is there."""
+
+
+DEFAULT_LIMITS = JournalLimits()
 
 
 class Op(enum.IntEnum):

@@ -22,6 +22,7 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import (
     JOURNAL,
+    QUARANTINE,
     TIER_FILE,
     BlockKey,
     is_partial,
@@ -90,20 +91,25 @@ def scan_parallel(  # noqa: PLR0913 - keywords with defaults
     clock: Callable[[], int] = time.time_ns,
     threads: int = 1,
     unread: list[OSError] | None = None,
+    on_share: Callable[[float], None] = lambda _: None,
 ) -> Iterator[BlockEntry | Leftover]:
     """Do as `scan` does, with this many directories read at once: a network volume answers each only after a while.
 
     The threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
     With `unread`, a directory that cannot be looked at ends nothing: why it cannot is added to the list.
+    `on_share` is told how much of the walk is done, from 0 to 1: hashes spread blocks evenly over directories.
     """
     youngest_ns = clock() - int(partial_age_seconds * 1e9)
     directories = _Directories(fs, str(root), unread)
+    share = 0.0
     try:
-        for found in directories.list_all() if threads <= 1 else _walk_parallel(directories, threads):
+        for done, found in directories.list_all() if threads <= 1 else _walk_parallel(directories, threads):
             for path, status in found:
                 entry = _classify(path, status)
                 if entry is not None and (not _is_partial(entry) or entry.mtime_ns <= youngest_ns):
                     yield entry
+            share += done
+            on_share(min(1.0, share))
     except OSError as error:
         raise StoreUnavailable(f"{root}: cannot be walked: {error}") from error
 
@@ -131,6 +137,18 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
 
 _Found = list[tuple[str, os.stat_result]]
 """Paths relative to the root, and what they are."""
+_Listed = tuple[float, _Found]
+"""Of one directory, with its share of the whole walk, but for the directories in it."""
+_FEW = frozenset({JOURNAL, QUARANTINE})
+"""Directories beside which the rest has nearly all files."""
+
+
+def _shares(share: float, below: list[str]) -> tuple[float, list[tuple[str, float]]]:
+    """Return what of a directory's share is done once it is listed, and those of the directories in it."""
+    heavy = [path for path in below if path.rpartition("/")[2] not in _FEW]
+    each = share / len(heavy) if heavy else 0.0
+    parts = [(path, 0.0 if path.rpartition("/")[2] in _FEW else each) for path in below]
+    return 0.0 if heavy else share, parts
 
 
 class _Directories:
@@ -177,14 +195,16 @@ class _Directories:
                 raise
             return self._fs.scandir(path)
 
-    def list_all(self) -> Iterator[_Found]:
+    def list_all(self) -> Iterator[_Listed]:
         """Yield the files of one directory after the other."""
-        pending = [""]
+        pending = [("", 1.0)]
         while pending:
-            directories, found = self.list_one(pending.pop())
+            relative, share = pending.pop()
+            directories, found = self.list_one(relative)
+            done, parts = _shares(share, directories)
             # The last one next: so what is pending stays as small as the tree is deep and wide, not as it is large.
-            pending.extend(reversed(directories))
-            yield found
+            pending.extend(reversed(parts))
+            yield done, found
 
 
 _MOST_READY = 64
@@ -196,9 +216,9 @@ class _ParallelWalk:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.pending = [""]
+        self.pending = [("", 1.0)]
         self.busy = 0
-        self.ready: deque[_Found] = deque()
+        self.ready: deque[_Listed] = deque()
         self.error: OSError | None = None
         self.is_stopped = False
 
@@ -209,7 +229,7 @@ class _ParallelWalk:
         return bool(self.pending) and len(self.ready) < _MOST_READY
 
 
-def _walk_parallel(directories: _Directories, threads: int) -> Iterator[_Found]:
+def _walk_parallel(directories: _Directories, threads: int) -> Iterator[_Listed]:
     walk = _ParallelWalk()
     for number in range(threads):
         threading.Thread(target=_work, args=(walk, directories), name=f"kvtier-walk-{number}", daemon=True).start()
@@ -236,7 +256,7 @@ def _work(walk: _ParallelWalk, directories: _Directories) -> None:
             walk.changed.wait_for(lambda: walk.may_start() or walk.has_ended())
             if walk.has_ended():
                 return
-            relative = walk.pending.pop()
+            relative, share = walk.pending.pop()
             walk.busy += 1
         error: OSError | None = None
         below: list[str] = []
@@ -245,12 +265,13 @@ def _work(walk: _ParallelWalk, directories: _Directories) -> None:
             below, found = directories.list_one(relative)
         except OSError as raised:
             error = raised
+        done, parts = _shares(share, below)
         with walk.changed:
             walk.busy -= 1
             walk.error = walk.error or error
-            walk.pending.extend(reversed(below))
-            if found:
-                walk.ready.append(found)
+            walk.pending.extend(reversed(parts))
+            if found or done:
+                walk.ready.append((done, found))
             walk.changed.notify_all()
 
 

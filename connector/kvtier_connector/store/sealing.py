@@ -17,6 +17,7 @@ from kvtier_connector.store.checksums import (
     HAS_AES,
     Algorithm,
     Hasher,
+    can_compute,
     checksum,
     new_hasher,
 )
@@ -108,7 +109,7 @@ def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:
     if header.encryption == Encryption.NONE:
         if keyring is not None:
             return Fault.CLEAR
-        return None if new_hasher(header.algorithm) is not None else Fault.ALGORITHM
+        return None if can_compute(header.algorithm) else Fault.ALGORITHM
     key = None if keyring is None or not HAS_AES else keyring.find(header.seal.key_id)
     if key is None:
         return Fault.KEY_MISSING

@@ -7,34 +7,33 @@ and `probe`; the thread that must never wait calls `state`.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreOutcome
-from kvtier_connector.store.counters import Counters, Operation, Totals
+from kvtier_connector.store.bell import Bell
+from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present, Stored, StoreOutcome
 from kvtier_connector.store.format import Fault
-from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.index import BlockIndex, Presence
+from kvtier_connector.store.fs import LOCAL, FileSystem, new_token
+from kvtier_connector.store.index import NAME_BYTES, BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
-from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import Op, Record
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind
 from kvtier_connector.store.usage import NO_QUOTAS, Quotas
 from kvtier_connector.store.verify import Take
-
-JOURNAL_AGE_SECONDS = 24 * 3600.0
-"""Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
+from kvtier_connector.store.walks import Batch, Walk, WalkLostError, walk_here
 
 ACTIVE_SECONDS = 600.0
 """Processes that wrote to their journal within so long count as writers."""
 ASIDE_SECONDS = 10.0
 """A block that could not be read although it is there is tried again after so long."""
+_ROUND_TRIPS = 5
+_SLICE_BYTES = 256 * NAME_BYTES
+_PAUSE_SECONDS = 0.0005
+"""Much that is done at once would hold up the thread that schedules, which waits for the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,9 @@ class SharedStore:
         keys_dir: str = "",
         quotas: Quotas = NO_QUOTAS,
         scan_threads: int = 4,
+        walk: Walk | None = None,
+        is_bell_opened: bool = False,
+        pause: Callable[[], None] = lambda: time.sleep(_PAUSE_SECONDS),
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +86,9 @@ class SharedStore:
             keys_dir: As for `BlockStore`.
             quotas: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
+            walk: Walks the root in the place of this process.
+            is_bell_opened: As `is_opened` of `Bell`.
+            pause: Called every tenth of a millisecond of a long work, so that other threads run.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
         """
@@ -93,14 +98,20 @@ class SharedStore:
         self._root = root
         self._fs = fs
         self._scan_threads = scan_threads
+        self._walk_apart: Walk = walk or self._walk_here
+        self._pause = pause
         self._clock = clock
         self._now = now
         self._index = BlockIndex(aside_seconds=ASIDE_SECONDS, now=now)
         self._journal = JournalWriter(root, fs=fs, clock=clock, now=now)
         self._reader = JournalReader(root, fs=fs, but=self._journal.writer, now=now)
+        self._bell = Bell(root, fs=fs, is_opened=is_bell_opened)
+        self.round_trip_seconds = 0.0
+        """What the volume takes to say that it does not have a file; 0 while that was not measured."""
+        self.has_news = threading.Event()
+        """Set while this process has something to tell with the next `synchronize`."""
         self._following = threading.Lock()
         self._walking = threading.Lock()
-        self._counters = Counters()
 
     def state(self, key: BlockKey) -> Presence:
         """Say from memory whether the volume has the block."""
@@ -108,24 +119,21 @@ class SharedStore:
 
     def get(self, key: BlockKey, into: memoryview) -> Outcome:
         """Do as `BlockStore.get` does, and remember the answer."""
-        started = self._now()
         outcome = self.blocks.get(key, into)
-        self.record_get(key, outcome, seconds=self._now() - started)
+        self.record_get(key, outcome)
         return outcome
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
         """Do as `BlockStore.stream` does, and remember the answer."""
-        started = self._now()
         outcome = self.blocks.stream(key, buffer, take)
         if outcome is not None:
-            self.record_get(key, outcome, seconds=self._now() - started)
+            self.record_get(key, outcome)
         return outcome
 
-    def record_get(self, key: BlockKey, outcome: Outcome, *, seconds: float) -> None:
+    def record_get(self, key: BlockKey, outcome: Outcome) -> None:
         """Remember the answer to a `get` or `stream` of another process's `BlockStore` on the same root."""
         if isinstance(outcome, Hit):
             self._index.add(key)
-            self._counters.add(Operation.GET, "hit", moved_bytes=outcome.bytes_read, seconds=seconds)
             return
         if outcome is Fault.IO:
             # The volume failed, not the file: it is tried again after a while.
@@ -134,25 +142,29 @@ class SharedStore:
             # A file that stays although it cannot be served is forgotten as well: then the next writer replaces it.
             self._index.discard(key)
         if isinstance(outcome, Fault) and outcome.is_damage:
-            self._journal.append(Op.GONE, key, 0)
-        label = "miss" if isinstance(outcome, Miss) else outcome.value
-        self._counters.add(Operation.GET, label, moved_bytes=0, seconds=seconds)
+            self._note(Op.GONE, key, 0)
+
+    def record_look_up(self, key: BlockKey, *, is_there: bool) -> None:
+        """Remember the answer to a `look_up` of another process's `BlockStore` on the same root."""
+        if is_there:
+            self._index.add(key)
+        else:
+            self._index.discard(key)
 
     def note_used(self, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
         """Tell whoever makes room that a prefix was used: `key` is the last block of it, the others need no call.
 
         Only memory is touched, and the same prefix is noted once in a while.
         """
-        self._journal.append(Op.USED, key, payload_bytes, lineage)
+        self._note(Op.USED, key, payload_bytes, lineage)
 
     def put(
         self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
     ) -> StoreOutcome:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
-        started = self._now()
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.put(key, payload, lineage, is_scratch=is_scratch)
-        self._record_put(key, payload.nbytes, outcome, seconds=self._now() - started, lineage=lineage)
+        self._record_put(key, payload.nbytes, outcome, lineage)
         return outcome
 
     def begin_put(self, key: BlockKey, payload_bytes: int) -> StoreOutcome | None:
@@ -163,33 +175,32 @@ class SharedStore:
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.reserve(key, payload_bytes)
         if outcome is not None:
-            self._record_put(key, payload_bytes, outcome, seconds=0.0)
+            self._record_put(key, payload_bytes, outcome)
         return outcome
 
-    def end_put(
-        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
-    ) -> None:
+    def end_put(self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE) -> None:
         """Remember the answer to a `put` of another process's `BlockStore`, which has no limit of its own."""
         self.blocks.end_reserved(key, payload_bytes, is_written=isinstance(outcome, Stored))
-        self._record_put(key, payload_bytes, outcome, seconds=seconds, lineage=lineage)
+        self._record_put(key, payload_bytes, outcome, lineage)
 
     def cancel_put(self, key: BlockKey, payload_bytes: int) -> None:
         """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
         self.blocks.end_reserved(key, payload_bytes, is_written=False)
 
+    def _note(self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
+        self._journal.append(op, key, payload_bytes, lineage)
+        if not self.has_news.is_set():
+            self.has_news.set()
+
     def _record_put(
-        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, *, seconds: float, lineage: Lineage = NO_LINEAGE
+        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE
     ) -> None:
         if isinstance(outcome, Stored):
             self._index.add(key)
             self._index.renew_block(key)
-            self._journal.append(Op.STORED, key, payload_bytes, lineage)
-            self._counters.add(Operation.PUT, "stored", moved_bytes=outcome.bytes_written, seconds=seconds)
+            self._note(Op.STORED, key, payload_bytes, lineage)
         elif isinstance(outcome, Present):
             self._index.add(key)
-            self._counters.add(Operation.PUT, "present", moved_bytes=0, seconds=seconds)
-        else:
-            self._counters.add(Operation.PUT, outcome.value, moved_bytes=0, seconds=seconds)
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
         """Remove a block and tell the other processes; say whether it was there.
@@ -200,7 +211,7 @@ class SharedStore:
         was_there = self.blocks.delete(key)
         self._index.discard(key)
         if was_there:
-            self._journal.append(Op.GONE, key, payload_bytes)
+            self._note(Op.GONE, key, payload_bytes)
         return was_there
 
     def forget(self, key: BlockKey) -> None:
@@ -223,10 +234,7 @@ class SharedStore:
             if calls == most_calls:
                 return None
             calls += 1
-            started = self._now()
             found = self.blocks.look_up(key)
-            label = found.value if isinstance(found, Fault) else "hit" if found else "miss"
-            self._counters.add(Operation.PROBE, label, moved_bytes=0, seconds=self._now() - started)
             if isinstance(found, Fault):
                 return found
             if not found:
@@ -235,8 +243,29 @@ class SharedStore:
             self._index.add(key)
         return None
 
-    def synchronize(self, *, may_write: bool = True) -> Synchronized:
-        """Write what this process did, and learn what the others did; call it every half of the refresh time.
+    def measure_round_trip(self) -> None:
+        """Ask the volume for a few files that nobody has, whose absence no cache knows, and keep the shortest time.
+
+        They would lie in the root, which is there: below a directory that is not, a cache would answer.
+        """
+        seconds = []
+        for _ in range(_ROUND_TRIPS):
+            nobodys = f"{self._root}/.{new_token()}"
+            began = self._now()
+            try:
+                self._fs.stat(nobodys)
+            except FileNotFoundError:
+                seconds.append(self._now() - began)
+            except OSError:
+                return
+        self.round_trip_seconds = min(seconds, default=0.0)
+
+    def may_have_news(self) -> bool:
+        """Say with one system call whether other processes may have something to tell, or the root is another one."""
+        return self._bell.is_ringing() or not self._reader.has_read_all
+
+    def synchronize(self, *, may_write: bool = True, may_have_news: bool = True) -> Synchronized:
+        """Write what this process did, and learn what the others did, if `may_have_news` said that it may be worth it.
 
         What another process stores is known here after its next call and our next call. Until ours, this process
         writes at most its share of the room that is left, see `Usage`. With `may_write` False nothing
@@ -245,16 +274,18 @@ class SharedStore:
         problems = []
         written = read = 0
         if may_write:
+            self.has_news.clear()
             try:
                 written = self._journal.flush()
             except StoreUnavailable as error:
                 problems.append(str(error))
         with self._following:
             try:
-                for records in self._reader.read():
+                for records in self._reader.read() if may_have_news else ():
                     read += len(records)
                     for record in records:
                         self._learn(record)
+                    self._pause()
                 self._index.renew()
                 self._share_room()
             except StoreUnavailable as error:
@@ -272,7 +303,7 @@ class SharedStore:
         What crashed processes left behind is removed on the way: partial files after an hour, journals after a day.
 
         Args:
-            is_stopped: Asked at each file; True ends the walk, and nothing is forgotten.
+            is_stopped: Asked all the time; True ends the walk, and nothing is forgotten.
             may_write: False removes nothing.
 
         Returns:
@@ -285,39 +316,45 @@ class SharedStore:
             with self._following:
                 # First, so that what is stored while we walk is found by the walk or is in a journal.
                 self._reader.start()
-            is_whole = self._walk(is_stopped, may_write=may_write)
+            try:
+                is_whole = self._walk(self._walk_apart, is_stopped, may_write=may_write)
+            except WalkLostError:
+                is_whole = self._walk(self._walk_here, is_stopped, may_write=may_write)
             with self._following:
                 self._share_room()
             return is_whole
 
-    def _walk(self, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
-        def visit(entry: BlockEntry | Leftover) -> None:
+    def _walk(self, walk: Walk, is_stopped: Callable[[], bool], *, may_write: bool) -> bool:
+        def take_in() -> Iterator[Mapping[str, int]]:
+            for batch in walk(self._root, may_write=may_write, is_stopped=is_stopped):
+                for start in range(0, len(batch.names), _SLICE_BYTES):
+                    self._index.find(batch.names[start : start + _SLICE_BYTES])
+                    self._pause()
+                yield batch.sizes
             if is_stopped():
                 raise _StoppedError
-            if isinstance(entry, BlockEntry):
-                self._index.find(entry.key)
-            elif entry.kind is LeftoverKind.PARTIAL and may_write:
-                with contextlib.suppress(OSError):
-                    self._fs.unlink(f"{self._root}/{entry.path}")
 
         self._index.begin_walk()
         try:
-            self.blocks.refresh_usage(visit, threads=self._scan_threads)
+            self.blocks.refresh_usage(take_in())
         except _StoppedError:
             return False
-        self._index.end_walk()
-        if may_write:
-            with contextlib.suppress(StoreUnavailable):
-                remove_old_journals(self._root, JOURNAL_AGE_SECONDS, fs=self._fs, clock=self._clock)
+        self._index.end_walk(pause=self._pause)
         return True
+
+    def _walk_here(self, root: Path, *, may_write: bool, is_stopped: Callable[[], bool]) -> Iterator[Batch]:
+        return walk_here(
+            root,
+            may_write=may_write,
+            is_stopped=is_stopped,
+            fs=self._fs,
+            clock=self._clock,
+            threads=self._scan_threads,
+        )
 
     def usage_bytes(self) -> int:
         """Return the bytes of blocks and quarantined files, as far as this process knows."""
         return self.blocks.usage_bytes()
-
-    def totals(self) -> Totals:
-        """Return what was done so far, by operation and outcome."""
-        return self._counters.totals()
 
     @property
     def known_blocks(self) -> int:
@@ -328,16 +365,6 @@ class SharedStore:
     def is_complete(self) -> bool:
         """Whether every block that is not known to be there is known not to be."""
         return self._index.is_complete
-
-    @property
-    def journal_dropped(self) -> int:
-        """How many records of ours were given up because the volume did not take them."""
-        return self._journal.dropped
-
-    @property
-    def journal_damaged(self) -> int:
-        """How many records of others could not be read."""
-        return self._reader.damaged
 
     def _share_room(self) -> None:
         """Begin a new share; the caller holds `_following`."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.fs import FileSystem, read_block, read_page
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import BlockKey, Home
 from kvtier_connector.store.sealing import Reading, begin_reading
 
 PIECE_BYTES = 1 << 20
 """Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
+_MAPPED_PIECE_BYTES = 1 << 19
+"""The same of a file that lies in memory and is mapped: fewer bytes than the smaller cache of a core holds."""
 
 Take = Callable[[int, memoryview], bool]
 """Takes the payload's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
@@ -21,10 +23,13 @@ Take = Callable[[int, memoryview], bool]
 class _Verifier:
     """Takes in what has been read so far, and stops the read at the first thing that is wrong."""
 
-    def __init__(self, key: BlockKey, page: memoryview, target: memoryview, keyring: Keyring | None) -> None:
+    def __init__(
+        self, key: BlockKey, home: Home, page: memoryview, target: memoryview, keyring: Keyring | None
+    ) -> None:
         self.header: Header | None = None
         self.fault: Fault | None = None
         self._key = key
+        self._home = home
         self._page = page
         self._target = target
         self._keyring = keyring
@@ -51,8 +56,8 @@ class _Verifier:
         header = decode_header(self._page)
         if isinstance(header, Fault):
             self.fault = header
-        elif header.key != self._key:
-            self.fault = Fault.KEY
+        elif (fault := misplaced(header, self._key, self._home)) is not None:
+            self.fault = fault
         elif header.payload_bytes != self._target.nbytes:
             self.header, self.fault = header, Fault.LENGTH
         else:
@@ -68,6 +73,7 @@ def read_verified(  # noqa: PLR0913 - keywords
     fs: FileSystem,
     fd: int,
     key: BlockKey,
+    home: Home,
     *,
     page: memoryview,
     target: memoryview,
@@ -79,7 +85,7 @@ def read_verified(  # noqa: PLR0913 - keywords
     With O_DIRECT all of it is asked for at once, since the device is faster with one large request and its bytes are
     in no cache yet.
     """
-    verifier = _Verifier(key, page, target, keyring)
+    verifier = _Verifier(key, home, page, target, keyring)
     bytes_read = read_block(
         fs,
         fd,
@@ -104,6 +110,7 @@ def stream_verified(  # noqa: PLR0913 - keywords
     fs: FileSystem,
     fd: int,
     key: BlockKey,
+    home: Home,
     *,
     page: memoryview,
     buffer: memoryview,
@@ -122,7 +129,7 @@ def stream_verified(  # noqa: PLR0913 - keywords
         filled = 0
         if (header_bytes := read_page(fs, fd, page)) < HEADER_BYTES:
             return Fault.TRUNCATED if header_bytes else Fault.EMPTY
-    header = _expect(fs, fd, key, page, payload_bytes)
+    header = _expect(fs, fd, key, home, page, payload_bytes)
     if isinstance(header, Fault):
         return header
     reading = begin_reading(header, page, keyring)
@@ -143,12 +150,54 @@ def stream_verified(  # noqa: PLR0913 - keywords
             return Fault.TRUNCATED
 
 
-def _expect(fs: FileSystem, fd: int, key: BlockKey, page: memoryview, payload_bytes: int) -> Header | Fault:
+def mapped_verified(  # noqa: PLR0913 - keywords
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    home: Home,
+    *,
+    mapped: memoryview,
+    buffer: memoryview,
+    take: Take,
+    keyring: Keyring | None,
+) -> int | Fault | None:
+    """Do as `stream_verified` does with a file that is mapped; what is in clear there is handed on without a copy.
+
+    Whoever changes the file in place between the look and the copy changes it as if the row was changed later: blocks
+    are written once and renamed, and a checksum keeps out damage, not an attacker.
+    """
+    if mapped.nbytes < HEADER_BYTES:
+        return Fault.TRUNCATED
+    page = mapped[:HEADER_BYTES]
+    header = _expect(fs, fd, key, home, page, buffer.nbytes)
+    if isinstance(header, Fault):
+        return header
+    reading = begin_reading(header, page, keyring)
+    if isinstance(reading, Fault):
+        return reading
+    payload = mapped[HEADER_BYTES : HEADER_BYTES + buffer.nbytes]
+    for start in range(0, payload.nbytes, _MAPPED_PIECE_BYTES):
+        piece = payload[start : start + _MAPPED_PIECE_BYTES]
+        if keyring is not None:
+            # It is decrypted where it is.
+            buffer[: piece.nbytes] = piece
+            piece = buffer[: piece.nbytes]
+        reading.take(piece)
+        if not take(start, piece):
+            return None
+    if payload.nbytes < buffer.nbytes:
+        return Fault.TRUNCATED
+    return reading.end() or HEADER_BYTES + payload.nbytes
+
+
+def _expect(  # noqa: PLR0913, PLR0917 - what is expected of a file
+    fs: FileSystem, fd: int, key: BlockKey, home: Home, page: memoryview, payload_bytes: int
+) -> Header | Fault:
     header = decode_header(page)
     if isinstance(header, Fault):
         return header
-    if header.key != key:
-        return Fault.KEY
+    if (fault := misplaced(header, key, home)) is not None:
+        return fault
     if header.payload_bytes != payload_bytes:
         is_short = fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
         return Fault.TRUNCATED if is_short else Fault.LENGTH

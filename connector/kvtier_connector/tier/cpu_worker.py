@@ -106,7 +106,14 @@ class CpuCopyWorker(OffloadingWorker):
         return self._transfer(job_id, src_spec, dst_spec, is_store=True)
 
     @override
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Copy at once; nothing could be more `expedited`."""
         return self._transfer(job_id, dst_spec, src_spec, is_store=False)
 
     @override

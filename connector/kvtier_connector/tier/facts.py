@@ -4,32 +4,39 @@
 The operator's digest covers what the user wrote. The engine resolves the rest (types, groups, sizes), and two engines
 with the same flags can still differ there. The list is explicit: a new field in vLLM's config changes nobody's cache.
 
-A tier is told little of vLLM's config; `KVTierSpec` learns the rest in the scheduler, see `hooks`. What is not known is
-None, and None differs from everything else.
+A tier is told little of vLLM's config; `KVTierSpec` learns the rest from our connector. What is not known is None,
+and None differs from everything else.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.store.format import FORMAT_VERSION
-from kvtier_connector.tier.weights import fingerprint
+from kvtier_connector.tier.model_files import fingerprint
+from kvtier_connector.tier.packing import Declared, layout_env
+from kvtier_connector.tier.weights import join
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+
 PREFIX = "engine."
 
 
-def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = "main") -> dict[str, Any]:
+def engine_facts(
+    spec: OffloadingSpec, declared: Sequence[Declared], *, bytes_per_chunk: int, revision: str = "main"
+) -> dict[str, Any]:
     """Return the facts by name, each name with `PREFIX`; JSON values only.
 
     Args:
         spec: vLLM's settings of the engine.
+        declared: what its workers declare, in the order of their ranks.
         bytes_per_chunk: size of the payload of a block file.
         revision: branch, tag or commit of the model that the user asked for.
     """
@@ -47,9 +54,13 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = 
     }
     facts = {
         "model_name": config.model.name,
-        "weights": fingerprint(config.model.name, revision),
+        "weights": fingerprint(config.model.name, revision) or _loaded(declared),
         "kv_dtype": config.model.dtype,
         "kv_layout": config.kv_cache_layout,
+        "backends": sorted({backend for each in declared for backend in each.backends}),
+        "layout_env": layout_env(),
+        # Canonical rows are the same whatever the ranks hold.
+        "layout": "canonical" if is_topology_free else sorted({each.layout for each in declared}),
         "is_layout_canonical": bool(config.canonical_layout),
         "is_layout_replicated": bool(config.replicated_layout),
         "groups": [
@@ -64,6 +75,12 @@ def engine_facts(spec: OffloadingSpec, *, bytes_per_chunk: int, revision: str = 
         **_resolved(getattr(spec, "engine_config", None)),
     }
     return {f"{PREFIX}{name}": value for name, value in facts.items()}
+
+
+def _loaded(declared: Sequence[Declared]) -> str | None:
+    """Return the weights by what was loaded, where no files can be found that say it."""
+    found = join([each.weights for each in declared])
+    return None if found is None else f"loaded:{found[:32]}"
 
 
 def _resolved(config: VllmConfig | None) -> dict[str, Any]:

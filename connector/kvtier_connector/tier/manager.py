@@ -1,396 +1,320 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier as vLLM sees it: translation between its jobs and the block store, nothing else.
+"""The CPU tier and the shared volume under one roof: which chunks a request finds, and what its load may copy.
 
-vLLM calls every method of `SharedVolumeTier` on the scheduler's thread, where a system call on a network mount could
-stop the engine. So each method only reads and writes memory, and hands what blocks to the pool.
-
-What happens to a block is an outcome and is counted; whatever goes wrong, the engine computes instead of loading.
+A chunk that the volume is known to have counts as found at once. When vLLM orders a load, each such chunk gets a row of
+the CPU tier and is read into it, and the load tells chunk by chunk what is ready, so that the worker copies the first
+ones to the GPU while the next are still being read. Chunks that another request already has fetched are joined.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import time
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    OffloadingMetricMetadata,
-    OffloadingSpec,
-    OffloadKey,
-    OffloadPolicy,
-    ReqContext,
-    RequestOffloadingContext,
-    ScheduleEndContext,
-)
-from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.breaker import Breaker, Direction
-from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey
-from kvtier_connector.tier import gauges, metrics
-from kvtier_connector.tier.budget import Admission, PromotionBudget
-from kvtier_connector.tier.chains import Chains
-from kvtier_connector.tier.facts import engine_facts
-from kvtier_connector.tier.gate import Choice, Gate
-from kvtier_connector.tier.jobs import Block, Job, abandon_late
-from kvtier_connector.tier.lookups import Lookups, Verdict
-from kvtier_connector.tier.obstacles import why_not_loading, why_not_storing
-from kvtier_connector.tier.offers import Offers, admit, is_new
-from kvtier_connector.tier.settings import read_config
-from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.transfers import Transfers, count_loaded, count_stored
-from kvtier_connector.tier.transports import make_transport
-from kvtier_connector.tier.volume import Volume
-from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.fetches import Fetches
+from kvtier_connector.tier.loads import NO_ROW, Load
+from kvtier_connector.tier.requests import TierRequest
+from kvtier_connector.tier.tier import SharedVolumeTier
 
-logger = init_logger("vllm.kvtier.tier")
-
-PROBE_DEADLINE_SECONDS = 2.0
-"""A probe is one system call; a volume that needs longer for it is slower than computing."""
-OPEN_WAIT_SECONDS = 10.0
-"""How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
-CLOSE_WAIT_SECONDS = 5.0
-COPY_POLL_SECONDS = 0.001
-STORE_QUEUE_SHARE = 0.5
-"""Blocks that wait to be written hold their slots. While more than this share of the CPU tier waits, more is not
-written."""
+STORES_AGAIN = 64
+"""Chunks that were not written before and are offered again in one step, while nothing is loaded."""
+URGENT_AHEAD = 256
+"""While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
+_VOLUME = 0
+"""Number of our tier among vLLM's secondary ones: it is the only one."""
 
 
-class SharedVolumeTier(SecondaryTierManager):
-    """Keeps chunks as block files on a volume that other engines share.
+class Match(NamedTuple):
+    """The chunks of a prefix that can be loaded."""
 
-    Fields are the scheduler's alone, except `_completed`, which the pool's threads fill, and the objects that say
-    otherwise themselves. Memory beyond vLLM's own: one chunk per I/O thread.
-    """
+    chunks: int
+    unknown: OffloadKey | None
+    """The first of them that nobody can tell of yet; ask again when `KVTierManager.is_known`."""
 
-    medium: ClassVar[Medium] = Medium.STORAGE
-    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.DISK
-    fs: ClassVar[FileSystem] = LOCAL
-    """The system calls; tests derive a class with others."""
-    stats_seconds: ClassVar[float] = 0.2
-    """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
-        self,
-        offloading_spec: OffloadingSpec,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        config_file: str,
-        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
-        locality: str | None = None,
-        backpressure_detector: BackpressureDetector | None = None,
-        generation: str = "",
-        **unknown: Any,
-    ) -> None:
-        """Build the tier and start its threads; the engine starts even if the volume cannot be used.
+class KVTierManager(TieringOffloadingManager):
+    """vLLM's tiering with one tier below the CPU's; loads begin before all has landed. Scheduler's thread only."""
 
-        Args:
-            offloading_spec: vLLM's settings of the engine.
-            primary_kv_view: The rows of the CPU tier.
-            tier_type: The name under which vLLM knows this tier.
-            config_file: Path of the document that the operator wrote, see `contract`.
-            enable_kv_events: Publish a BlockStored event for each block written, if the engine publishes events.
-            locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
-            backpressure_detector: vLLM's, if configured; it sees how long stores take.
-            generation: Digest of the blocks that this engine is started for, if the document may have moved on.
-            unknown: Anything else in the tier's configuration, which is refused.
+    def __init__(self, primary_tier: CPUPrimaryTierOffloadingManager, volume: SharedVolumeTier) -> None:
+        """Put the tier below the CPU's."""
+        super().__init__(primary_tier=primary_tier, secondary_tiers=[volume])
+        self.volume = volume
+        # The dictionary itself has no public name, and a call for each chunk of a prompt is what a look-up costs.
+        self._chunks = primary_tier._policy.get  # noqa: SLF001 - see above
+        self._fetches = Fetches(primary_tier, self.request, self._read)
+        self._loads: dict[str, Load] = {}
+        self._copying = 0
+        """Chunks that the worker is copying to the GPU."""
+        self._again = ReqContext(req_id="kvtier-store-again")
 
-        Raises:
-            ConfigInvalid: an option or the document cannot be used.
+    def request(self, context: ReqContext) -> TierRequest:
+        """Return what the tier keeps of a request."""
+        return self.volume.requests.of(context)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        """Say whether a chunk can be loaded; one that only the volume has is a HIT, too.
+
+        HIT_PENDING is a chunk that the GPU is just writing into the CPU tier, RETRY one that a probe asks about.
         """
-        if unknown:
-            raise ConfigInvalid(
-                f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
-                "it takes config_file, generation, enable_kv_events, locality and backpressure"
-            )
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = None if locality is None else Locality(locality)
-        config = read_config(config_file)
-        self._deadline_seconds = config.load_deadline_seconds
-        self._slots = Slots(primary_kv_view)
-        self._stats = metrics.Stats()
-        self._next_stats, self._was_idle = 0.0, False
-        self._budget = PromotionBudget(self._slots.count)
-        self._chains = Chains(offloading_spec, config.tenant_from)
-        self._gate = Gate(
-            is_cost_aware=config.cost_aware,
-            min_tokens=config.min_tokens,
-            tokens_per_chunk=self._chains.tokens[0],
-            is_prompt_only=offloading_spec.offload_prompt_only,
-            on_verdict=lambda verdict: self._stats.count(metrics.VERDICTS, cause=verdict.value),
-        )
-        self._offers = Offers(config.min_reuse)
-        self._jobs: dict[int, Job] = {}
-        self._completed: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._finished: list[Job] = []
-        self._orphans: set[int] = set()
-        self._missed: dict[str, set[bytes]] = {}
-        self._undecided: set[str] = set()
-        self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] = []
-        self._is_loading_stuck = False
-        self._why_not_loading: str | None = metrics.INERT
-        self._is_storing_stuck = False
-        self._is_closed = False
-        revision = str(config.identity.get("model_revision", "main"))
-        facts = engine_facts(offloading_spec, bytes_per_chunk=self._slots.row_bytes, revision=revision)
-        self._volume = Volume(config, {**config.identity, **facts}, self.fs, generation=generation)
-        probe_seconds = min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds)
-        self._pool = WorkerPool(
-            config.io_threads,
-            default_limits(
-                config.io_threads, probe_seconds=probe_seconds, transfer_seconds=config.load_deadline_seconds
-            ),
-            staging_bytes=self._slots.row_bytes,
-        )
-        self._breaker = Breaker()
-        transfers = Transfers(self._slots, self._volume.store, self._breaker)
-        self._transport = make_transport(config, primary_kv_view, transfers, self._pool, self.fs)
-        self._queued_store_blocks = 0
-        self._lookups = Lookups(self._volume.store.state, self._contains, self._pool, deadline_seconds=probe_seconds)
-        self._pool.start()
-        self._volume.start(OPEN_WAIT_SECONDS)
+        self._maybe_process_finished_jobs()
+        return self._find(key, self.request(req_context))
 
-    @classmethod
-    @override
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return metrics.definitions()
+    def match_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> Match:
+        """Find how many chunks from the first on can be loaded."""
+        self._maybe_process_finished_jobs()
+        request = self.request(req_context)
+        count = 0
+        unknown: OffloadKey | None = None
+        for key in keys:
+            found = self._find(key, request)
+            if found is LookupResult.MISS:
+                break
+            if found is not LookupResult.HIT and unknown is None:
+                unknown = key
+            count += 1
+        return Match(count, unknown)
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Say whether a chunk can be told of now that could not be."""
+        if self.volume.is_asking(key):
+            return False
+        chunk = self._chunks(key)
+        return chunk is None or chunk.is_ready or key in self._fetches
+
+    def decide(self, req_context: ReqContext, hit: Collection[OffloadKey]) -> bool:
+        """Decide, once, what a request does that found these chunks; False if it is to look without the volume."""
+        request = self.request(req_context)
+        on_volume = [key for key in hit if key in request.on_volume]
+        self._count(request, len(hit), len(on_volume))
+        if not on_volume:
+            return True
+        if request.verdict is None:
+            tokens = self.volume.requests.tokens[0]
+            ends = [end for key in on_volume if (end := req_context.get_offload_key_position(key)) is not None]
+            chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
+            request.verdict = self.volume.admission.decide(chunks, len(on_volume))
+            if not request.verdict.may_load:
+                self.volume.count_computed(request.verdict.cause, len(on_volume))
+        return request.verdict.may_load
+
+    def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
+        """Say whether all of these chunks lie in the CPU tier."""
+        return all((chunk := self._chunks(key)) is not None and chunk.is_ready for key in keys)
+
+    def read_ahead(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Fetch chunks that a look-up found on the volume for a request whose turn has not come."""
+        on_volume = self.request(req_context).on_volume
+        leased = self._fetches.lease((key for key in keys if key in on_volume), req_context)
+        self._note_source(leased, req_context)
 
     @override
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        # What is in the CPU tier already is offered again only if asked for, and would never count as used again.
-        policy = OffloadPolicy.REQUEST_LEVEL if self._offers.is_gated else OffloadPolicy.CHUNK_LEVEL
-        return RequestOffloadingContext(policy)
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin what is in the CPU tier and have the rest fetched; `load_of` tells what is ready.
 
-    @override
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        request = req_context.req_id
-        if cause := self._why_not_loading:
-            return self._miss(key, request, cause)
-        chain = self._chains.of(req_context)
-        if chain.is_refused:
-            return self._miss(key, request, metrics.NO_TENANT)
-        verdict = self._lookups.ask(chain.name(key), request)
-        if verdict is Verdict.WAITING:
-            self._undecided.add(request)
-            return LookupResult.RETRY
-        if verdict is not Verdict.THERE:
-            return self._miss(key, request, _CAUSES[verdict])
-        if request in self._undecided:
-            # Fetching it could use up the budget before the head of the prefix, which is worth more, is known.
-            return LookupResult.RETRY
-        is_certain = self._volume.store.is_complete
-        choice = self._gate.ask(request, req_context.get_offload_key_position(key), is_certain=is_certain)
-        if choice is Choice.WAIT:
-            return LookupResult.RETRY
-        if choice is not Choice.LOAD:
-            return self._miss(key, request, choice.value)
-        admission = self._budget.admit(key, request)
-        if admission is Admission.COMPUTE:
-            return self._miss(key, request, metrics.BUDGET)
-        return LookupResult.HIT if admission is Admission.FETCH else LookupResult.RETRY
+        Returns:
+            The rows; `NO_ROW` for chunks that are not there yet.
+        """
+        load = self._loads[req_context.req_id] = Load(req_context, list(keys))
+        ready: list[OffloadKey] = []
+        fetched: list[OffloadKey] = []
+        hastened: list[OffloadKey] = []
+        for number, key in enumerate(load.keys):
+            chunk = self._chunks(key)
+            if chunk is not None and chunk.is_ready:
+                load.rows[number] = chunk.chunk_id
+                ready.append(key)
+                continue
+            fetched.append(key)
+            if self._fetches.ask(key, load, number):
+                hastened.append(key)
+        if ready:
+            self.primary_tier.prepare_load(ready, req_context)
+        self._note_source(fetched, req_context)
+        self._fetches.end_lease(req_context)
+        self.request(req_context).verdict = None
+        if hastened:
+            self.volume.hasten(hastened)
+        self._serve()
+        return CPULoadStoreSpec(load.rows)
 
-    @override
-    def submit_load(self, job_metadata: TransferJob) -> None:
-        job = self._open_job(job_metadata, is_load=True)
-        self._budget.charge((block.key for block in job.blocks), job.request)
-        self._gate.begin_load(job.job_id, len(job.blocks))
-        if self._is_loading_stuck:
-            job.abandon(metrics.STUCK)
+    def load_of(self, name: str) -> Load:
+        """Return the load of a request, from `prepare_load` to `release_load`."""
+        return self._loads[name]
+
+    def note_copying(self, chunks: int) -> None:
+        """Note that so many chunks were handed to the worker; `complete_load` tells that they are on the GPU."""
+        self._copying += chunks
+
+    def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
+        """Forget the load of a request: nothing more of it goes to the GPU. What was handed over stays pinned."""
+        load = self._loads.pop(name)
+        if is_handed_over:
             return
-        self._transport.load(job)
+        handed = load.handed
+        unpinned = []
+        for number, key in enumerate(load.keys):
+            if load.rows[number] == NO_ROW:
+                self._fetches.leave(key, load)
+            elif number not in handed:
+                unpinned.append(key)
+        if unpinned:
+            self.primary_tier.complete_load(unpinned, load.context)
 
     @override
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        job = self._open_job(job_metadata, is_load=False)
-        cause = self._why_not_storing(job_metadata.req_context)
-        self._queued_store_blocks += len(job.blocks)
-        ends = [job_metadata.req_context.get_offload_key_position(block.key) for block in job.blocks]
-        self._gate.end_compute(job.request, ends, measures=is_new(job, self._offers, self._volume.store.state))
-        wanted = admit(job, self._offers, self._volume.store.state)
-        if cause is not None:
-            job.abandon(cause)
-            return
-        self._transport.save(job, wanted)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._copying -= len(keys)
+        super().complete_load(keys, req_context)
+        self._serve()
 
-    @override
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        # vLLM calls this once in each step, before any lookup of the step.
-        self._lookups.collect()
-        self._transport.collect()
-        self._is_loading_stuck = self._transport.is_stuck(Lane.LOAD) or self._pool.is_stuck(Lane.PROBE)
-        self._is_storing_stuck = self._transport.is_stuck(Lane.STORE)
-        self._why_not_loading = why_not_loading(self._volume, self._breaker, is_stuck=self._is_loading_stuck)
-        abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
-        if self._volume.refused_field:
-            # The directory is somebody else's by now: what waits does not belong there.
-            for job in self._jobs.values():
-                self._transport.abandon(job, metrics.INERT)
-        while not self._completed.empty():
-            self._finished.append(self._completed.get_nowait())
-        jobs, self._finished = self._finished, []
-        return [self._close_job(job) for job in jobs]
+    def hold(self) -> None:
+        """Give no row away: the worker may still read or write rows that the CPU tier does not know of any more."""
+        self._fetches.is_held = True
+
+    def go_on(self) -> None:
+        """Give rows away again."""
+        self._fetches.is_held = False
+        self._serve()
+
+    def poll(self) -> None:
+        """Take in what has landed since the step began."""
+        self._process_finished_jobs()
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._lookups.send()
-        self._gate.end_step(self._undecided)
-        self._budget.end_step()
-        self._undecided.clear()
-        for request in context.new_req_ids:
-            self._gate.begin_compute(request)
-            self._budget.release(request)
-        for request in context.preempted_req_ids:
-            self._gate.interrupt(request)
-            self._budget.preempt(request)
+        super().on_schedule_end(context)
+        self._serve()
+        self._store_again()
+        self.volume.waiting = self._fetches.count_waiting_requests()
 
     @override
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._chains.of(req_context).note_used(self._volume.store, self._slots.row_bytes)
-        self._orphans.update(job.job_id for job in self._jobs.values() if job.request == req_context.req_id)
-        self._lookups.forget(req_context.req_id)
-        self._gate.forget(req_context.req_id)
-        self._budget.release(req_context.req_id)
-        self._missed.pop(req_context.req_id, None)
+    def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
+        self._fetches.end_lease(req_context)
+        super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._jobs)
+        return self._fetches.is_waiting or super().has_pending_work()
 
     @override
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, []
-        return events
+    def reset_cache(self) -> None:
+        """Forget everything in the CPU tier; every load was released before."""
+        self._fetches.end_leases()
+        super().reset_cache()
+        self._fetches.clear()
+        self._copying = 0
 
     @override
-    def drain_jobs(self) -> None:
-        """Wait for every job, for as long as its deadline at most; then no thread touches the primary tier."""
-        while len(self._finished) < len(self._jobs):
-            with contextlib.suppress(queue.Empty):
-                self._finished.append(self._completed.get(timeout=COPY_POLL_SECONDS))
-            self._transport.collect()
-            abandon_late(self._jobs.values(), metrics.DEADLINE, self._transport.abandon)
+    def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
+        super()._process_finished_jobs(*args, **kwargs)
+        landed = self.volume.take_landed()
+        for each in landed:
+            self._fetches.take(each)
+        if landed:
+            self._serve()
 
     @override
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        now = time.monotonic()
-        is_idle = not self._jobs and not self._budget.waiting
-        # At once, too, when the last transfer or wait has ended: vLLM may not ask again before the next request.
-        if now < self._next_stats and not (is_idle and (self._stats.has_counted or not self._was_idle)):
-            return None
-        self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
-        gauges.observe(self._stats, self._volume, self._breaker)
-        gauges.observe_workers(self._stats, self._pool, self._transport)
-        gauges.observe_requests(self._stats, self._gate, waiting=self._budget.waiting)
-        gauges.observe_jobs(
-            self._stats,
-            self._jobs.values(),
-            storing=self._queued_store_blocks,
-            block_bytes=self._slots.row_bytes,
-            job_seconds=self._deadline_seconds,
+    def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
+        """Do nothing: each chunk is taken in when it lands."""
+
+    def _find(self, key: OffloadKey, request: TierRequest) -> LookupResult:
+        if self.volume.is_unread(key, request):
+            return LookupResult.RETRY
+        if request.is_mixed:
+            # vLLM's key does not cover what the adapter held when the chunk came into the CPU tier.
+            self.volume.presence(key, request)
+            return LookupResult.MISS
+        if key not in self._fetches:
+            chunk = self._chunks(key)
+            if chunk is not None:
+                return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
+            presence = self.volume.presence(key, request)
+            if presence is not Presence.PRESENT:
+                return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
+        elif key in request.missing:
+            return LookupResult.MISS
+        if request.verdict is not None and not request.verdict.may_load:
+            return LookupResult.MISS
+        request.on_volume.add(key)
+        return LookupResult.HIT
+
+    def is_from_volume(self, name: str) -> bool:
+        """Say whether chunks of a request were read for it."""
+        return name in self._request_load_sources
+
+    def _note_source(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        if keys:
+            self._request_load_sources.setdefault(context.req_id, {}).update(dict.fromkeys(keys, CacheHitSource.DISK))
+
+    def _read(
+        self, context: ReqContext, keys: Sequence[OffloadKey], rows: CPULoadStoreSpec, is_waited_for: bool
+    ) -> bool:
+        """Have the volume read chunks into their rows; return whether they are urgent.
+
+        While little is read, what is read ahead keeps nobody waiting, and is spared being made urgent later.
+        """
+        is_urgent = is_waited_for or self.volume.loading < URGENT_AHEAD
+        order = TransferJob(
+            job_id=self._next_job_id(),
+            keys=keys,
+            chunk_ids=np.asarray(rows.block_ids, dtype=np.int32),
+            is_promotion=True,
+            req_context=context,
         )
-        return self._stats.take()
+        self._register_job(order, _VOLUME)
+        self.volume.load(order, is_urgent=is_urgent)
+        return is_urgent
 
-    @override
-    def shutdown(self) -> None:
-        """Stop within seconds, whatever the volume does: a thread that hangs is left behind and touches nothing."""
-        if self._is_closed:
+    def _serve(self) -> None:
+        self._fetches.serve()
+        if self._fetches.is_waiting and not self._fetches.is_held and not self._is_anything_under_way():
+            # Every row is pinned by those that wait like the first: it does without, and they go on.
+            self._metrics.on_promotion_allocation_failure()
+            self.volume.count_computed(metrics.BUDGET, 1)
+            self._fetches.give_up_first()
+
+    def _is_anything_under_way(self) -> bool:
+        """Say whether rows become free by themselves."""
+        is_storing = self.primary_tier._num_write_pending_chunks > 0  # noqa: SLF001 - only a gauge tells
+        return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
+
+    def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
+        """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""
+        if request.is_counted:
             return
-        self._is_closed = True
-        while sum(self._transport.abandon(job, metrics.SHUTDOWN) for job in self._jobs.values()):
-            time.sleep(COPY_POLL_SECONDS)
-        self._volume.close(CLOSE_WAIT_SECONDS)
-        are_closed = (self._pool.close(CLOSE_WAIT_SECONDS), self._transport.close(CLOSE_WAIT_SECONDS))
-        if not all(are_closed):
-            logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
-        self._slots.release()
+        request.is_counted = True
+        stats, volume = self._metrics._stats, self._metrics.tier_label(_VOLUME)  # noqa: SLF001 - see above
+        for label, asked, found in (
+            (self._metrics.primary_tier_label, chunks, chunks - on_volume),
+            (volume, on_volume, on_volume),
+        ):
+            stats.increase_counter(TieringOffloadingMetrics.CHUNK_QUERIES, asked, label)
+            stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, found, label)
 
-    def _open_job(self, transfer: TransferJob, *, is_load: bool) -> Job:
-        chain = self._chains.of(transfer.req_context)
-        blocks = [
-            Block(key, int(slot), chain.name(key), NO_LINEAGE if is_load else chain.lineage(key))
-            for key, slot in zip(transfer.keys, transfer.chunk_ids, strict=True)
-        ]
-        job = Job(
-            transfer.job_id,
-            is_load=is_load,
-            request=transfer.req_context.req_id,
-            blocks=blocks,
-            deadline=time.monotonic() + self._deadline_seconds,
-            on_complete=self._completed.put,
-        )
-        self._jobs[job.job_id] = job
-        if not blocks:
-            self._completed.put(job)
-        return job
-
-    def _close_job(self, job: Job) -> JobResult:
-        del self._jobs[job.job_id]
-        is_orphan = job.job_id in self._orphans
-        self._orphans.discard(job.job_id)
-        done = count_loaded(job, self._stats) if job.is_load else count_stored(job, self._stats)
-        if job.hung and job.cause == metrics.DEADLINE:
-            self._breaker.record_timeout(Direction.LOAD if job.is_load else Direction.STORE)
-        is_success = len(done) == len(job.blocks)
-        if job.is_load:
-            # A load that ran into its deadline says how slow the volume is, if anything came; a fault says nothing.
-            landed = len(done) if is_success or job.cause == metrics.DEADLINE else 0
-            self._gate.end_load(job.job_id, len(job.blocks), landed=landed)
-            is_done = frozenset(done)
-            if not is_orphan:
-                self._lookups.add_failed([block.name for block in job.blocks if block.key not in is_done], job.request)
-            for block in job.hung:
-                self._volume.store.forget(block.name)
-        else:
-            self._queued_store_blocks -= len(job.blocks)
-            if done and self._is_publishing:
-                self._events.append(
-                    OffloadingEvent(keys=done, medium=self.medium, removed=False, locality=self.locality)
-                )
-        return JobResult(
-            job_id=job.job_id,
-            success=is_success,
-            successful_keys=tuple(done) if job.is_load and done and not is_success else None,
-            transfer_time=job.elapsed_seconds,
-            transfer_bytes=len(job.blocks) * self._slots.row_bytes,
-        )
-
-    def _miss(self, key: OffloadKey, request: str, cause: str | None) -> LookupResult:
-        """Count a miss once: vLLM asks again in each step while an earlier block of the request is on its way."""
-        missed = self._missed.setdefault(request, set())
-        if cause is not None and key not in missed:
-            missed.add(key)
-            self._stats.count(metrics.MISSES, cause=cause)
-            self._stats.count(metrics.REFUSED_PROMOTIONS, int(cause == metrics.BUDGET))
-        return LookupResult.MISS
-
-    def _why_not_storing(self, context: ReqContext) -> str | None:
-        if self._chains.of(context).is_refused:
-            return metrics.NO_TENANT
-        if cause := why_not_storing(self._volume, self._breaker, is_stuck=self._is_storing_stuck):
-            return cause
-        is_full = self._queued_store_blocks > self._slots.count * STORE_QUEUE_SHARE
-        return metrics.QUEUE_FULL if is_full else None
-
-    # What follows runs on the pool.
-
-    def _contains(self, name: BlockKey) -> bool:
-        self._volume.store.probe((name,))
-        return self._volume.store.state(name) is Presence.PRESENT
-
-
-_CAUSES = {Verdict.ABSENT: metrics.ABSENT, Verdict.LATE: metrics.LATE_PROBE, Verdict.FAILED: None}
-"""A failed load was counted with its own cause already."""
+    def _store_again(self) -> None:
+        """Offer chunks again that were not written, as long as nothing is loaded and the CPU tier has them."""
+        if self._loads or self._fetches:
+            return
+        shed = self.volume.peek_shed(STORES_AGAIN)
+        if not shed:
+            return
+        here, gone = [], []
+        for key in shed:
+            chunk = self._chunks(key)
+            if chunk is None:
+                gone.append(key)
+            elif chunk.is_ready:
+                here.append(key)
+        self.volume.forget_shed(gone)
+        if here:
+            self.volume.store_again(self.create_store_job(here, self._again, _VOLUME))

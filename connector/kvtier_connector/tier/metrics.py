@@ -36,13 +36,15 @@ MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
     "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
-    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), mode, inert, "
-    "deadline (a load took too long), shutdown, or what was wrong with the file.",
+    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), adapter (what its LoRA "
+    "adapter holds cannot be told), unwanted (the request does without), weights (they may have been replaced, and no "
+    "worker has looked yet), mode, inert, deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), inert, uncounted (the "
+    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), adapter (what its LoRA "
+    "adapter holds cannot be told), weights (as above), inert, uncounted (the "
     "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
     "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
     "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
@@ -125,6 +127,21 @@ BREAK_EVEN_TOKENS = Metric(
     is_gauge=True,
 )
 
+FIRST_TOKENS = Metric(
+    "vllm:kvtier_first_tokens",
+    "Requests that got their first token, by where the beginning of their prompt came from: disk (at least in part), "
+    "memory (the CPU tier or the GPU), nothing (all of it was computed).",
+    ("found",),
+)
+FIRST_TOKEN_SECONDS = Metric(
+    "vllm:kvtier_first_token_seconds",
+    "Time from the arrival of these requests at the engine to their first token, summed.",
+    ("found",),
+)
+FIRST_TOKEN_PROMPTS = Metric(
+    "vllm:kvtier_first_token_prompt_tokens", "Tokens of the prompts of these requests, summed.", ("found",)
+)
+
 METRICS = (
     READ_BYTES,
     READ_BLOCKS,
@@ -155,6 +172,9 @@ METRICS = (
     LOAD_PACE,
     COMPUTE_PACE,
     BREAK_EVEN_TOKENS,
+    FIRST_TOKENS,
+    FIRST_TOKEN_SECONDS,
+    FIRST_TOKEN_PROMPTS,
 )
 
 ABSENT = "absent"
@@ -167,9 +187,14 @@ SHUTDOWN = "shutdown"
 UNCOUNTED = "uncounted"
 BREAKER = "breaker"
 NO_TENANT = "tenant"
+NO_ADAPTER = "adapter"
+UNWANTED = "unwanted"
+NEW_WEIGHTS = "weights"
 BYPASSED = "mode"
 QUEUE_FULL = "queue_full"
 UNREUSED = "min_reuse"
+SLOWER = "cost"
+SHORT = "min_tokens"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:

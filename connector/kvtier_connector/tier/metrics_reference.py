@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvtier_connector import generated_page
 from kvtier_connector.janitor.metrics import METRICS as JANITOR_METRICS
+from kvtier_connector.tier import compat
 from kvtier_connector.tier.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[2] / "METRICS.md"
@@ -16,7 +17,8 @@ REFERENCE = Path(__file__).parents[2] / "METRICS.md"
 _HEAD = """\
 # Metrics of the disk tier
 
-vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added. Written by
+vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added; whoever scrapes adds
+`namespace` and `tier`, as the chart's monitors do ([docs/monitoring.md](../docs/monitoring.md)). Written by
 `python -m kvtier_connector.tier.metrics_reference --write`; do not edit.
 
 | Metric | Kind | Labels | Meaning |
@@ -26,7 +28,8 @@ vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engin
 _JANITOR = """
 # Metrics of the janitor
 
-The janitor's own `/metrics`, port 9400, serves them. All have the label `tier`: `<namespace>/<name>`.
+The janitor's own `/metrics`, port 9400, serves them, and `process_*` of the janitor itself. All of these have the
+labels `namespace` and `tier`, the name of the KVCacheTier.
 
 | Metric | Kind | Labels | Meaning |
 |---|---|---|---|
@@ -35,27 +38,18 @@ The janitor's own `/metrics`, port 9400, serves them. All have the label `tier`:
 
 def render() -> str:
     """Return the document."""
+    release = _row(compat.RELEASE_METRIC, compat.RELEASE_DOCUMENTATION, compat.RELEASE_LABELS, is_gauge=True)
     of_tier = "".join(_row(each.name, each.documentation, each.labels, is_gauge=each.is_gauge) for each in METRICS)
     of_janitor = "".join(
         _row(each.name, each.documentation, (each.label,) if each.label else (), is_gauge=each.is_gauge)
         for each in JANITOR_METRICS
     )
-    return _HEAD + of_tier + _JANITOR + of_janitor
+    return _HEAD + release + of_tier + _JANITOR + of_janitor
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the document, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(prog="metrics_reference", description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help=f"write {REFERENCE.name}")
-    action.add_argument("--check", action="store_true", help="exit with 1 if it would change")
-    if parser.parse_args(arguments).write:
-        REFERENCE.write_text(render(), encoding="utf-8")
-        return 0
-    is_fresh = REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == render()
-    if not is_fresh:
-        sys.stderr.write(f"{REFERENCE} is stale; run this with --write\n")
-    return 0 if is_fresh else 1
+    return generated_page.run(arguments, prog="metrics_reference", file=REFERENCE, render=render)
 
 
 def _row(name: str, documentation: str, labels: Sequence[str], *, is_gauge: bool) -> str:

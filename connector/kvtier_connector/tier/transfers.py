@@ -1,117 +1,316 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves one block between the CPU tier and the volume, on a thread of the pool, and counts how blocks of a job ended.
+"""The loads and stores under way between the CPU tier and the volume, and how each of their chunks ended.
 
-The system reads into, and writes from, the thread's own buffer; the slot is copied while the job has claimed it.
+vLLM orders transfers of many chunks; the movers know single ones. Each chunk ends once, with an outcome that is
+counted, and its transfer is reported with the last. A chunk that was not written is remembered, and is offered again
+while the CPU tier has it. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.tasks import Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
-from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.format import Fault
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import BlockKey, Lineage
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.jobs import BlockOutcome, Job
-from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.workers import Staging
+from kvtier_connector.tier.admission import Admission, Offers
+from kvtier_connector.tier.requests import TierRequest, TierRequests
+
+POLL_SECONDS = 0.001
+MOST_SHED = 1 << 16
+"""Chunks that are remembered to be offered again; the oldest go."""
+AGAIN_SECONDS = 1.0
+LONGEST_AGAIN_SECONDS = 60.0
+"""After how long chunks are offered again, doubled each time that it was in vain."""
+_NEVER_AGAIN = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.SHUTDOWN})
+"""Why a chunk was not written where offering it again would change nothing."""
 
 
-class Transfers(NamedTuple):
-    """What a transfer needs; any thread may call, and may be held up for as long as the volume hangs."""
+class Landed(NamedTuple):
+    """One chunk of a load has ended."""
 
-    slots: Slots
-    store: SharedStore
-    breaker: Breaker
+    key: OffloadKey
+    is_read: bool
+    """Whether its row holds it now, verified."""
 
-    def load(self, job: Job, index: int, staging: Staging) -> None:
-        """Bring a block into its slot; what the slot holds counts only once the block is settled as a hit."""
-        if not job.is_open(index):
-            return
-        if not self.breaker.admit(Direction.LOAD):
-            job.refuse(index, metrics.BREAKER)
-            return
-        started = time.monotonic()
-        block = job.blocks[index]
 
-        def take(offset: int, piece: memoryview) -> bool:
-            # The slot may be somebody else's by now.
-            if not job.claim(index):
-                return False
-            try:
-                self.slots.copy_in(block.slot, piece, offset)
-            finally:
-                job.release(index)
-            return True
+class _Shed(NamedTuple):
+    """A chunk that was not written, or not yet."""
 
-        outcome: BlockOutcome | None = Fault.IO
-        try:
-            outcome = found = self.store.stream(block.name, staging.array.data, take)
-            if found is None:
-                self.breaker.record_nothing(Direction.LOAD)
+    name: BlockKey
+    lineage: Lineage
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What vLLM ordered."""
+
+    order: TransferJob
+    began: float
+    tasks: dict[int, OffloadKey] = field(default_factory=dict)
+    """Those that have not ended."""
+    done: list[OffloadKey] = field(default_factory=list)
+    was_late: bool = False
+    is_again: bool = False
+    """Whether its chunks were not written when they were offered first."""
+
+
+class Transfers:
+    """See the module."""
+
+    def __init__(  # noqa: PLR0913 - what it works with, by name
+        self,
+        movers: Movers,
+        store: SharedStore,
+        requests: TierRequests,
+        *,
+        admission: Admission,
+        offers: Offers,
+        stats: metrics.Stats,
+        row_bytes: int,
+    ) -> None:
+        """Store the parts."""
+        self._movers = movers
+        self._store = store
+        self._requests = requests
+        self._admission = admission
+        self._offers = offers
+        self._stats = stats
+        self._row_bytes = row_bytes
+        self._transfers: dict[int, _Transfer] = {}
+        self._tasks: dict[int, _Transfer] = {}
+        self._next_task = 0
+        self._landed: list[Landed] = []
+        self._finished: list[JobResult] = []
+        self._stored: list[OffloadKey] = []
+        self._shed: OrderedDict[OffloadKey, _Shed] = OrderedDict()
+        self._cause = metrics.SHUTDOWN
+        """Why what is under way was taken back."""
+        self._again_at, self._again_seconds = 0.0, AGAIN_SECONDS
+        self.loading = 0
+        """Chunks of loads that have not ended."""
+        self.storing = 0
+
+    def __len__(self) -> int:
+        """Return how many transfers have not ended."""
+        return len(self._transfers)
+
+    @property
+    def oldest_began(self) -> float | None:
+        """When the oldest transfer that has not ended was ordered, on `time.monotonic`."""
+        return min((transfer.began for transfer in self._transfers.values()), default=None)
+
+    def number(self) -> int:
+        """Return a number for a task that nobody else has."""
+        self._next_task += 1
+        return self._next_task
+
+    def load(self, order: TransferJob, *, is_urgent: bool) -> None:
+        """Read chunks into their rows; `take_landed` tells of each as it comes, `hasten` makes them urgent."""
+        transfer = self._open(order)
+        request = self._requests.of(order.req_context)
+        self._admission.begin_load(order.job_id, len(transfer.tasks))
+        self.loading += len(transfer.tasks)
+        lane = Lane.LOAD if is_urgent else Lane.PREFETCH
+        self._movers.submit(
+            [
+                (number, Task(lane, (request.block_key(key),), row))
+                for (number, key), row in zip(transfer.tasks.items(), order.chunk_ids.tolist(), strict=True)
+            ]
+        )
+
+    def hasten(self, keys: Collection[OffloadKey]) -> None:
+        """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
+        wanted = frozenset(keys)
+        loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
+        self._movers.hasten([number for each in loads for number, key in each.tasks.items() if key in wanted])
+
+    def store(self, order: TransferJob, *, refusal: str | None, is_again: bool = False) -> None:
+        """Write chunks that are wanted on the volume.
+
+        Args:
+            order: What vLLM ordered.
+            refusal: Why nothing is written at present; None if chunks are.
+            is_again: Whether `peek_shed` named the chunks, and nothing was computed.
+        """
+        transfer = self._open(order)
+        transfer.is_again = is_again
+        request = self._requests.of(order.req_context)
+        self.storing += len(transfer.tasks)
+        if not is_again:
+            self._note_computed(order, request)
+            refusal = request.refusal or refusal
+        tasks = []
+        for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
+            shed = self._shed.get(key) or _Shed(request.block_key(key), request.lineage(key))
+            is_due = is_again or self._offers.add(key)
+            if self._offers.is_gated and self._store.state(shed.name) is Presence.PRESENT:
+                # Every request offers its whole prefix: what the volume has is not even copied.
+                self.end(Done(number, Present(), 0.0))
+                continue
+            self._shed[key] = shed
+            if refusal is None and is_due:
+                tasks.append((number, Task(Lane.STORE, (shed.name,), row, shed.lineage)))
             else:
-                self.breaker.record_load(found)
-        finally:
-            if outcome is not None:
-                job.settle(index, outcome, seconds=time.monotonic() - started)
+                self.end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
+        while len(self._shed) > MOST_SHED:
+            self._shed.popitem(last=False)
+        self._movers.submit(tasks)
 
-    def save(self, job: Job, index: int, staging: Staging) -> None:
-        """Write a block from its slot to the volume."""
-        if not job.is_open(index):
-            return
-        if not self.breaker.admit(Direction.STORE):
-            job.refuse(index, metrics.BREAKER)
-            return
-        if not job.claim(index):
-            self.breaker.record_nothing(Direction.STORE)
-            return
-        started = time.monotonic()
-        block = job.blocks[index]
-        outcome: BlockOutcome = StoreFault.IO
-        try:
-            self.slots.copy_out(block.slot, staging.array)
-            job.release(index)
-            outcome = stored = self.store.put(block.name, staging.array.data, block.lineage, is_scratch=True)
-            self.breaker.record_store(stored)
-        finally:
-            job.settle(index, outcome, seconds=time.monotonic() - started)
+    def peek_shed(self, most: int) -> list[OffloadKey]:
+        """Return chunks that were not written and that no transfer is writing; the oldest first."""
+        if not self._shed or self.storing or time.monotonic() < self._again_at:
+            return []
+        return list(islice(self._shed, most))
 
+    def forget_shed(self, keys: Iterable[OffloadKey]) -> None:
+        """Drop chunks that the CPU tier no longer has."""
+        for key in keys:
+            self._shed.pop(key, None)
 
-def count_loaded(job: Job, stats: metrics.Stats) -> list[OffloadKey]:
-    """Count how the blocks of a load ended, and return the keys of those that landed."""
-    loaded = []
-    for block, outcome in zip(job.blocks, job.outcomes, strict=True):
-        if isinstance(outcome, Hit):
-            loaded.append(block.key)
-            stats.count(metrics.READ_BYTES, outcome.bytes_read)
-        elif isinstance(outcome, Fault):
-            stats.count(metrics.MISSES, cause=outcome.value)
+    def end(self, done: Done) -> None:
+        """Count how a chunk ended, and its transfer with the last one."""
+        transfer = self._tasks.pop(done.task)
+        key = transfer.tasks.pop(done.task)
+        if transfer.order.is_promotion:
+            self._end_load(transfer, key, done)
         else:
-            stats.count(metrics.MISSES, cause=job.cause if outcome is None else metrics.ABSENT)
-    stats.count(metrics.READ_BLOCKS, len(loaded))
-    stats.count(metrics.READ_SECONDS, job.busy_seconds)
-    return loaded
+            self._end_store(transfer, key, done)
+        if not transfer.tasks:
+            self._close(transfer)
+
+    def take_landed(self) -> Sequence[Landed]:
+        """Return the chunks of loads that ended since the last call."""
+        landed, self._landed = self._landed, []
+        return landed
+
+    def take_finished(self) -> Sequence[JobResult]:
+        """Return the transfers that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_stored(self) -> list[OffloadKey]:
+        """Return the chunks that came to lie on the volume since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def withdraw(self, cause: str) -> None:
+        """Take everything back that is under way: each still ends, once the movers do not touch its row."""
+        self._cause = cause
+        self._movers.withdraw(list(self._tasks))
+
+    def _open(self, order: TransferJob) -> _Transfer:
+        transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
+        for key in order.keys:
+            number = self.number()
+            transfer.tasks[number] = key
+            self._tasks[number] = transfer
+        if not transfer.tasks:
+            self._close(transfer)
+        return transfer
+
+    def _note_computed(self, order: TransferJob, request: TierRequest) -> None:
+        """Take in how long the chunks took to compute, unless they were only offered again."""
+        measures = not self._offers.is_gated or not any(
+            self._offers.is_known(key) or self._store.state(request.block_key(key)) is Presence.PRESENT
+            for key in order.keys
+        )
+        ends = [order.req_context.get_offload_key_position(key) for key in order.keys]
+        self._admission.end_compute(request.name, ends, measures=measures)
+
+    def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
+        outcome = done.outcome
+        self.loading -= 1
+        self._stats.count(metrics.READ_SECONDS, done.seconds)
+        if isinstance(outcome, Hit):
+            transfer.done.append(key)
+            self._stats.count(metrics.READ_BLOCKS)
+            self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
+        else:
+            self._stats.count(metrics.MISSES, cause=self._load_cause(done))
+            if outcome is Ending.LATE:
+                transfer.was_late = True
+                self._store.forget(self._requests.of(transfer.order.req_context).block_key(key))
+        self._landed.append(Landed(key, isinstance(outcome, Hit)))
+
+    def _end_store(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
+        outcome = done.outcome
+        self.storing -= 1
+        self._stats.count(metrics.WRITE_SECONDS, done.seconds)
+        if isinstance(outcome, Stored | Present):
+            transfer.done.append(key)
+            self._stored.append(key)
+            self._shed.pop(key, None)
+            self._stats.count(metrics.PRESENT_BLOCKS if isinstance(outcome, Present) else metrics.WRITTEN_BLOCKS)
+            if isinstance(outcome, Stored):
+                self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
+            return
+        cause = self._store_cause(done)
+        if cause in _NEVER_AGAIN:
+            self._shed.pop(key, None)
+        if not transfer.is_again:
+            # Once for each chunk, however often it is offered.
+            self._stats.count(metrics.SHED_STORES, cause=cause)
+            self._again_at = max(self._again_at, time.monotonic() + AGAIN_SECONDS)
+
+    def _close(self, transfer: _Transfer) -> None:
+        """Have a transfer reported to vLLM."""
+        order = transfer.order
+        del self._transfers[order.job_id]
+        count, done = len(order.keys), transfer.done
+        is_success = len(done) == count
+        if order.is_promotion:
+            # A load that was late says how slow the volume is, if anything came; a fault says nothing.
+            self._admission.end_load(order.job_id, count, landed=len(done) if is_success or transfer.was_late else 0)
+        elif transfer.is_again:
+            self._again_seconds = AGAIN_SECONDS if done else min(2 * self._again_seconds, LONGEST_AGAIN_SECONDS)
+            self._again_at = 0.0 if is_success else time.monotonic() + self._again_seconds
+        self._finished.append(
+            JobResult(
+                job_id=order.job_id,
+                success=is_success,
+                successful_keys=tuple(done) if order.is_promotion and done and not is_success else None,
+                transfer_time=time.monotonic() - transfer.began,
+                transfer_bytes=count * self._row_bytes,
+            )
+        )
+
+    def _load_cause(self, done: Done) -> str:
+        outcome = done.outcome
+        if isinstance(outcome, Fault):
+            return outcome.value
+        return self._cause_of(done) if isinstance(outcome, Refused | Ending) else metrics.ABSENT
+
+    def _store_cause(self, done: Done) -> str:
+        outcome = done.outcome
+        return outcome.value if isinstance(outcome, StoreFault) else self._cause_of(done)
+
+    def _cause_of(self, done: Done) -> str:
+        """Return why a chunk was not moved that nobody asked the volume for."""
+        if isinstance(done.outcome, Refused):
+            return done.outcome.cause
+        return metrics.DEADLINE if done.outcome is Ending.LATE else self._cause
 
 
-def count_stored(job: Job, stats: metrics.Stats) -> list[OffloadKey]:
-    """Count how the blocks of a store ended, and return the keys of those that are on the volume."""
-    stored = []
-    written = written_bytes = 0
-    for block, outcome in zip(job.blocks, job.outcomes, strict=True):
-        if isinstance(outcome, Stored):
-            written += 1
-            written_bytes += outcome.bytes_written
-        elif not isinstance(outcome, Present):
-            cause = outcome.value if isinstance(outcome, StoreFault) else job.cause
-            stats.count(metrics.SHED_STORES, cause=cause)
-            continue
-        stored.append(block.key)
-    stats.count(metrics.WRITTEN_BLOCKS, written)
-    stats.count(metrics.WRITTEN_BYTES, written_bytes)
-    stats.count(metrics.PRESENT_BLOCKS, len(stored) - written)
-    stats.count(metrics.WRITE_SECONDS, job.busy_seconds)
-    return stored
+def shape_of_rows(view: memoryview) -> tuple[int, int]:
+    """Return how many rows the CPU tier has and how long each is: a chunk of all ranks side by side, page by page.
+
+    Raises:
+        ValueError: it is no table of rows.
+    """
+    if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
+        raise ValueError("the primary tier must be a contiguous table of one row per chunk")
+    return view.shape[0], view.strides[0]

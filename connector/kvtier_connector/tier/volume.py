@@ -10,6 +10,7 @@ is known which of both it is, or the volume has not answered for the time of gra
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +19,14 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from kvtier_connector import contract
 from kvtier_connector.contract import CONFIG_FILE, ConnectorConfig
-from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
+from kvtier_connector.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
+from kvtier_connector.movers.walker import WalkProcess
 from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.filesystems import mount_of
+from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
 from kvtier_connector.store.mode import Mode, stricter
 from kvtier_connector.store.shared import SharedStore
@@ -36,12 +40,29 @@ UNREADABLE = "tier.json"
 GENERATION = "generation"
 """Stands for a field where the settings are not those that the engine was started for."""
 LIVE_SECONDS = 5.0
+REST_REFRESHES = 1.25
+"""Of the refresh time: so often a volume at rest is asked whether there is news, with one system call."""
+LOOK_REFRESHES = 20.0
+"""Of the refresh time: so often what rings no bell is looked at, the brake and the description of the directory."""
 BYPASSED = "the mode is Bypass"
 _NEWS = {
     identity.Standing.GONE: "is gone; it is made again with the next block",
     identity.Standing.SAME: "is back; it is walked anew",
     identity.Standing.OTHER: "was made anew; it is ours, and is walked anew",
 }
+
+
+def read_config(path: str) -> ConnectorConfig:
+    """Return the settings that the operator wrote, from the file that is mounted into the pod.
+
+    Raises:
+        ConfigInvalid: the file cannot be read, or what it says cannot be used.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
+    return contract.decode(text)
 
 
 class Volume:
@@ -51,20 +72,19 @@ class Volume:
     the directory; then the one that follows the news does, but for `_is_writable`. Anybody reads them.
     """
 
-    def __init__(
-        self, config: ConnectorConfig, claimed: Mapping[str, Any], fs: FileSystem, *, generation: str = ""
-    ) -> None:
+    def __init__(self, config: ConnectorConfig, fs: FileSystem, *, generation: str = "") -> None:
         """Store the settings; call `start`.
 
         Args:
             config: the settings of the tier.
-            claimed: what `tier.json` must say.
             fs: the system calls.
             generation: digest of the blocks that the engine was started for; empty where nobody said.
         """
         self._config = config
+        self._fs = fs
         self._generation = generation
-        self._ownership = identity.Claim(Path(config.root), claimed, config.digest, fs=fs)
+        self._ownership = identity.Claim(Path(config.root), {}, config.digest, fs=fs)
+        self._unknown = ""
         self.store = SharedStore(
             Path(config.root),
             fs=fs,
@@ -73,6 +93,9 @@ class Volume:
             keys_dir=config.keys_dir,
             quotas=Quotas(config.tenant_quotas, config.default_quota_bytes),
             scan_threads=config.scan_threads,
+            is_bell_opened=mount_of(config.root).is_nfs,
+            # Another process knows the real system calls only.
+            walk=WalkProcess(config.scan_threads) if fs is LOCAL else None,
         )
         # The file is mounted from a ConfigMap and not on the volume.
         self._live_file = LiveFile(config.live_file, seconds=min(LIVE_SECONDS, config.refresh_seconds))
@@ -99,8 +122,15 @@ class Volume:
             for name, action in work.items()
         ]
 
-    def start(self, wait_seconds: float) -> None:
-        """Begin to open it, and wait this long at most for the first answer."""
+    def start(self, claimed: Mapping[str, Any], wait_seconds: float) -> None:
+        """Begin to open it, and wait this long at most for the first answer.
+
+        Args:
+            claimed: What `tier.json` must say; without what must be known, the directory is not used.
+            wait_seconds: How long.
+        """
+        self._unknown = next((name for name in contract.MUST_BE_KNOWN if claimed.get(name) is None), "")
+        self._ownership = identity.Claim(Path(self._config.root), claimed, self._config.digest, fs=self._fs)
         # Before the engine can answer anybody, so that the startup probe waits for all engines of the pod.
         self._tell(lambda: self._report.begin(self._refusal))
         self._patience.start()
@@ -118,6 +148,7 @@ class Volume:
         """Stop; a thread that hangs in a system call is left behind."""
         self._closed.set()
         self._is_walk_due.set()
+        self.store.has_news.set()
         self._patience.cancel()
         self._tell(self._report.end)
         deadline = time.monotonic() + timeout_seconds
@@ -185,21 +216,33 @@ class Volume:
             self._is_walk_due.wait(self._config.rescan_seconds)
 
     def _follow(self) -> None:
-        while not self._closed.wait(self._config.refresh_seconds / 2):
-            if self._live_file.mode.may_load:
+        refresh = self._config.refresh_seconds
+        looked = synchronized = -math.inf
+        while not self._closed.is_set():
+            # Whoever has something to tell does soon; a volume at rest is asked once in a while.
+            self.store.has_news.wait(REST_REFRESHES * refresh)
+            if self._closed.wait(max(0.0, synchronized + refresh / 2 - time.monotonic())):
+                break
+            synchronized = time.monotonic()
+            if not self._live_file.mode.may_load:
+                continue
+            may_have_news = self.store.may_have_news()
+            if may_have_news or time.monotonic() - looked >= LOOK_REFRESHES * refresh:
+                looked = time.monotonic()
                 self._refresh_brake()
+                if self._is_readable and self.mode.may_load:
+                    self._stay_claimed()
             if self._is_readable and self.mode.may_load:
-                self._stay_claimed()
-            if self._is_readable and self.mode.may_load:
-                self._synchronize()
+                self._synchronize(may_have_news=may_have_news)
         if self._is_readable and self.mode.may_load:
             # What was stored last is worth telling, too.
-            self._synchronize()
+            self._synchronize(may_have_news=False)
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, *, may_have_news: bool) -> None:
         may_store = self.mode.may_store
-        problem = self.store.synchronize(may_write=may_store).problem
+        problem = self.store.synchronize(may_write=may_store, may_have_news=may_have_news).problem
         if not may_store:
+            self.store.has_news.clear()
             self.store.show_life()
         if problem and problem != self._problem:
             logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
@@ -245,6 +288,16 @@ class Volume:
                 )
             )
             return False
+        if self._unknown:
+            self._refused_field = self._unknown
+            self._refuse(
+                IdentityMismatch(
+                    f"{self._unknown} cannot be told, so nobody could say whose blocks these are: let the engine load "
+                    "the model from a directory or the hub's cache, or name a fixed revision"
+                )
+            )
+            self._tell(lambda: self._report.serve_without(self._refusal))
+            return False
         while not self._closed.is_set():
             if not self.mode.may_load:
                 if self._refusal != BYPASSED:
@@ -268,6 +321,7 @@ class Volume:
             if self._refusal:
                 logger.info("kvtier %s: disk tier at %s", self._config.tier, self._config.root)
             self._refusal = ""
+            self.store.measure_round_trip()
             self._is_writable = self._max_bytes == 0
             self._is_readable = True
             self._tell(self._report.attach)

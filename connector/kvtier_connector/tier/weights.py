@@ -1,69 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights an engine serves, when their name does not say: a branch that moved, a directory written anew.
+"""Which weights a running engine has: a digest of every one of them, and what follows when they may have been replaced.
 
-The operator's digest covers what the user named. A commit names its bytes for ever; ``main`` and ``/models/llama`` do
-not. So the engine, which alone has the weights, adds what it found to the identity in ``tier.json``: one that finds
-something else later is a stranger to the blocks.
+vLLM tells a connector no more than that all caches are reset, before the weights are replaced: in an update, a reload,
+or a sleep. So after a reset nothing is read from the volume or written to it until the workers have looked, in the
+first step that computes anything, which weights there are. The ones that the engine started with take it back to the
+generation's own directory; others to one that their digest names, which engines with the same update share; and where
+nobody can look, to one of this engine alone. A restart loads the model's own weights and reads the generation's blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Final
+import inspect
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
+import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+
+from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS
 
 logger = init_logger("vllm.kvtier.weights")
 
-_SAMPLES: Final = 16
-"""Places of a file that are read. Training changes weights all over, so a few places show it; a change of one tensor
-in a hundred may go unseen, which is why a directory is best never written twice."""
-_SAMPLE_BYTES: Final = 4096
-_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_DESCRIPTIONS: Final = ("config.json", "adapter_config.json", "params.json", "quantize_config.json")
+_PIECE_WORDS: Final = 1 << 22
+"""Of a tensor that are summed at once: 32 MiB."""
 
 
-def fingerprint(model: str, revision: str) -> str:
-    """Return the commit of a model of the hub, or a digest of a directory; empty where neither can be told.
+class Weights:
+    """Which directory the weights of an engine belong to. The scheduler's thread only."""
 
-    Args:
-        model: name on the hub, or a directory.
-        revision: branch, tag or commit that was asked for.
-    """
-    try:
-        directory = Path(model)
-        return _sample(directory) if directory.is_dir() else _commit(model, revision)
-    except OSError as error:
-        # Every engine of the tier reads the same files: one that cannot is refused by the others' tier.json.
-        logger.warning("The weights of %s cannot be told from others: %s", model, error)
-        return ""
+    def __init__(self, original: str | None, *, is_shared: bool) -> None:
+        """Store what the engine started with.
+
+        Args:
+            original: The digest of its weights; None where nobody could look.
+            is_shared: False if they may be replaced without a reset of the caches: others must never read its blocks.
+        """
+        self._original = original
+        self._is_shared = is_shared
+        self.epoch = "" if is_shared else _alone()
+        """Names the weights; empty for those that the model came with."""
+        self.is_doubted = False
+        """Whether they may be others than the epoch says."""
+
+    def doubt(self) -> None:
+        """Note that they may have been replaced."""
+        self.is_doubted = True
+
+    def settle(self, found: str | None) -> None:
+        """Take in what the workers have found; None if they could not look."""
+        self.is_doubted = False
+        if found is None or self._original is None or not self._is_shared:
+            self.epoch = _alone()
+        else:
+            self.epoch = "" if found == self._original else f"w{found}"[:MAX_EPOCH_CHARACTERS]
 
 
-def _sample(directory: Path) -> str:
-    """Return a digest of the description, and of the sizes and of parts of the weights."""
-    digest = hashlib.sha256()
-    for path in sorted(each for each in directory.iterdir() if each.suffix in _WEIGHTS or each.name in _DESCRIPTIONS):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb", buffering=0) as file:
-            for turn in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * turn // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return f"sha256:{digest.hexdigest()[:32]}"
+def can_change_unseen(config: VllmConfig | None) -> bool:
+    """Say whether an engine is set up to have its weights replaced by others, with or without a reset of the caches."""
+    if config is None:
+        return False
+    is_receiver = getattr(config, "weight_transfer_config", None) is not None
+    return is_receiver or bool(getattr(config.parallel_config, "worker_extension_cls", ""))
 
 
-def _commit(model: str, revision: str) -> str:
-    """Return the commit that the local cache of the hub has for the revision."""
-    # Here and not above: it reads the environment when it is imported, and takes a while.
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - takes a while
-    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - takes a while
+class LoadedModel:
+    """The model of a worker, which vLLM does not show to its connector. The worker's thread only."""
 
-    for description in _DESCRIPTIONS:
+    def __init__(self) -> None:
+        """Look for the caller that has the model: who registers KV caches does."""
+        self._holder: Any = None
+        frame = inspect.currentframe()
+        while frame is not None and self._holder is None:
+            caller = frame.f_locals.get("self")
+            if callable(getattr(caller, "get_model", None)):
+                self._holder = caller
+            frame = frame.f_back
+
+    def digest(self) -> str | None:
+        """Return a digest of all weights as they are now, also of a draft model; None if one cannot be looked at."""
+        if self._holder is None:
+            return None
         try:
-            found = try_to_load_from_cache(model, description, revision=revision)
-        except HFValidationError:
-            return ""
-        if isinstance(found, str):
-            return Path(found).parent.name
-    return ""
+            total = hashlib.sha256()
+            for name, tensor in self._weights():
+                if not tensor.numel():
+                    # A kernel has packed it elsewhere, where a change would not show.
+                    return None
+                total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + _sums(tensor))
+        except Exception:
+            # A tensor of a kind that cannot be summed costs sharing, and no request.
+            logger.exception(
+                "The weights of this engine cannot be looked at: what follows a reset is shared with nobody"
+            )
+            return None
+        return total.hexdigest()
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        drafter = next(
+            (found for name in ("drafter", "speculator") if (found := getattr(self._holder, name, None)) is not None),
+            None,
+        )
+        models = [self._holder.get_model(), getattr(drafter, "model", None)]
+        for model in models:
+            if isinstance(model, torch.nn.Module):
+                yield from model.named_parameters()
+
+
+def join(digests: Sequence[str | None]) -> str | None:
+    """Return one digest for those of all workers in their order; None if one is missing."""
+    known = [each for each in digests if each is not None]
+    if len(known) < len(digests) or not known:
+        return None
+    return hashlib.sha256(" ".join(known).encode()).hexdigest()
+
+
+def _sums(tensor: torch.Tensor) -> bytes:
+    """Return sums over the words of a tensor that show a change of any, computed where it lies.
+
+    The second one weighs each word with an odd number of its own, so that words which change places show, too.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if rest := -data.numel() % 8:
+        data = torch.cat([data, data.new_zeros(rest)])
+    words = data.view(torch.int64)
+    places = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2, dtype=torch.int64, device=words.device)
+    places = places * 0x9E3779B97F4A7C1 + 2
+    sums = []
+    for first in range(0, len(words), _PIECE_WORDS):
+        piece = words[first : first + _PIECE_WORDS]
+        sums += [piece.sum(), (piece * (places[: len(piece)] | 1)).sum()]
+    return b"" if not sums else torch.stack(sums).cpu().numpy().tobytes()
+
+
+def _alone() -> str:
+    """Return the name of an epoch that nobody else has."""
+    return f"p{uuid.uuid4().hex}"[:MAX_EPOCH_CHARACTERS]

@@ -56,7 +56,7 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
         kube = Kube(kubeconfig)
         progress.say("embedded cluster: " + ("using kubectl" if kube.kubectl else "no kubectl here, using Python"))
         progress.say(kube.apply(root / "crds" / "kvcachetier.yaml"))
-        operator_command = ["kvtier_operator", "run", "--all-namespaces"]
+        operator_command = ["kvtier_cli", "run", "--all-namespaces"]
         operator = stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
         progress.say("operator started")
         yield Stack(kube=kube, data=data, processes={"cluster": cluster, "operator": operator})

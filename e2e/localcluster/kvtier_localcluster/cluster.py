@@ -28,10 +28,12 @@ from kvtier_localcluster.apiserver.server import ApiServer
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.claims import ClaimController
 from kvtier_localcluster.controllers.deployments import DeploymentController
+from kvtier_localcluster.controllers.disruptions import DisruptionController
 from kvtier_localcluster.controllers.endpoints import EndpointsController
 from kvtier_localcluster.controllers.jobs import JobController
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.controllers.replicasets import ReplicaSetController
+from kvtier_localcluster.controllers.roles import RoleController
 from kvtier_localcluster.controllers.scheduler import Scheduler
 from kvtier_localcluster.controllers.service_proxy import ServiceProxy
 from kvtier_localcluster.datadir import DataDirectory
@@ -57,12 +59,12 @@ _LOCK_SECONDS = 0.05
 def default_images() -> list[ImageProfile]:
     """Return what our own images hold, found where this interpreter finds it, and how the operator's starts."""
     paths = []
-    for package in ("kvtier_connector", "kvtier_operator"):
+    for package in ("kvtier_connector", "kvtier_cli"):
         found = importlib.util.find_spec(package)
         if found is not None and found.submodule_search_locations:
             paths.append(str(Path(found.submodule_search_locations[0]).parent))
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
-    command = ("python3", "-m", "kvtier_connector.command")
+    command = ("python3", "-m", "kvtier_cli")
     return [
         ImageProfile(prefix="ghcr.io/kvtier/", environment=environment),
         ImageProfile(prefix="ghcr.io/kvtier/operator:", environment=environment, entrypoint=command),
@@ -99,7 +101,7 @@ class LocalCluster:
         self._agent: NodeAgent | None = None
         self._addresses: PodAddresses | None = None
         self._session: aiohttp.ClientSession | None = None
-        self.server = ApiServer()
+        self.server = ApiServer(protects_claims=True)
         """The API server, for its audit log and for injecting faults."""
         self.client: ApiClient
         self.informers: Informers
@@ -204,6 +206,8 @@ class LocalCluster:
             ClaimController(client, informers, self._data),
             EndpointsController(client, informers),
             ServiceProxy(client, informers),
+            DisruptionController(client, informers),
+            RoleController(client, informers),
         ]
         recorder = EventRecorder(client, "kubelet")
         if self._settings.simulate:
@@ -221,6 +225,7 @@ class LocalCluster:
                 kubeconfig=self.kubeconfig,
             )
             self._agent = NodeAgent(services)
+            self.server.pod_exec = self._agent.execute
             await asyncio.to_thread(self._agent.announce)
         await registration.register(client, allocatable)
         await informers.start()

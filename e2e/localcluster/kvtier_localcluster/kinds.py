@@ -39,6 +39,7 @@ class Kind:
         return "/".join(part for part in (scope, name, subresource) if part)
 
 
+CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", is_namespaced=False)
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 ENDPOINT_SLICE = Kind("discovery.k8s.io/v1", "EndpointSlice", "endpointslices")
@@ -47,6 +48,7 @@ JOB = Kind("batch/v1", "Job", "jobs")
 NODE = Kind("v1", "Node", "nodes", is_namespaced=False)
 PERSISTENT_VOLUME_CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 POD = Kind("v1", "Pod", "pods")
+POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")
 SECRET = Kind("v1", "Secret", "secrets")
 SERVICE = Kind("v1", "Service", "services")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide what a tier becomes: spec and snapshot in, one complete plan or one refusal out.
 
-Pure and total. What Kubernetes would reject later, half-way through a list of objects, is refused here as a value, with
-the remedy in its message.
+Pure and total. What cannot be decided is refused as a value, with the remedy in its message.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from typing import Any, Final
 
 from kvtier_connector import contract
 from kvtier_operator import names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan import digest, flags, shares
 from kvtier_operator.plan.decisions import Decisions
-from kvtier_operator.plan.janitor import JANITOR_IMAGE, JanitorPlan, make_janitor
+from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.kv import KvUnknown
 from kvtier_operator.plan.pin import Pin
 from kvtier_operator.plan.pin import decode as decode_pin
-from kvtier_operator.plan.refusal import Refusal, RefusalReason
 from kvtier_operator.plan.sizing import Sizing, make_sizing
-from kvtier_operator.snapshot import Claim, Snapshot
-from kvtier_operator.spec import TierSpec
+from kvtier_operator.snapshot import Snapshot
 
 __all__ = [
     "Decisions",
     "Generation",
     "Refusal",
-    "RefusalReason",
     "Sizing",
     "TierPlan",
     "decide",
+    "live_text",
     "make_generation",
     "make_plan",
     "make_unchecked_plan",
@@ -78,22 +77,24 @@ class TierPlan:
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
     """What the engines that run were made from, where that is still what the spec asks for: it is applied again."""
+    fresh: TierPlan | None = None
+    """What would be made anew, where the pods are kept as they are."""
     listen_host: str = names.EVERY_IPV4_ADDRESS
     """Address that the servers in the pods listen on."""
     is_recorded: bool = False
     """Whether the Deployment is to note what its pods were made from."""
 
 
-def make_plan(
-    spec: TierSpec, snapshot: Snapshot, *, connector_image: str, janitor_image: str = JANITOR_IMAGE, restart: str = ""
-) -> TierPlan | Refusal:
-    """Decide everything the manifests need; refuse what Kubernetes would reject later (a shrinking claim)."""
-    refusal = _refuse_foreign(spec, snapshot) or _refuse_claim(spec, snapshot)
-    if refusal is not None:
-        return refusal
-    decisions = decide(spec, snapshot.tier, snapshot)
-    if isinstance(decisions, Refusal):
-        return decisions
+def make_plan(  # noqa: PLR0913  each by its name
+    spec: TierSpec,
+    snapshot: Snapshot,
+    decisions: Decisions,
+    *,
+    connector_image: str,
+    janitor_image: str = JANITOR_IMAGE,
+    restart: str = "",
+) -> TierPlan:
+    """Decide everything else that the manifests need."""
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
     is_on_one_node = snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
     is_on_one_node = is_on_one_node or plan.is_on_one_node
@@ -119,6 +120,7 @@ def _pinned(plan: TierPlan, pin: Pin, janitor_image: str) -> TierPlan:
     return replace(
         plan,
         pin=pin,
+        fresh=plan,
         generation=generation,
         config_text=pin.config,
         config_digest=digest.digest_text(pin.config),
@@ -142,7 +144,7 @@ def make_unchecked_plan(
     """
     decisions = decide(spec, tier, snapshot)
     if isinstance(decisions, Refusal):
-        if snapshot is None and decisions.reason is RefusalReason.NODES_UNKNOWN:
+        if snapshot is None and decisions.reason is Reason.NODES_UNKNOWN:
             raise SpecInvalid(
                 "spec.cpu.fraction",
                 "is a share of nodes that nobody has shown: give them with --nodes FILE, as `kubectl get nodes,pods -A "
@@ -153,21 +155,34 @@ def make_unchecked_plan(
     return _plan(spec, tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
 
 
-def decide(spec: TierSpec, tier: TierRef, snapshot: Snapshot | None) -> Decisions | Refusal:
-    """Decide what stands until the spec changes, or keep what was decided."""
+def decide(
+    spec: TierSpec, tier: TierRef, snapshot: Snapshot | None, *, may_assume: bool = False
+) -> Decisions | Refusal:
+    """Decide what stands until the spec changes, or keep what was decided.
+
+    Args:
+        spec: what the user wants.
+        tier: whose.
+        snapshot: what stands; None where nobody has looked.
+        may_assume: where no node is there to take a share of, assume an amount until there is one: a pod that waits is
+            what makes an autoscaler add the node.
+    """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
     unusable = _refuse_block_tokens(spec)
     if unusable is not None:
         return unusable
     cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
-    if isinstance(cpu, Refusal):
-        return cpu
-    cpu_bytes, node_bytes = cpu
+    assumed = cpu if isinstance(cpu, Refusal) else None
+    if assumed is not None and not (may_assume and assumed.reason in shares.ENDS_WITH_A_NODE):
+        return assumed
+    cpu_bytes, node_bytes = (shares.assume(kept), None) if isinstance(cpu, Refusal) else cpu
     return Decisions(
         cpu_bytes=cpu_bytes,
         node_bytes=node_bytes,
-        cpu_for=shares.inputs(spec),
+        # Assumed for nothing in particular, it is decided as soon as it can be.
+        cpu_for="" if assumed is not None else shares.inputs(spec),
+        assumed=assumed,
         chunking=chunking,
         weight_bytes=weight_bytes,
         model_for=model_for,
@@ -204,14 +219,20 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
-        live_text=contract.encode_live(
-            spec.disk.mode,
-            max_bytes=spec.disk.budget.max_bytes or 0,
-            active_key="" if encryption is None else encryption.active_key,
-        ),
+        live_text=live_text(spec),
         claim_name=spec.volume.existing_claim or names.claim(tier),
         janitor=make_janitor(spec, tier, root=generation.root, image=janitor_image),
         is_on_one_node=spec.volume.claim is not None and SHARED not in spec.volume.claim.access_modes,
+    )
+
+
+def live_text(spec: TierSpec) -> str:
+    """Return what engines follow while they run."""
+    encryption = spec.disk.encryption
+    return contract.encode_live(
+        spec.disk.mode,
+        max_bytes=spec.disk.budget.max_bytes or 0,
+        active_key="" if encryption is None else encryption.active_key,
     )
 
 
@@ -221,6 +242,7 @@ def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
         cpu_bytes=decisions.cpu_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
+        workers_per_engine=spec.engine.tensor_parallel,
         # Weights pass through this memory, so it says how large they may be where nobody knows the model.
         weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
         keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
@@ -250,74 +272,7 @@ def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
         return None
     rounded = -(-asked // kv.block_tokens) * kv.block_tokens
     return Refusal(
-        reason=RefusalReason.BLOCKS_NOT_WHOLE,
+        reason=Reason.BLOCKS_NOT_WHOLE,
         message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
         f"engine has: set {rounded}, or leave it out",
     )
-
-
-def _refuse_foreign(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
-    without_janitor = "" if spec.janitor.enabled else names.janitor(snapshot.tier)
-    in_the_way = sorted(
-        key
-        for key in snapshot.foreign
-        if (key.kind != names.CLAIM_KIND or spec.volume.claim is not None) and key.name != without_janitor
-    )
-    if not in_the_way:
-        return None
-    found = ", ".join(str(key) for key in in_the_way)
-    return Refusal(
-        reason=RefusalReason.OBJECT_NOT_OURS,
-        message=f"{found} in namespace {snapshot.tier.namespace} already exists and does not belong to this tier; it "
-        "is left as it is: delete or rename it, or create the tier under another name",
-    )
-
-
-def _refuse_claim(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
-    live = snapshot.claim
-    if spec.volume.claim is None:
-        return _refuse_existing(spec, snapshot)
-    return None if live is None else _refuse_change(spec, live)
-
-
-def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
-    live, name = snapshot.claim, spec.volume.existing_claim
-    if live is None:
-        return Refusal(
-            reason=RefusalReason.CLAIM_MISSING,
-            message=f"spec.volume.existingClaim: no PersistentVolumeClaim {name!r} in namespace "
-            f"{snapshot.tier.namespace}: create it, or let the operator make one with spec.volume.claim",
-        )
-    if spec.replicas > 1 and SHARED not in live.access_modes:
-        return Refusal(
-            reason=RefusalReason.CLAIM_NOT_SHARED,
-            message=f"spec.volume.existingClaim: {name!r} is {', '.join(live.access_modes) or 'without access modes'}, "
-            f"and {spec.replicas} replicas need {SHARED}: set spec.replicas to 1 or use a {SHARED} claim",
-        )
-    return None
-
-
-def _refuse_change(spec: TierSpec, live: Claim) -> Refusal | None:
-    wanted = spec.volume.claim
-    assert wanted is not None
-    differing = [
-        f"{field} is {found!r}, not {value!r}"
-        for field, found, value in (
-            ("accessModes", sorted(live.access_modes), sorted(wanted.access_modes)),
-            ("storageClassName", live.storage_class_name, wanted.storage_class_name or live.storage_class_name),
-        )
-        if found != value
-    ]
-    if differing:
-        return Refusal(
-            reason=RefusalReason.CLAIM_IMMUTABLE,
-            message=f"spec.volume.claim: the claim {live.name!r} exists and its {'; '.join(differing)}; Kubernetes "
-            "cannot change that: restore the old value, or move to another claim with spec.volume.existingClaim",
-        )
-    if wanted.size_bytes < live.requested_bytes:
-        return Refusal(
-            reason=RefusalReason.CLAIM_CANNOT_SHRINK,
-            message=f"spec.volume.claim.size: {wanted.size} is less than the {live.requested_bytes} bytes that claim "
-            f"{live.name!r} has, and a claim cannot shrink: restore the size, or limit spec.disk.budget.maxBytes",
-        )
-    return None

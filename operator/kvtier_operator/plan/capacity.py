@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier_operator import quantity
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.plan import chunks, flags, nodes
-from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.decisions import Decisions, kv_of
+from kvtier_operator.plan.checkpoints import Checkpoints
+from kvtier_operator.plan.chunks import Chunking, bytes_of
+from kvtier_operator.plan.decisions import Decisions, checkpoints_of, kv_of
 from kvtier_operator.plan.kv import KvCache, KvUnknown
 from kvtier_operator.snapshot import Snapshot
-from kvtier_operator.spec import TierSpec
-from kvtier_operator.spec.engine import NO_ACCELERATOR
 
 MEMORY_SHARE: Final = 0.92
 """vLLM's own ``--gpu-memory-utilization``."""
@@ -70,7 +72,32 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
         device_kv_tokens=None if device is None else device // (kv.token_bytes * kv.device_copies),
         device_formula=device_formula,
     )
-    return _with_notes(found, kv, decisions.chunking)
+    kept = checkpoints_of(spec, decisions.chunking)
+    return _with_notes(found, kv, decisions.chunking, _checkpoint_notes(kept, kv, tokens))
+
+
+def _checkpoint_notes(kept: Checkpoints, kv: KvCache, chunk_tokens: int | None) -> tuple[str, ...]:
+    """Say from where on a later prompt can go on, and what that costs."""
+    if kept.window_interval is not None:
+        full = math.ceil(kv.layers.full / kv.layers_per_group) * kv.group_bytes
+        windows = int((kv.token_bytes - full) * kept.window_share)
+        text = (
+            f"of two prompts, the second goes on from the last multiple of {kept.window_interval:,} tokens that they "
+            f"share: layers with a window of {kv.layers.window:,} tokens are kept there, which takes "
+            f"{quantity.show_bytes(windows)} for each token on the volume beside {quantity.show_bytes(full)} of the "
+            "others; --prefix-cache-retention-interval in spec.engine.args sets other places"
+        )
+        return (text,)
+    if kept.step_tokens is not None:
+        state_bytes = 0 if chunk_tokens is None else kv.state_groups * bytes_of(chunk_tokens, kv)
+        each = f" of {quantity.show_bytes(state_bytes)}" if state_bytes else ""
+        text = (
+            "of two prompts, the second goes on from the last state before they part: the engine computes at most "
+            f"{kept.step_tokens:,} tokens of a prompt in a step and keeps a state{each} at the end of each; "
+            "--long-prefill-token-threshold in spec.engine.args sets other steps"
+        )
+        return (text,)
+    return ()
 
 
 def formula(kv: KvCache) -> str:
@@ -126,8 +153,8 @@ def _chunk_notes(spec: TierSpec, kv: KvUnknown | KvCache) -> tuple[str, ...]:
     return ("files hold one block of vLLM each, which is small for many models; spec.disk.blockTokens sets more",)
 
 
-def _with_notes(found: Capacity, kv: KvCache, chunking: Chunking) -> Capacity:
-    notes = []
+def _with_notes(found: Capacity, kv: KvCache, chunking: Chunking, told: tuple[str, ...]) -> Capacity:
+    notes = list(told)
     if found.chunk_tokens is None:
         notes.append("how many tokens a file holds is known only to the engine: its blocks hold a state of the model")
     elif chunking.tokens is not None and found.chunk_bytes is not None and found.chunk_bytes > _LARGE_FILE_BYTES:

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_operator.plan import chunks, digest, flags, models
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR
+from kvtier_operator.api.reasons import Refusal
+from kvtier_operator.plan import checkpoints, chunks, digest, flags, models
+from kvtier_operator.plan.checkpoints import Checkpoints
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.kv import KvCache, KvUnknown, make_kv, make_layout
-from kvtier_operator.spec import TierSpec
-from kvtier_operator.spec.engine import NO_ACCELERATOR
 
 _VERSION: Final = 1
 
@@ -44,6 +46,8 @@ class Decisions:
     weight_bytes: int | None
     """None where nobody knows the model."""
     model_for: str
+    assumed: Refusal | None = None
+    """Why the CPU tier is assumed for now; None where it is decided."""
 
     def encode(self) -> str:
         """Return what is written to the Deployment, always in the same bytes."""
@@ -91,15 +95,26 @@ def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
         tensor_parallel=engine.tensor_parallel,
         is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
     )
-    if spec.model.config is not None:
-        return make_kv(spec.model.config, layout)
-    model = models.known(spec.model.name)
-    if model is None:
+    config = _config_of(spec)
+    if config is None:
         return KvUnknown(
             why=f"{spec.model.name} is not in the table of known models: paste its config.json, or the fields about "
             "layers and heads, into spec.model.config"
         )
-    return make_kv(model.config, layout)
+    return make_kv(config, layout)
+
+
+def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:
+    """Return where engines of this tier keep what a later prompt can go on from."""
+    return checkpoints.choose(kv_of(spec), chunking, args=spec.engine.args, config=_config_of(spec))
+
+
+def _config_of(spec: TierSpec) -> Mapping[str, Any] | None:
+    """Return the model's config.json, or the part of it that is known."""
+    if spec.model.config is not None:
+        return spec.model.config
+    model = models.known(spec.model.name)
+    return None if model is None else model.config
 
 
 def model_inputs(spec: TierSpec) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_operator import quantity
-from kvtier_operator.spec import TierSpec
+from kvtier_operator.api import TierSpec
 
 _ABSENT: Final = object()
 

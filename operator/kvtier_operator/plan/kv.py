@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_operator.plan import flags, states
+from kvtier_operator.plan import flags, mamba_state
 from kvtier_operator.plan.layers import ConfigUnclear, Layers, language_config, number, read_layers
 
 _CACHE_BYTES: Final[Mapping[str, int]] = {
@@ -258,7 +258,7 @@ def _block_tokens(config: Mapping[str, Any], layout: Layout, *, has_states: bool
     if layout.is_cpu_build:
         # There vLLM keeps some states in other types.
         return None
-    state = states.state_bytes(
+    state = mamba_state.state_bytes(
         config, tensor_parallel=layout.tensor_parallel, element_bytes=_model_bytes(config, layout)
     )
     if state is None:

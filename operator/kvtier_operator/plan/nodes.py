@@ -7,13 +7,16 @@ and the devices that a node offers. What it cannot know (topology of volumes, af
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from kvtier_operator import quantity
+from kvtier_operator.api import TierSpec, containers
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.names import TierName, TierRef
 from kvtier_operator.snapshot import Node, Nodes, Usage
-from kvtier_operator.spec import TierSpec
-from kvtier_operator.spec.engine import NO_ACCELERATOR
 
 _KEEPS_AWAY: Final = frozenset({"NoSchedule", "NoExecute"})
 
@@ -21,12 +24,23 @@ DEVICE_MEMORY_LABEL: Final = "nvidia.com/gpu.memory"
 """MiB of one device, as NVIDIA's feature discovery writes it."""
 
 
-def matching(spec: TierSpec, nodes: Iterable[Node]) -> list[Node]:
+def matching(spec: TierSpec, nodes: Nodes) -> tuple[Node, ...]:
     """Return the nodes that the pods of a spec may run on, were they empty."""
-    return [node for node in nodes if may_run_on(spec, node)]
+    template, plugin, wanted = spec.engine.pod_template, spec.engine.accelerator.of_plugin, countables(spec)
+    placement = (template.node_selector, template.affinity, template.tolerations, sorted(plugin), wanted)
+    key = json.dumps(placement, sort_keys=True)
+    found = nodes.matches.get(key)
+    if found is None:
+        if len(nodes.matches) >= _MOST_PLACEMENTS:
+            nodes.matches.clear()
+        found = nodes.matches[key] = tuple(node for node in nodes.nodes if _may_run_on(spec, node, wanted))
+    return found
 
 
-def may_run_on(spec: TierSpec, node: Node) -> bool:
+_MOST_PLACEMENTS: Final = 200
+
+
+def _may_run_on(spec: TierSpec, node: Node, wanted: Mapping[str, int]) -> bool:
     """Tell whether a node takes new pods, has the labels and devices, and no taint that the pods do not tolerate."""
     template = spec.engine.pod_template
     return (
@@ -34,7 +48,7 @@ def may_run_on(spec: TierSpec, node: Node) -> bool:
         and all(node.labels.get(key) == value for key, value in template.node_selector.items())
         and _is_affine(template.affinity or {}, node)
         and all(_is_tolerated(taint, template.tolerations) or _is_of_device(spec, taint) for taint in node.taints)
-        and node.devices.get(spec.engine.accelerator.resource, 0) >= devices_wanted(spec)
+        and all(node.devices.get(resource, 0) >= count for resource, count in wanted.items())
     )
 
 
@@ -43,12 +57,40 @@ def _is_of_device(spec: TierSpec, taint: Mapping[str, str]) -> bool:
 
     Where it is not, the scheduler says so.
     """
-    return devices_wanted(spec) > 0 and taint.get("key") == spec.engine.accelerator.resource
+    return taint.get("key") in spec.engine.accelerator.of_plugin
 
 
 def devices_wanted(spec: TierSpec) -> int:
-    """Return the devices of one pod."""
-    return 0 if spec.engine.accelerator.resource == NO_ACCELERATOR else spec.engine.accelerator.per_pod
+    """Return the accelerators that one pod asks a device plugin for."""
+    return sum(spec.engine.accelerator.of_plugin.values())
+
+
+def countables(spec: TierSpec) -> dict[str, int]:
+    """Return the accelerators and the other extended resources that one pod asks for."""
+    found = Counter(spec.engine.accelerator.of_plugin)
+    for container in spec.engine.pod_template.containers:
+        for resource, amount in containers.amounts(container, "limits").items():
+            # A slash tells what device plugins offer from memory, CPUs and the like.
+            if "/" in resource and quantity.is_quantity(str(amount)):
+                found[resource] += quantity.parse_bytes(str(amount))
+    return dict(found)
+
+
+def beside(spec: TierSpec) -> tuple[int, int]:
+    """Return the bytes of memory and the thousandths of a CPU that the user's own containers ask for in each pod."""
+    template = spec.engine.pod_template
+    sidecars = [
+        *(each for each in template.containers if each["name"] != containers.ENGINE),
+        *(each for each in template.init_containers if each.get("restartPolicy") == "Always"),
+    ]
+    memory, millis = 0, 0
+    for each in sidecars:
+        # Kubernetes sets aside what may be used at most where nothing else is asked for.
+        asked = {**containers.amounts(each, "limits"), **containers.amounts(each, "requests")}
+        known = {name: str(amount) for name, amount in asked.items() if quantity.is_quantity(str(amount))}
+        memory += quantity.parse_bytes(known.get("memory", "0"))
+        millis += quantity.parse_millis(known.get("cpu", "0"))
+    return memory, millis
 
 
 def smallest(spec: TierSpec, tier: TierName | TierRef, nodes: Nodes) -> tuple[Node, int] | None:
@@ -56,7 +98,10 @@ def smallest(spec: TierSpec, tier: TierName | TierRef, nodes: Nodes) -> tuple[No
 
     A node whose devices are taken by others gets no pod of ours, so it counts only where all are taken.
     """
-    left = [(node, *_left(spec, tier, node, nodes.usage or ())) for node in matching(spec, nodes.nodes)]
+    used: dict[str, list[Usage]] = {}
+    for each in nodes.usage or ():
+        used.setdefault(each.node, []).append(each)
+    left = [(node, *_left(spec, tier, node, used.get(node.name, ()))) for node in matching(spec, nodes)]
     free = [entry for entry in left if entry[2] >= devices_wanted(spec)] or left
     if not free:
         return None
@@ -70,7 +115,7 @@ def device_memory(spec: TierSpec, nodes: Nodes | None) -> int | None:
         return spec.engine.accelerator.memory_bytes
     if nodes is None or spec.engine.accelerator.resource == NO_ACCELERATOR:
         return None
-    labels = [node.labels.get(DEVICE_MEMORY_LABEL, "") for node in matching(spec, nodes.nodes)]
+    labels = [node.labels.get(DEVICE_MEMORY_LABEL, "") for node in matching(spec, nodes)]
     sizes = [int(label) << 20 for label in labels if label.isascii() and label.isdecimal() and len(label) < _LONG]
     return min(sizes, default=None)
 
@@ -83,7 +128,7 @@ def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[
     resource = spec.engine.accelerator.resource
     memory, devices = node.memory_bytes, node.devices.get(resource, 0)
     for each in usage:
-        if each.node == node.name and (each.namespace, each.tier) != (tier.namespace, tier.name):
+        if (each.namespace, each.tier) != (tier.namespace, tier.name):
             memory -= each.memory_bytes
             devices -= each.devices.get(resource, 0)
     return max(0, memory), max(0, devices)

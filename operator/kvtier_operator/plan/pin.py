@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from pydantic.alias_generators import to_camel
 
-from kvtier_operator.spec import TierSpec
-from kvtier_operator.spec.rules import ApiModel
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.rules import ApiModel
 
 ROLLS_NOTHING: Final = (
     ("replicas",),
@@ -29,6 +29,8 @@ ROLLS_NOTHING: Final = (
     ("janitor",),
     ("proof",),
     ("engine", "rollout"),
+    ("engine", "service"),
+    ("engine", "disruptionBudget"),
     ("volume", "claim"),
     ("volume", "deletionPolicy"),
 )

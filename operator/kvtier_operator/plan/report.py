@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier will take and hold, as a page of text: each number with the sum it comes from. Pure."""
+"""What a plan says about itself: every size by its name in the status, and the page of ``kvtier plan``. Pure."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
+from pydantic.alias_generators import to_camel
+
+from kvtier_operator import quantity
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.plan import TierPlan, diff
 from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES
+from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, Sizing
 from kvtier_operator.quantity import show_bytes
-from kvtier_operator.spec.engine import NO_ACCELERATOR
 
 _WIDTH: Final = 100
 _UNKNOWN: Final = "unknown"
@@ -22,13 +26,14 @@ Row = tuple[str, str, str, str]
 """What, its amount, the same in tokens, and how it comes about."""
 
 
-def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None) -> str:
+def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str = "") -> str:
     """Return the page of one tier.
 
     Args:
         plan: what was decided.
         capacity: what the tiers hold.
         fits: what the nodes say to it; None where nobody looked at nodes.
+        warning: what else a person should know of the pods; empty for nothing.
     """
     spec = plan.spec
     replicas = "1 replica" if spec.replicas == 1 else f"{spec.replicas} replicas"
@@ -43,7 +48,7 @@ def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None) -> str:
         ("POD", "", "", ""),
         *_pod(plan),
     ]
-    notes = [*capacity.notes, *(() if fits is None else (f"nodes: {fits}",))]
+    notes = [*capacity.notes, *(() if fits is None else (f"nodes: {fits}",)), *filter(None, (warning,))]
     head = f"{plan.tier}: {spec.model.name}, {replicas}, generation {plan.generation.digest}"
     return "\n".join([head, "", *_table(rows), *_notes(notes)]) + "\n"
 
@@ -129,12 +134,11 @@ def _pod(plan: TierPlan) -> Iterable[Row]:
         f"{LOAD_BYTES_PER_SECOND / GIB:g} GiB/s)"
     )
     yield "shared memory", show_bytes(sizing.shm_bytes), "", shared if engines == 1 else f"{engines} x ({shared})"
-    yield (
-        "memory, request = limit",
-        show_bytes(sizing.memory_bytes),
-        "",
-        f"{show_bytes(sizing.engine_memory_bytes)} spec.engine.memory + {show_bytes(sizing.shm_bytes)} shared memory",
+    memory = (
+        f"{show_bytes(sizing.engine_memory_bytes)} spec.engine.memory + {show_bytes(sizing.shm_bytes)} shared memory "
+        f"+ {show_bytes(sizing.mover_bytes)} to move blocks"
     )
+    yield "memory, request = limit", show_bytes(sizing.memory_bytes), "", memory
     yield _storage(plan)
     yield "startup, at most", f"{sizing.startup_seconds} s", "", starting
     resource = spec.engine.accelerator.resource
@@ -176,3 +180,20 @@ def _table(rows: Sequence[Row], *, left: int = 1) -> list[str]:
 def _notes(notes: Iterable[str]) -> list[str]:
     wrapped = [textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes]
     return ["", *wrapped] if wrapped else []
+
+
+def terms(sizing: Sizing, capacity: Capacity | None, *, node_bytes: int | None) -> dict[str, Any]:
+    """Return every term that is known, by its name in ``status.sizing``."""
+    found: dict[str, Any] = {
+        **asdict(sizing),
+        **({} if capacity is None else asdict(capacity)),
+        "node_bytes": node_bytes,
+        "cpu_size": quantity.format_bytes(sizing.cpu_bytes),
+    }
+    found["notes"] = list(found.get("notes") or ()) or None
+    return {to_camel(term): _bounded(value) for term, value in found.items() if value is not None}
+
+
+def _bounded(value: Any) -> Any:
+    """Return what a field of 64 bits can hold: beyond it, the API server would refuse the whole status."""
+    return min(value, quantity.LARGEST) if isinstance(value, int) else value

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier_connector.contract import mover_memory_bytes
+
 GIB: Final = 1 << 30
 
 SHM_OVERHEAD_BYTES: Final = GIB
@@ -26,6 +28,17 @@ LOAD_BYTES_PER_SECOND: Final = GIB // 2
 """How fast weights come from storage, at least."""
 
 
+MOVERS: Final = 16
+"""Processes that move blocks for one engine, at most."""
+
+MOST_CHUNK_BYTES: Final = 16 << 20
+"""A chunk is chosen to be no longer, where it can be chosen."""
+
+MOVER_STEP_BYTES: Final = 256 << 20
+
+MAPPED_PER_BYTE: Final = 512
+"""A process that maps memory keeps eight bytes for each page of 4 KiB."""
+
 SCRATCH_BYTES: Final = 2 * GIB
 """Compiled kernels, caches and logs on the node's disk."""
 
@@ -39,6 +52,7 @@ class Sizing:
     shm_overhead_bytes: int
     shm_bytes: int
     engine_memory_bytes: int
+    mover_bytes: int
     memory_bytes: int
     weight_bytes: int
     ephemeral_bytes: int
@@ -48,11 +62,12 @@ class Sizing:
     startup_seconds: int
 
 
-def make_sizing(
+def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     *,
     cpu_bytes: int,
     engine_memory_bytes: int,
     engines_per_pod: int = 1,
+    workers_per_engine: int = 1,
     weight_bytes: int = 0,
     keeps_weights: bool = False,
 ) -> Sizing:
@@ -62,12 +77,14 @@ def make_sizing(
         cpu_bytes: pinned host memory of one engine, over all its workers.
         engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
         engines_per_pod: engine cores in one pod (data parallelism).
+        workers_per_engine: processes of one engine that each drive an accelerator.
         weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
         keeps_weights: whether they are downloaded to the node's disk.
     """
     overhead = engines_per_pod * SHM_OVERHEAD_BYTES
     pinned = engines_per_pod * cpu_bytes
     shm = pinned + overhead
+    movers = make_mover_bytes(cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine)
     pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
     load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
     return Sizing(
@@ -76,8 +93,9 @@ def make_sizing(
         shm_overhead_bytes=overhead,
         shm_bytes=shm,
         engine_memory_bytes=engine_memory_bytes,
+        mover_bytes=movers,
         # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
-        memory_bytes=engine_memory_bytes + shm,
+        memory_bytes=engine_memory_bytes + shm + movers,
         weight_bytes=weight_bytes,
         # In whole GiB: nobody recognises an estimate by its bytes.
         ephemeral_bytes=SCRATCH_BYTES + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
@@ -86,3 +104,14 @@ def make_sizing(
         startup_load_seconds=load_seconds,
         startup_seconds=STARTUP_BASE_SECONDS + pin_seconds + load_seconds,
     )
+
+
+def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int) -> int:
+    """Return what moving blocks takes beside the CPU tiers themselves.
+
+    Each worker and the scheduler map the whole CPU tier, those that move blocks a part of it, and have a buffer.
+    """
+    tables = (workers_per_engine + 1) * -(-cpu_bytes // MAPPED_PER_BYTE)
+    each = mover_memory_bytes(cpu_bytes, movers=MOVERS, chunk_bytes=MOST_CHUNK_BYTES) + tables
+    # In steps that people recognise.
+    return -(-engines_per_pod * each // MOVER_STEP_BYTES) * MOVER_STEP_BYTES

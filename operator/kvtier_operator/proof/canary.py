@@ -9,11 +9,11 @@ cached (vLLM's --enable-prompt-tokens-details), their counters tell, if nobody e
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_operator.proof.engine import Engine, EngineError, EngineLocked, Served
+from kvtier_operator.proof.engine_client import Engine, EngineError, EngineLocked, Served
 from kvtier_operator.proof.exposition import Reading
 from kvtier_operator.proof.findings import Canary, CanaryOutcome
 
@@ -56,11 +56,10 @@ class Waiting:
     """How time passes; tests let it pass at once."""
 
     now: Callable[[], float]
-    pause: Callable[[float], bool]
-    """Wait so many seconds; True if there is no point in going on."""
+    pause: Callable[[float], Awaitable[None]]
 
 
-def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: Waiting) -> Canary:
+async def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: Waiting) -> Canary:
     """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
 
     Args:
@@ -71,8 +70,8 @@ def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: 
         waiting: how time passes.
     """
     try:
-        prompt, model = _prompt(first.engine, chunk)
-        return _run(first, second, model=model, prompt=prompt, offers=offers, waiting=waiting)
+        prompt, model = await _prompt(first.engine, chunk)
+        return await _run(first, second, model=model, prompt=prompt, offers=offers, waiting=waiting)
     except _NotAnsweredError as error:
         return _unanswered(first, second, error.pod, error.error)
     except EngineError as error:
@@ -91,20 +90,20 @@ def _unanswered(first: Replica, second: Replica, pod: str, error: EngineError) -
     return Canary(outcome=outcome, first=first.name, second=second.name, problem=f"pod {pod} {error}")
 
 
-def _prompt(engine: Engine, chunk: Chunk) -> tuple[list[int], Served]:
-    served, reading = engine.model(), engine.metrics()
+async def _prompt(engine: Engine, chunk: Chunk) -> tuple[list[int], Served]:
+    served, reading = await engine.model(), await engine.metrics()
     wanted = max(FEWEST_TOKENS, CHUNKS * (chunk.tokens or reading.block_tokens * chunk.blocks))
     length = min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8)
     chooser = random.SystemRandom()
     return [chooser.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(max(1, length))], served
 
 
-def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
+async def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
     first: Replica, second: Replica, *, model: Served, prompt: list[int], offers: int, waiting: Waiting
 ) -> Canary:
-    before = first.engine.metrics()
+    before = await first.engine.metrics()
     for _ in range(offers):
-        first.engine.complete(model.name, prompt)
+        await first.engine.complete(model.name, prompt)
 
     def told(outcome: CanaryOutcome, cached: float = 0) -> Canary:
         return Canary(
@@ -115,14 +114,14 @@ def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
             cached_tokens=round(cached),
         )
 
-    has_stored = _wait_for_store(first.engine, before, waiting)
-    waiting.pause(NEWS_SECONDS)
+    has_stored = await _wait_for_store(first.engine, before, waiting)
+    await waiting.pause(NEWS_SECONDS)
     try:
-        begin = second.engine.metrics()
-        cached = second.engine.complete(model.name, prompt)
+        begin = await second.engine.metrics()
+        cached = await second.engine.complete(model.name, prompt)
         if cached:
             return told(CanaryOutcome.LOADED, cached)
-        end = _wait_for_count(second.engine, begin, waiting)
+        end = await _wait_for_count(second.engine, begin, waiting)
     except EngineError as error:
         raise _NotAnsweredError(second.name, error) from error
     found = end.verdicts - begin.verdicts
@@ -140,23 +139,25 @@ def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
     return told(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
 
 
-def _wait_for_store(engine: Engine, before: Reading, waiting: Waiting) -> bool:
+async def _wait_for_store(engine: Engine, before: Reading, waiting: Waiting) -> bool:
     """Wait until the engine has written something and nothing is left to write, and tell whether it has."""
     deadline = waiting.now() + STORE_SECONDS
     while True:
-        now = engine.metrics()
+        now = await engine.metrics()
         has_written = now.written_blocks > before.written_blocks
         if has_written and not now.queued_jobs:
             return True
-        if waiting.now() >= deadline or waiting.pause(POLL_SECONDS):
+        if waiting.now() >= deadline:
             return has_written
+        await waiting.pause(POLL_SECONDS)
 
 
-def _wait_for_count(engine: Engine, before: Reading, waiting: Waiting) -> Reading:
+async def _wait_for_count(engine: Engine, before: Reading, waiting: Waiting) -> Reading:
     """Wait until the engine has counted the answer that it gave."""
     deadline = waiting.now() + COUNT_SECONDS
     while True:
-        now = engine.metrics()
+        now = await engine.metrics()
         has_counted = now.finished_requests > before.finished_requests and not now.unfinished_requests
-        if has_counted or waiting.now() >= deadline or waiting.pause(POLL_SECONDS):
+        if has_counted or waiting.now() >= deadline:
             return now
+        await waiting.pause(POLL_SECONDS)

@@ -67,7 +67,7 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
             break
     assert outcomes[-1] is StoreFault.NO_SPACE
     assert len(outcomes) > 40
-    assert not list(root.rglob("*.partial"))
+    assert not list(root.rglob("*-partial"))
     assert isinstance(store.get(key(0), pages(size=megabyte)), Hit)
     assert store.usage_bytes() == store.blocks.refresh_usage()
     # A journal has to fit too; if it does not, it waits.

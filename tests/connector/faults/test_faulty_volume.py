@@ -41,7 +41,7 @@ def tier(volume: FaultyVolume) -> SharedStore:
 
 
 def partials(volume: FaultyVolume) -> list[Path]:
-    return list(volume.path.rglob("*.partial"))
+    return list(volume.path.rglob("*-partial"))
 
 
 def assert_sound(volume: FaultyVolume) -> None:
@@ -67,7 +67,6 @@ def test_a_load_that_hangs_holds_up_nobody_else_and_ends_when_the_volume_answers
         # The scheduler's questions are answered from memory meanwhile.
         assert store.state(key(1)) is Presence.PRESENT
         assert store.state(key(9)) is Presence.ABSENT
-        assert store.totals() is not None
         if call == "read":
             # Another thread's write does not wait for the read that hangs.
             assert Background(lambda: store.blocks.put(key(8), payload(8))).result() == Stored(BLOCK_BYTES)

@@ -109,7 +109,7 @@ def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none
     outcomes = []
     for step in itertools.count():
         # given
-        root = tmp_path / str(step)
+        root = tmp_path / str(step) / "d1gest"
         claim(root, {}, "d1gest")
         other = SharedStore(root)
         other.synchronize()
@@ -139,7 +139,7 @@ def test_a_process_killed_at_any_system_call_of_a_removal_leaves_the_block_or_no
 ) -> None:
     outcomes = []
     for step in itertools.count():
-        root = tmp_path / str(step)
+        root = tmp_path / str(step) / "d1gest"
         claim(root, {}, "d1gest")
         other = SharedStore(root)
         other.put(key(1), payload(1))
@@ -205,13 +205,14 @@ for line in sys.stdin:
 
 
 def test_two_processes_that_store_one_block_at_once_leave_one_whole_block(tmp_path: Path) -> None:
-    claim(tmp_path, {}, "d1gest")
-    observer = SharedStore(tmp_path)
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
+    observer = SharedStore(root)
     observer.synchronize()
     observer.rescan()
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITES, str(tmp_path), *PATHS],
+            [sys.executable, "-c", WRITES, str(root), *PATHS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -238,4 +239,4 @@ def test_two_processes_that_store_one_block_at_once_leave_one_whole_block(tmp_pa
     assert observer.known_blocks == 60
     assert observer.usage_bytes() == observer.blocks.refresh_usage() == 60 * BLOCK_BYTES
     assert all(observer.state(key(number)) is Presence.PRESENT for number in range(60))
-    assert check(tmp_path, partial_age_seconds=0) == []
+    assert check(root, partial_age_seconds=0) == []

@@ -37,7 +37,7 @@ DEADLINE_SECONDS = 0.5
 def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is tried again after a while be tried again at once."""
     limits = BreakerLimits(first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
-    monkeypatch.setattr("kvtier_connector.tier.manager.Breaker", functools.partial(Breaker, limits=limits))
+    monkeypatch.setattr("kvtier_connector.tier.tier.Breaker", functools.partial(Breaker, limits=limits))
     monkeypatch.setattr("kvtier_connector.store.shared.ASIDE_SECONDS", 0.1)
 
 
@@ -153,7 +153,7 @@ def test_a_lookup_that_hangs_is_a_miss_and_the_volume_is_used_when_it_answers(
 def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
     engines: Rigs, faulty_volume: FaultyVolume, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
     with faulty_volume.hanging(call):
         rig = engines.make(load_deadline_seconds=DEADLINE_SECONDS, max_bytes=1 << 20)
         assert rig.serve(keys(2), "before").hit_blocks == 0
@@ -164,12 +164,12 @@ def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
 def test_an_engine_ends_although_the_volume_hangs(
     engines: Rigs, faulty_volume: FaultyVolume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.CLOSE_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier_connector.tier.site.CLOSE_WAIT_SECONDS", 0.2)
     engines.write(keys(4))
     rig = make(engines, known=4)
     context = rig.request("r")
     with faulty_volume.hanging("read", "write", "open"):
-        assert rig.find_prefix(keys(4), context) is None
+        rig.begin_load(keys(4), context)
         rig.end_step()
         closing = threading.Thread(target=rig.tier.shutdown)
         closing.start()

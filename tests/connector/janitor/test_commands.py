@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands by hand: a dry run changes nothing, and what goes is what was asked for."""
+"""The verbs on a directory: a dry run changes nothing, and what goes is what was asked for."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,15 @@ from typing import Any
 import pytest
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
-from kvtier_connector import command
-from kvtier_connector.janitor.commands import main
+import kvtier_connector
+from kvtier_cli import app
+from kvtier_cli.app import main
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import block_path
 
-CONNECTOR = Path(command.__file__).parents[1]
+CONNECTOR = Path(kvtier_connector.__file__).parents[1]
+OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
+OPERATOR = Path(app.__file__).parents[1]
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def engine(rig: Rig) -> Engine:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    assert main([*map(str, arguments), "--json"]) == 0
+    assert main([*map(str, arguments), "-o", "json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -50,6 +53,18 @@ def test_with_yes_it_is_and_engines_learn_it(engine: Engine, rig: Rig, capsys: p
 def test_a_prefix_goes_with_all_that_continues_it(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     run_json(capsys, "purge", rig.dir, "--prefix", key(3).hash.hex(), "--yes")
     assert engine.there(range(6)) == [0, 1, 2]
+
+
+def test_of_blocks_of_an_earlier_format_it_is_said_that_they_may_continue_a_prefix(
+    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (4, 5):
+        (engine.root / block_path(key(number))).write_bytes(OUTDATED.read_bytes())
+    assert main(["purge", str(rig.dir), "--prefix", key(3).hash.hex(), "--yes", "-o", "json"]) == 1
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert (generation["blocks"], generation["failed"]) == (1, 2)
+    assert generation["problem"] == ("2 blocks whose chain cannot be read; purge this generation with --generation aa")
+    assert engine.there(range(6)) == [0, 1, 2, 4, 5]
 
 
 def test_one_tenants_blocks_go_with_the_damaged_ones(
@@ -101,30 +116,29 @@ def test_what_is_not_there_is_an_error(
     "arguments", [[], ["--all", "--tenant", "alice"], ["--older-than", "0d"], ["--older-than", "x"]]
 )
 def test_an_unclear_purge_is_misuse(engine: Engine, rig: Rig, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["purge", str(rig.dir), *arguments])
-    assert ended.value.code == 2
+    assert main(["purge", str(rig.dir), *arguments]) == 2
     assert len(engine.there(range(6))) == 6
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["purge", "DIR", "--tenant", "Bad!"], "'Bad!' cannot be a tenant: must be 1 to 32 of a-z, 0-9"),
-        (["purge", "DIR", "--tenant", "../alice"], "'../alice' cannot be a tenant: must be"),
-        (["purge", "DIR", "--all", "--threads", "0"], "'0' is no number from 1 to 64"),
+        (["purge", "DIR", "--all", "--threads", "0"], "0 is not in the range 1<=x<=64"),
+        (["purge", "DIR/none", "--all"], "is no directory; a tier is named without a slash"),
+        (["check", "DIR", "--threads", "many"], "'many' is not a valid integer"),
         (["pin", "DIR", "--name", "system"], "HASH is missing"),
         (["pin", "DIR", "001122"], "--name is required"),
         (["gc", "DIR", "--max-bytes", "many"], "'many' is no size; write it as 100Gi"),
+        (["gc", "DIR", "--max-bytes", "64GB"], "'64GB' is no size; write it as 64G or 64Gi"),
         (["gc", "DIR", "--low", "75"], "'75' is no share; write it as 90%"),
+        (["gc", "DIR", "--keep-previous", "-1"], "-1 is not in the range x>=0"),
+        (["gc", "DIR", "--config", "DIR/none"], "does not exist"),
     ],
 )
 def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
     engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(rig.dir) if word == "DIR" else word for word in arguments])
-    assert ended.value.code == 2
+    assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -134,11 +148,11 @@ def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
         (["pin", "DIR", "0011", "--name", "system"], "hash '0011': must be 6 to 64 hex digits"),
         (["pin", "DIR", "00112233", "--name", "a b"], "name 'a b': must match"),
         (["unpin", "DIR", "a b"], "no such pin; there are none"),
-        (["gc", "DIR", "--keep-previous", "-1"], "--keep-previous -1 must be 0 or more"),
         (["gc", "DIR", "--high", "50%", "--low", "60%"], "--low 0.6 must be below --high 0.5"),
         (["gc", "DIR", "--current", "cc", "--keep-previous", "0"], "holds no generation cc; kvtier inspect shows"),
         (["gc", "DIR", "--config", "DIR/blob"], "not text"),
-        (["gc", "DIR", "--config", "DIR/none"], "No such file"),
+        (["purge", "DIR", "--tenant", "Bad!"], "'Bad!' cannot be a tenant: must be 1 to 32 of a-z, 0-9"),
+        (["purge", "DIR", "--tenant", "../alice"], "'../alice' cannot be a tenant: must be"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
@@ -163,7 +177,8 @@ def test_a_pin_is_written_listed_and_taken_away(engine: Engine, rig: Rig, capsys
     answer = run_json(capsys, "pin", engine.root, pinned, "--name", "system")
     assert answer == {"name": "system", "hash": pinned, "blocks": 1}
     assert run_json(capsys, "pin", rig.dir) == {"system": pinned}
-    assert run_json(capsys, "unpin", rig.dir, "system") == {}
+    assert run_json(capsys, "unpin", rig.dir, "system") == {"name": "system", "hash": pinned}
+    assert run_json(capsys, "pin", rig.dir) == {}
 
 
 def test_a_name_is_not_pinned_twice(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,16 +190,16 @@ def test_a_name_is_not_pinned_twice(engine: Engine, rig: Rig, capsys: pytest.Cap
 
 def test_a_sweep_by_hand_keeps_the_limits_given(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--max-bytes", str(6 * BLOCK_BYTES), "--high", "80%", "--low", "50%")
-    assert run_json(capsys, "gc", rig.dir, *limits, "--dry-run")["evicted"] == {"budget": 3}
-    assert engine.there(range(6)) == list(range(6))
     assert run_json(capsys, "gc", rig.dir, *limits)["evicted"] == {"budget": 3}
+    assert engine.there(range(6)) == list(range(6))
+    assert run_json(capsys, "gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
     assert engine.there(range(6)) == [0, 1, 2]
     assert not (rig.dir / "brake.json").exists()
 
 
 def test_a_sweep_without_limits_removes_no_block(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     rig.engine("bb")
-    assert run_json(capsys, "gc", rig.dir)["evicted"] == {}
+    assert run_json(capsys, "gc", rig.dir, "--yes")["evicted"] == {}
     assert (engine.root.exists(), len(engine.there(range(6)))) == (True, 6)
 
 
@@ -207,68 +222,53 @@ class Blocker:
         if name.partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocker())
-sys.path.insert(0, {connector!r})
-from kvtier_connector.command import main
+sys.path[:0] = {paths!r}
+import kvtier_connector
+from kvtier_cli import app
+from kvtier_cli.app import main
 sys.exit(main({words!r}))
 """
 
 
 def kvtier(*words: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    script = BLOCKED.format(blocked=set(blocked), connector=str(CONNECTOR), words=list(words))
+    script = BLOCKED.format(blocked=set(blocked), paths=[str(CONNECTOR), str(OPERATOR)], words=list(words))
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-def test_blocks_are_looked_after_without_the_operators_libraries(engine: Engine, rig: Rig) -> None:
-    blocked = ("kopf", "yaml", "pydantic", "kubernetes", "vllm", "torch", "aiohttp")
-    for words in (["inspect", str(rig.dir)], ["check", str(rig.dir)], ["purge", str(rig.dir), "--all"]):
+def test_no_verb_waits_for_libraries_that_it_does_not_use(engine: Engine, rig: Rig) -> None:
+    blocked = ("kopf", "kubernetes", "pydantic", "yaml", "vllm", "torch", "aiohttp")
+    for words in (["inspect", str(rig.dir)], ["check", str(rig.dir)], ["purge", str(rig.dir), "--all"], ["version"]):
         done = kvtier(*words, blocked=blocked)
         assert (done.returncode, done.stderr) == (0, "")
-    refused = kvtier("render", "x.yaml", blocked=blocked)
-    assert (refused.returncode, "pip install 'kvtier[operator]'" in refused.stderr) == (1, True)
 
 
-def test_the_operators_commands_work_without_those_of_the_janitor() -> None:
-    done = kvtier("version", blocked=("numpy", "blake3", "vllm", "torch", "cryptography"))
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("blocked", [("numpy", "blake3", "vllm", "torch"), ("kvtier_operator", "yaml", "pydantic")])
-def test_every_command_is_listed_whatever_is_installed(blocked: tuple[str, ...]) -> None:
-    listed = kvtier("--help", blocked=blocked)
+def test_every_verb_is_listed_before_anything_is_imported() -> None:
+    listed = kvtier("--help", blocked=("numpy", "blake3", "vllm", "torch", "yaml", "pydantic", "kubernetes"))
     assert (listed.returncode, listed.stderr) == (0, "")
-    assert all(f"  {name} " in listed.stdout for name in (*command.STORAGE, *command.CLUSTER))
-
-
-def test_the_operators_commands_that_are_listed_are_those_it_has() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier_operator", "--help"], capture_output=True, text=True, check=True
-    )
-    assert set(re.findall(r"^    ([a-z]+)  ", done.stdout, re.MULTILINE)) == {*command.CLUSTER, "check"}
-
-
-@pytest.mark.parametrize(("words", "said"), [([], "a command is missing"), (["prune"], "prune is unknown")])
-def test_a_word_that_is_no_command_is_refused_with_those_there_are(words: list[str], said: str) -> None:
-    done = kvtier(*words, blocked=())
-    assert (done.returncode, said in done.stderr, "purge" in done.stderr) == (2, True, True)
+    assert all(f"  {name} " in listed.stdout for name in app.VERBS)
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "extra"),
-    [("check", "blake3", "connector"), ("gc", "numpy", "janitor"), ("plan", "yaml", "operator")],
+    ("word", "said"), [("prune", "prune is unknown; did you mean"), ("xyz", "xyz is unknown; there are check, clone, ")]
 )
-def test_what_is_missing_is_named_with_the_extra_that_brings_it(name: str, missing: str, extra: str) -> None:
-    done = kvtier(name, "--help", blocked=(missing,))
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"kvtier {name}: {missing} is not installed; pip install 'kvtier[{extra}]'\n",
-    )
+def test_a_word_that_is_no_verb_is_refused_with_those_that_are_like_it(
+    capsys: pytest.CaptureFixture[str], word: str, said: str
+) -> None:
+    assert main([word]) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_an_image_without_the_operator_says_so() -> None:
-    done = kvtier("render", "x.yaml", blocked=("kvtier_operator",))
-    assert (done.returncode, "kvtier_operator is not installed" in done.stderr) == (1, True)
+@pytest.mark.parametrize("name", sorted(app.VERBS))
+def test_every_verb_says_what_it_does_and_which_options_it_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"Usage: kvtier {name}" in capsys.readouterr().out
 
 
 def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(engine: Engine, rig: Rig) -> None:
     done = kvtier("check", str(rig.dir), blocked=("cryptography",))
     assert (done.returncode, "pip install cryptography" in done.stdout) == (1, True)
+
+
+def test_what_may_follow_is_told_to_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.complete(["pu"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["purge\tRemove blocks by age, generation, tenant...", ":4"]

@@ -7,11 +7,14 @@ import os
 import shutil
 from dataclasses import replace
 
+import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
+from kvtier_connector.store.filesystems import Mount
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.live import BrakeFile
 from kvtier_connector.store.mode import Mode
@@ -54,6 +57,32 @@ def test_journals_that_take_longer_than_a_step_are_heard_in_the_next_ones(rig: R
     keeper.step()
     assert keeper.report is not None
     assert keeper.report.usage.blocks == 20
+
+
+class CachingFs(FileSystem):
+    """Says of the directory of the journals what it was at first, unless it is opened."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, os.stat_result] = {}
+
+    def stat(self, path: str) -> os.stat_result:
+        if path.endswith("/journal"):
+            return self.first.setdefault(path, super().stat(path))
+        return super().stat(path)
+
+
+@pytest.mark.parametrize(("file_system", "most_sweeps"), [("nfs4", 1), ("ext4", 21)])
+def test_a_cached_time_of_the_journals_hides_no_news_from_the_janitor(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, file_system: str, most_sweeps: int
+) -> None:
+    mount = Mount(file_system, "server:/export", {})
+    monkeypatch.setattr("kvtier_connector.janitor.news.mount_of", lambda _: mount)
+    engine, keeper = rig.engine(), rig.keeper(fs=CachingFs())
+    engine.put(0)
+    for _ in range(5):
+        assert rig.sweep(keeper).blocks == 1
+    engine.put(1)
+    assert any(rig.sweep(keeper).blocks == 2 for _ in range(most_sweeps))
 
 
 def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig) -> None:

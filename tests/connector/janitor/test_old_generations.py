@@ -37,6 +37,34 @@ def test_a_generation_beyond_those_to_keep_is_removed_when_nobody_uses_it(rig: R
     assert usage.blocks == 6
 
 
+def test_a_directory_of_updated_weights_goes_when_no_engine_uses_it_and_takes_no_generation_s_place(rig: Rig) -> None:
+    previous, idle, used, current = (rig.engine(name) for name in ("bb", "aa.w1", "aa.p2", "aa"))
+    for engine, age in ((previous, 3 * DAY), (idle, 2 * DAY), (used, 0.0), (current, 0.0)):
+        engine.put(*range(3))
+        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
+            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    usage = rig.sweep(rig.keeper(keep_previous=1))
+    assert not idle.root.exists()
+    assert {generation.digest for generation in usage.generations} == {"aa", "aa.p2", "bb"}
+
+
+def test_a_directory_that_no_generation_can_have_is_none_whatever_it_holds(rig: Rig) -> None:
+    previous, current = rig.engine("bb"), rig.engine("aa")
+    for engine, age in ((previous, 2 * DAY), (current, 0.0)):
+        engine.put(*range(3))
+        for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
+            os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    # A preflight at work, of a release that called a file so.
+    trying = rig.dir / f".preflight-{'0' * 32}"
+    trying.mkdir()
+    (trying / "journal").write_bytes(b"")
+    usage = rig.sweep(rig.keeper(keep_previous=1))
+    assert previous.there(range(3)) == [0, 1, 2]
+    assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
+    assert usage.problems == ()
+    assert (trying / "journal").exists()
+
+
 def test_a_generation_in_use_is_not_removed(rig: Rig) -> None:
     used = rig.engine("bb")
     rig.engine("aa")

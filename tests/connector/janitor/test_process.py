@@ -15,16 +15,16 @@ from locked_image import blocked_modules, prelude
 from tier_dir import BLOCK_BYTES, Rig
 from waiting import until
 
-from kvtier_connector import command
+import kvtier_connector
 from kvtier_connector.contract_janitor import encode
 from kvtier_connector.contract_usage import decode
 
-CONNECTOR = Path(command.__file__).parents[1]
+CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 DEADLINE_SECONDS = 60.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
-import kvtier_connector.janitor.commands, kvtier_connector.store.check, kvtier_connector.store.inspect
+import kvtier_connector.janitor.chores, kvtier_connector.janitor.by_hand, kvtier_connector.janitor.sweep_once
 from kvtier_connector.janitor import election
 from kvtier_connector.lease import LeaseSettings
 try:

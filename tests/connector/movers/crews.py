@@ -9,18 +9,24 @@ import hashlib
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 from mover_fs import GATE, WAITING
 from waiting import until
 
-from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings, Ended
-from kvtier_connector.movers.region import find_region
-from kvtier_connector.movers.tasks import Task
+from kvtier_connector.movers.dispatch import MoversSettings
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.rows import Region
+from kvtier_connector.movers.tasks import Done, Lane, Task
 from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
 
 ROW_BYTES = 16384
 ROWS = 32
+FIRST_PROBE = 1_000_000
 PATIENCE_SECONDS = 60.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
@@ -51,70 +57,94 @@ def children(parent: int) -> list[int]:
 
 
 class CrewUnderTest:
-    """A CPU tier of `ROWS` rows in shared memory, a volume, and movers between them."""
+    """A CPU tier of `ROWS` rows in shared memory, in two files, a volume, and movers between them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords
         self,
         root: Path,
         *,
         movers: int = 2,
+        first: int = 0,
+        threads: int = 2,
         stuck_seconds: float = 60.0,
         file_system: str = "",
         retry_seconds: float = 60.0,
+        max_bytes: int = 0,
+        fs: FileSystem = LOCAL,
     ) -> None:
-        self.store = BlockStore(root)
-        self._fd = os.memfd_create("cpu-tier")
-        os.ftruncate(self._fd, ROWS * ROW_BYTES)
-        self.memory = mmap.mmap(self._fd, ROWS * ROW_BYTES)
-        region = find_region(memoryview(self.memory))
-        assert region is not None
+        self.blocks = BlockStore(root)
+        self.store = SharedStore(root, max_bytes=max_bytes)
+        self.breaker = Breaker()
+        self._fds = [os.memfd_create("cpu-tier") for _ in range(2)]
+        half = ROWS // 2
+        self.memories = []
+        for fd in self._fds:
+            os.ftruncate(fd, half * ROW_BYTES)
+            self.memories.append(mmap.mmap(fd, half * ROW_BYTES))
+        # Threads see the first file only, through the engine's own memory.
+        rows = memoryview(self.memories[0]).cast("B", (half, ROW_BYTES))
         before = set(children(os.getpid()))
-        self.dispatcher = Dispatcher(
-            DispatchSettings(
-                movers=movers,
-                region=region,
-                row_bytes=ROW_BYTES,
+        self.movers = Movers(
+            MoversSettings(
                 root=str(root),
-                direct=None,
-                stuck_seconds=stuck_seconds,
+                processes=movers,
+                first_processes=first,
+                threads=threads,
+                deadline_seconds=stuck_seconds,
+                probe_seconds=stuck_seconds,
                 file_system=file_system,
                 retry_seconds=retry_seconds,
-            )
+            ),
+            store=self.store,
+            breaker=self.breaker,
+            rows=rows,
+            regions=[Region(fd, first * half, half) for first, fd in enumerate(self._fds)],
+            fs=fs,
         )
-        self.dispatcher.start()
+        rows.release()
+        self.movers.start()
         self.processes = sorted(set(children(os.getpid())) - before)
-        self.ended: dict[tuple[int, int], Ended] = {}
+        self.ended: dict[int, Done] = {}
+        self._last_probe = FIRST_PROBE
 
-    def row(self, slot: int) -> bytes:
-        return self.memory[slot * ROW_BYTES : (slot + 1) * ROW_BYTES]
+    def row(self, row: int) -> bytes:
+        memory, row = self.memories[row >= ROWS // 2], row % (ROWS // 2)
+        return memory[row * ROW_BYTES : (row + 1) * ROW_BYTES]
 
-    def set_row(self, slot: int, content: bytes) -> None:
-        self.memory[slot * ROW_BYTES : (slot + 1) * ROW_BYTES] = content
+    def set_row(self, row: int, content: bytes) -> None:
+        memory, row = self.memories[row >= ROWS // 2], row % (ROWS // 2)
+        memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content
 
     def write(self, *numbers: int) -> None:
         """Put blocks on the volume."""
         for number in numbers:
-            self.store.put(key(number), memoryview(payload(number)))
+            self.blocks.put(key(number), memoryview(payload(number)))
 
-    def load(self, owner: int, *numbers: int, first_slot: int = 0) -> None:
-        """Ask for blocks, into the rows from a slot on."""
-        self.dispatcher.submit(
-            owner,
-            [
-                (index, Task(is_load=True, key=key(number), slot=first_slot + index))
-                for index, number in enumerate(numbers)
-            ],
+    def load(self, first: int, *numbers: int, first_row: int = 0, lane: Lane = Lane.LOAD) -> None:
+        """Ask for blocks, as tasks from a number on, into the rows from one on."""
+        self.movers.submit(
+            (first + index, Task(lane, (key(number),), first_row + index)) for index, number in enumerate(numbers)
         )
 
-    def save(self, owner: int, number: int, slot: int) -> None:
+    def save(self, task: int, number: int, row: int) -> None:
         """Ask to write a row."""
-        self.dispatcher.submit(owner, [(0, Task(is_load=False, key=key(number), slot=slot))])
+        self.movers.submit([(task, Task(Lane.STORE, (key(number),), row))])
+
+    def probe(self, task: int, *numbers: int) -> None:
+        """Ask whether blocks are there."""
+        self.movers.submit([(task, Task(Lane.PROBE, tuple(key(number) for number in numbers)))])
+
+    def keep_busy(self) -> None:
+        """Have one probe under way."""
+        if self._last_probe in self.ended or self._last_probe == FIRST_PROBE:
+            self._last_probe += 1
+            self.probe(self._last_probe, 1)
 
     def collect(self) -> None:
         """Do one step."""
-        for ended in self.dispatcher.collect():
-            assert (ended.owner, ended.number) not in self.ended, "a task ended twice"
-            self.ended[ended.owner, ended.number] = ended
+        for done in self.movers.collect():
+            assert done.task not in self.ended, "a task ended twice"
+            self.ended[done.task] = done
 
     def wait_for(self, count: int) -> None:
         """Step until so many tasks have ended."""
@@ -125,16 +155,28 @@ class CrewUnderTest:
 
         wait_until(is_reached, f"{count} tasks have ended")
 
-    def outcome(self, owner: int, index: int = 0) -> object:
-        return self.ended[owner, index].outcome
+    def outcome(self, task: int) -> object:
+        return self.ended[task].outcome
 
-    def withdraw(self, owner: int) -> None:
-        wait_until(lambda: self.dispatcher.withdraw(owner), "the tasks are withdrawn")
+    def withdraw(self, *tasks: int) -> None:
+        """Give tasks up, and step until all of them have ended."""
+        self.movers.withdraw(tasks)
+
+        def is_over() -> bool:
+            self.collect()
+            return all(task in self.ended for task in tasks)
+
+        wait_until(is_over, "the tasks are withdrawn")
+
+    @property
+    def has_processes(self) -> bool:
+        return self.movers.counts().processes > 0
 
     def close(self) -> None:
-        self.dispatcher.close(5.0)
-        self.memory.close()
-        os.close(self._fd)
+        self.movers.close(5.0)
+        for memory, fd in zip(self.memories, self._fds, strict=True):
+            memory.close()
+            os.close(fd)
 
 
 class Crews:
@@ -144,16 +186,9 @@ class Crews:
         self.directory = directory
         self._made: list[CrewUnderTest] = []
 
-    def make(
-        self, *, movers: int = 2, stuck_seconds: float = 60.0, file_system: str = "", retry_seconds: float = 60.0
-    ) -> CrewUnderTest:
-        crew = CrewUnderTest(
-            self.directory / "volume",
-            movers=movers,
-            stuck_seconds=stuck_seconds,
-            file_system=file_system,
-            retry_seconds=retry_seconds,
-        )
+    def make(self, **options: Any) -> CrewUnderTest:
+        """Start a crew; the options are those of `CrewUnderTest`."""
+        crew = CrewUnderTest(self.directory / "volume", **options)
         self._made.append(crew)
         return crew
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -11,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.store.fs import FileSystem
 
 GATE = "gate"
@@ -24,8 +24,8 @@ class GatedFs(FileSystem):
     """Reads of a payload wait while the gate is there, as on a dead network mount."""
 
     def __init__(self) -> None:
-        self._settings = MoverSettings.decode(sys.argv[1])
-        self._beside = Path(self._settings.root).parent
+        self._settings = json.loads(sys.argv[1])
+        self._beside = Path(self._settings["root"]).parent
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.wait()
@@ -42,9 +42,9 @@ class HoldingFs(GatedFs):
     """Reads wait with the mover's lock held, as if a copy took that long."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fcntl.lockf(self._settings.board, fcntl.LOCK_EX, 1, self._settings.mover)
+        fcntl.lockf(self._settings["board"], fcntl.LOCK_EX, 1, self._settings["mover"])
         self.wait()
-        fcntl.lockf(self._settings.board, fcntl.LOCK_UN, 1, self._settings.mover)
+        fcntl.lockf(self._settings["board"], fcntl.LOCK_UN, 1, self._settings["mover"])
         return FileSystem.preadv(self, fd, buffers, offset)
 
 
@@ -73,3 +73,11 @@ class AlwaysDyingFs(FileSystem):
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
+
+
+class SlowFs(FileSystem):
+    """Every read takes a while."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        threading.Event().wait(0.1)
+        return super().preadv(fd, buffers, offset)

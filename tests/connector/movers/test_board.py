@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces that movers are made of: the board, the encoding of tasks, and the file behind mapped memory."""
+"""The pieces that movers are made of: the board, the encoding of tasks, and the rows as a mover reaches them."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.movers.board import ENTRIES, MOST_TASK_BYTES, Board, Current, Result, create_board
-from kvtier_connector.movers.region import find_region
-from kvtier_connector.movers.tasks import Task, decode_outcome, decode_task, encode_outcome, encode_task
+from kvtier_connector.contract import MOVER_MAPPED_BYTES, mover_memory_bytes
+from kvtier_connector.movers import rows as rows_module
+from kvtier_connector.movers.board import (
+    ENTRIES,
+    FIRST_THREAD,
+    MOST_MOVERS,
+    MOST_TASK_BYTES,
+    Board,
+    Current,
+    Head,
+    create_board,
+)
+from kvtier_connector.movers.rows import MappedRows, OwnRows, Region
+from kvtier_connector.movers.tasks import (
+    MOST_PROBED,
+    Answer,
+    Lane,
+    Looked,
+    Task,
+    decode_answer,
+    decode_task,
+    encode_answer,
+    encode_task,
+)
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.layout import BlockKey, Lineage
@@ -21,24 +42,49 @@ from kvtier_connector.store.layout import BlockKey, Lineage
 HASHES = st.binary(min_size=3, max_size=32)
 
 
+KEYS = st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a-z0-9]{0,32}", fullmatch=True))
+
+
 @given(
-    is_load=st.booleans(),
-    key=st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a-z0-9]{0,32}", fullmatch=True)),
-    slot=st.integers(0, 2**40),
+    lane=st.sampled_from(Lane),
+    keys=st.lists(KEYS, min_size=1, max_size=MOST_PROBED).map(tuple),
+    row=st.integers(0, 2**40),
     lineage=st.builds(Lineage, HASHES, st.integers(0, 2**32 - 1)),
+    active_key=st.text("abc-", max_size=64),
 )
-def test_a_task_is_read_back_as_it_was_written_and_fits_an_entry(
-    is_load: bool, key: BlockKey, slot: int, lineage: Lineage
+def test_a_task_is_read_back_as_it_was_written(
+    lane: Lane, keys: tuple[BlockKey, ...], row: int, lineage: Lineage, active_key: str
 ) -> None:
-    task = Task(is_load=is_load, key=key, slot=slot, lineage=lineage)
-    encoded = encode_task(task)
-    assert decode_task(encoded) == task
-    assert len(encoded) <= MOST_TASK_BYTES
+    task = Task(lane, keys if lane is Lane.PROBE else keys[:1], row, lineage)
+    assert decode_task(encode_task(task, active_key)) == (task, active_key)
 
 
-@pytest.mark.parametrize("outcome", [None, Hit(123), Miss(), Stored(2**40), Present(), *Fault, *StoreFault])
-def test_an_outcome_is_read_back_as_it_was_written(outcome: Hit | Miss | Stored | Present | Fault | None) -> None:
-    assert decode_outcome(*encode_outcome(outcome)) == outcome
+def test_the_longest_tasks_fit_an_entry_and_longer_ones_are_refused() -> None:
+    key = BlockKey(bytes(32), 2**32 - 1, "x" * 32)
+    lineage = Lineage(bytes(32), 2**32 - 1)
+    for lane, count in ((Lane.STORE, 1), (Lane.PROBE, MOST_PROBED)):
+        assert len(encode_task(Task(lane, (key,) * count, 2**40, lineage), "k" * 64)) <= MOST_TASK_BYTES
+    with pytest.raises(ValueError, match="longer than"):
+        encode_task(Task(Lane.PROBE, (key,) * (MOST_PROBED + 1)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        Hit(123),
+        Miss(),
+        Stored(2**40),
+        Present(),
+        *Fault,
+        *StoreFault,
+        Looked((False,)),
+        Looked((True,) * MOST_PROBED),
+        Looked((*(True,) * (MOST_PROBED - 1), False)),
+    ],
+)
+def test_an_answer_is_read_back_as_it_was_written(answer: Answer | None) -> None:
+    assert decode_answer(*encode_answer(answer)) == answer
 
 
 def test_both_sides_of_a_board_see_the_same() -> None:
@@ -47,14 +93,14 @@ def test_both_sides_of_a_board_see_the_same() -> None:
     last = ENTRIES - 1
     engine.write_task(last, b"x" * MOST_TASK_BYTES)
     engine.set_ticket(last, 2**32 - 1)
-    mover.set_current(255, Current(last, 7, 1.5))
-    mover.write_result(last, Result(3, 2**40, 0.25))
+    engine.set_head(Head(3, 2))
+    mover.set_current(MOST_MOVERS - 1, Current(last, 7, 1.5))
 
     assert mover.task(last) == b"x" * MOST_TASK_BYTES
     assert mover.ticket(last) == 2**32 - 1
     assert mover.ticket(last - 1) == 0
-    assert engine.current(255) == Current(last, 7, 1.5)
-    assert engine.result(last) == Result(3, 2**40, 0.25)
+    assert mover.head() == Head(3, 2)
+    assert engine.current(MOST_MOVERS - 1) == Current(last, 7, 1.5)
     with pytest.raises(ValueError, match="does not fit"):
         engine.write_task(0, b"x" * (MOST_TASK_BYTES + 1))
     for board in (engine, mover):
@@ -71,11 +117,11 @@ def test_a_lock_held_by_another_process_is_seen_and_ends_with_that_process() -> 
     if process == 0:
         # Never back into the test.
         try:
-            with board.locked(3):
-                os.write(tells, b"x")
-                os.close(end)
-                os.read(ends, 1)
-                os.kill(os.getpid(), 9)
+            board.lock(3)
+            os.write(tells, b"x")
+            os.close(end)
+            os.read(ends, 1)
+            os.kill(os.getpid(), 9)
         finally:
             os._exit(1)
     os.read(told, 1)
@@ -89,28 +135,63 @@ def test_a_lock_held_by_another_process_is_seen_and_ends_with_that_process() -> 
         os.close(descriptor)
 
 
-def test_the_file_behind_shared_memory_is_found_even_without_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "region"
-    with path.open("w+b") as file:
-        file.truncate(4 * mmap.PAGESIZE)
-        memory = mmap.mmap(file.fileno(), 4 * mmap.PAGESIZE)
-        path.unlink()
-        region = find_region(memoryview(memory)[mmap.PAGESIZE :])
-        assert region is not None
-        assert (region.offset, region.size) == (mmap.PAGESIZE, 3 * mmap.PAGESIZE)
-        os.pwrite(region.fd, b"seen", region.offset)
-        assert memory[mmap.PAGESIZE : mmap.PAGESIZE + 4] == b"seen"
-        os.close(region.fd)
-        memory.close()
+def test_a_lock_held_by_a_thread_of_the_same_process_is_seen() -> None:
+    fd = create_board()
+    board = Board(fd)
+    board.lock(FIRST_THREAD + 1)
+    assert not board.is_unlocked(FIRST_THREAD + 1)
+    assert board.is_unlocked(FIRST_THREAD)
+    board.unlock(FIRST_THREAD + 1)
+    assert board.is_unlocked(FIRST_THREAD + 1)
+    board.close()
+    os.close(fd)
 
 
-def test_memory_of_this_process_alone_has_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(mmap.PAGESIZE))
-    assert find_region(memoryview(bytearray(100))) is None
-    assert find_region(memoryview(bytes(100))) is None
-    assert find_region(memoryview(mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))) is None
-    with path.open("r+b") as file:
-        private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-        assert find_region(memoryview(private)) is None
-        private.close()
+ROW = 3 * 1024
+
+
+@pytest.mark.parametrize("offset", [0, 1024])
+def test_each_row_of_several_files_is_found_whatever_is_mapped(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of windows of two rows, two are mapped at a time.
+    monkeypatch.setattr(rows_module, "_WINDOW_BYTES", 2 * ROW)
+    fds = [os.memfd_create("rows") for _ in range(2)]
+    for number, fd in enumerate(fds):
+        os.ftruncate(fd, offset + 5 * ROW)
+        for row in range(5):
+            os.pwrite(fd, bytes([10 * number + row]) * ROW, offset + row * ROW)
+    rows = MappedRows([Region(fd, 5 * number, 5, offset) for number, fd in enumerate(fds)], ROW, most_bytes=1)
+    for row in (*range(10), *reversed(range(10)), 0, 9, 4, 5):
+        assert ctypes.string_at(rows.address(row), ROW) == bytes([10 * (row // 5) + row % 5]) * ROW
+    ctypes.memset(rows.address(7), 77, ROW)
+    assert os.pread(fds[1], ROW, offset + 2 * ROW) == bytes([77]) * ROW
+    for row in (-1, 10):
+        with pytest.raises(ValueError, match="no row"):
+            rows.address(row)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_rows_of_this_process_are_a_table_and_are_not_held() -> None:
+    memory = mmap.mmap(-1, 4 * ROW)
+    memory[2 * ROW] = 5
+    view = memoryview(memory).cast("B", (4, ROW))
+    rows = OwnRows(view)
+    assert (rows.count, rows.row_bytes) == (4, ROW)
+    assert ctypes.string_at(rows.address(2), 1) == bytes([5])
+    for row in (-1, 4):
+        with pytest.raises(ValueError, match="no row"):
+            rows.address(row)
+    with pytest.raises(ValueError, match="table"):
+        OwnRows(memoryview(bytearray(8)))
+    view.release()
+    memory.close()
+
+
+def test_the_memory_of_movers_counts_their_page_tables_up_to_what_they_keep_mapped() -> None:
+    small = mover_memory_bytes(8 << 30, movers=1, chunk_bytes=0)
+    assert mover_memory_bytes(8 << 30, movers=4, chunk_bytes=0) == 4 * small
+    assert mover_memory_bytes(8 << 30, movers=1, chunk_bytes=8 << 20) - small == 8 << 20
+    base = mover_memory_bytes(0, movers=1, chunk_bytes=0)
+    assert small - base == 16 << 20
+    assert mover_memory_bytes(1 << 40, movers=1, chunk_bytes=0) - base == MOVER_MAPPED_BYTES // 512
+    assert mover_memory_bytes(8 << 30, movers=1, chunk_bytes=0, has_huge_pages=True) - base == 32 << 10

@@ -29,20 +29,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             yield Path(directory)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 100_000])
-@pytest.mark.parametrize("offset", [0, 4095, 99_999, 200_000])
-def test_the_same_bytes_come_as_from_the_system(root: Path, size: int, offset: int) -> None:
-    path = root / "file"
-    path.write_bytes(os.urandom(size))
-    answers = []
-    for fs in (LOCAL, MappingFs()):
-        buffers = [memoryview(bytearray(4096)), memoryview(bytearray(70_001))]
-        fd = fs.open(str(path), os.O_RDONLY)
-        answers.append((fs.preadv(fd, buffers, offset), [bytes(buffer) for buffer in buffers]))
-        fs.close(fd)
-    assert answers[0] == answers[1]
-
-
 def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
     payload = memoryview(bytearray(os.urandom(SIZE)))
     store, plain = BlockStore(root, fs=MappingFs()), BlockStore(root)
@@ -75,12 +61,48 @@ def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_e
     assert store.stream(KEY, read, lambda _offset, _piece: True) == Miss()
 
 
-def test_no_descriptor_is_left_open(root: Path) -> None:
-    fs = MappingFs()
-    (root / "file").write_bytes(b"x" * 5000)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+@pytest.mark.parametrize("size", [1, 4095, 4096, 5000, SIZE])
+def test_a_file_that_is_cut_short_is_the_same_fault(root: Path, size: int) -> None:
+    plain = BlockStore(root)
+    answers = []
+    for fs in (LOCAL, MappingFs()):
+        plain.put(KEY, memoryview(bytearray(SIZE)))
+        os.truncate(root / block_path(KEY), size)
+        answers.append(BlockStore(root, fs=fs).stream(KEY, memoryview(bytearray(SIZE)), lambda _offset, _piece: True))
+    assert answers == [Fault.TRUNCATED] * 2
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_reader_that_takes_no_more_ends_the_read(root: Path, tmp_path: Path, is_encrypted: bool) -> None:
+    keys_dir = tmp_path / "keys"
+    keys_dir.mkdir()
+    (keys_dir / "k").write_bytes(bytes(32))
+    store = BlockStore(root, fs=MappingFs(), keys_dir=str(keys_dir) if is_encrypted else "")
+    if store.keyring is not None:
+        store.keyring.activate("k")
+    payload = memoryview(bytearray(os.urandom(SIZE)))
+    store.put(KEY, payload)
+    taken = bytearray()
+
+    def take(offset: int, piece: memoryview) -> bool:
+        assert offset == len(taken)
+        taken.extend(piece)
+        return len(taken) < SIZE // 2
+
+    assert store.stream(KEY, memoryview(bytearray(SIZE)), take) is None
+    assert taken == payload[: len(taken)]
+    assert SIZE // 2 <= len(taken) < SIZE
+
+
+def test_neither_descriptor_nor_mapping_is_left(root: Path) -> None:
+    store = BlockStore(root, fs=MappingFs())
+    store.put(KEY, memoryview(bytearray(SIZE)))
+    read = memoryview(bytearray(SIZE))
+    before = len(list(Path("/proc/self/fd").iterdir())), mapped(root)
     for _ in range(20):
-        fs.close(fs.open(str(root / "file"), os.O_RDONLY))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    with pytest.raises(FileNotFoundError):
-        fs.open(str(root / "nothing"), os.O_RDONLY)
+        assert isinstance(store.stream(KEY, read, lambda _offset, _piece: True), Hit)
+    assert (len(list(Path("/proc/self/fd").iterdir())), mapped(root)) == before
+
+
+def mapped(root: Path) -> int:
+    return sum(str(root) in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -3,39 +3,63 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, is_waiting, key, payload, shut, wait_until
 
 from kvtier_connector.movers.board import ENTRIES
+from kvtier_connector.movers.tasks import Ending, Lane, Looked
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.breaker import Direction, State
 from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.index import Presence
+
+HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
 
-def test_blocks_are_loaded_into_their_rows_and_saved_from_them(crews: Crews) -> None:
-    crew = crews.make(movers=3)
+@pytest.mark.parametrize("movers", [3, 0])
+def test_blocks_are_loaded_into_their_rows_and_saved_from_them(crews: Crews, movers: int) -> None:
+    crew = crews.make(movers=movers)
     crew.write(*range(8))
-    crew.set_row(20, payload(20))
+    crew.set_row(14, payload(20))
 
-    crew.load(1, *range(8), 99, first_slot=4)
-    crew.save(2, 20, slot=20)
+    crew.load(0, *range(8), 99, first_row=4)
+    crew.save(20, 20, row=14)
     crew.wait_for(10)
 
     assert [crew.row(4 + number) for number in range(8)] == [payload(number) for number in range(8)]
-    assert all(crew.outcome(1, index) == Hit(HEADER_BYTES + ROW_BYTES) for index in range(8))
-    assert crew.outcome(1, 8) == Miss()
-    assert crew.outcome(2) == Stored(HEADER_BYTES + ROW_BYTES)
-    crew.save(3, 20, slot=20)
-    crew.load(4, 20, first_slot=31)
+    assert all(crew.outcome(index) == HIT for index in range(8))
+    assert crew.outcome(8) == Miss()
+    assert crew.outcome(20) == Stored(HEADER_BYTES + ROW_BYTES)
+    crew.save(30, 20, row=14)
+    crew.load(31, 20, first_row=15)
     crew.wait_for(12)
-    assert crew.outcome(3) == Present()
-    assert crew.row(31) == payload(20)
+    assert crew.outcome(30) == Present()
+    assert crew.row(15) == payload(20)
+
+
+def test_rows_of_a_second_file_are_reached_as_those_of_the_first(crews: Crews) -> None:
+    crew = crews.make()
+    crew.write(*range(ROWS))
+    crew.load(0, *range(ROWS))
+    crew.wait_for(ROWS)
+    assert [crew.row(row) for row in range(ROWS)] == [payload(row) for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("movers", [2, 0])
+def test_a_probe_says_up_to_where_a_prefix_is_there_and_the_index_knows_it(crews: Crews, movers: int) -> None:
+    crew = crews.make(movers=movers)
+    crew.write(0, 1, 3)
+    crew.probe(0, 0, 1, 2, 3)
+    crew.probe(1, 3)
+    crew.wait_for(2)
+
+    assert crew.outcome(0) == Looked((True, True, False))
+    assert crew.outcome(1) == Looked((True,))
+    states = [crew.store.state(key(number)) for number in range(4)]
+    assert states == [Presence.PRESENT, Presence.PRESENT, Presence.ABSENT, Presence.PRESENT]
 
 
 def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(crews: Crews) -> None:
@@ -51,39 +75,97 @@ def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(crews: Crews) ->
 
     assert crew.outcome(1) is Fault.CHECKSUM
     assert not path.exists()
+    assert crew.store.state(key(1)) is Presence.ABSENT
 
 
-def test_more_tasks_than_the_board_has_entries_all_end_once(crews: Crews) -> None:
+def test_more_tasks_than_the_board_takes_of_one_lane_all_end_once(crews: Crews) -> None:
     crew = crews.make(movers=2)
     crew.write(1)
-    count = 2 * ENTRIES + 7
+    count = (ENTRIES // 4) // ROWS + 2
+    for batch in range(count):
+        crew.load(batch * ROWS, *[1] * ROWS, lane=Lane.PREFETCH)
+    crew.wait_for(ROWS * count)
 
-    crew.load(1, *[1] * ROWS)
-    for owner in range(2, 2 + count // ROWS):
-        crew.load(owner, *[1] * ROWS)
-    crew.wait_for(ROWS * (1 + count // ROWS))
+    assert all(done.outcome == HIT for done in crew.ended.values())
 
-    assert all(ended.outcome == Hit(HEADER_BYTES + ROW_BYTES) for ended in crew.ended.values())
+
+def test_loads_go_before_what_is_stored_and_prefetched_and_what_is_hastened_goes_with_them(crews: Crews) -> None:
+    gate = shut(crews)
+    crew = crews.make(movers=1, file_system="mover_fs:GatedFs")
+    crew.write(*range(20))
+    order: list[int] = []
+    crew.load(0, 0)
+    wait_until(lambda: is_waiting(crews), "the only mover reads")
+    crew.save(100, 100, row=10)
+    crew.load(200, *range(1, 9), first_row=1, lane=Lane.PREFETCH)
+    crew.load(300, *range(9, 11), first_row=11)
+    crew.movers.hasten([204, 205, 999])
+    gate.unlink()
+
+    def is_over() -> bool:
+        order.extend(done.task for done in crew.movers.collect())
+        return len(order) == 12
+
+    wait_until(is_over, "all have ended")
+    assert order == [0, 300, 301, 204, 205, 200, 201, 202, 203, 206, 207, 100]
+    assert crew.row(5) == payload(5)
+
+
+def test_a_load_does_not_wait_for_what_fills_the_board_with_stores(crews: Crews) -> None:
+    gate = shut(crews)
+    crew = crews.make(movers=1, file_system="mover_fs:GatedFs")
+    crew.write(1)
+    crew.load(0, 1)
+    wait_until(lambda: is_waiting(crews), "the only mover reads")
+    stores = ENTRIES // 8 + 40
+    for number in range(stores):
+        crew.save(1000 + number, 1000 + number % 7, row=9)
+    crew.load(1, 1, first_row=1)
+    gate.unlink()
+    wait_until(lambda: crew.collect() or 1 in crew.ended, "the load has ended")
+    assert sum(task >= 1000 for task in crew.ended) <= 8
+    crew.wait_for(stores + 2)
+
+
+@pytest.mark.parametrize("movers", [1, 0])
+def test_a_withdrawn_task_that_nobody_began_ends_as_withdrawn(crews: Crews, movers: int) -> None:
+    crew = crews.make(movers=movers)
+    crew.write(1, 2)
+    crew.set_row(0, payload(7))
+    if crew.processes:
+        os.kill(crew.processes[0], signal.SIGSTOP)
+    crew.load(1, *[1] * 8, lane=Lane.PREFETCH)
+    crew.withdraw(*range(1, 9))
+    endings = {done.outcome for done in crew.ended.values()}
+    if crew.processes:
+        assert endings == {Ending.WITHDRAWN}
+        os.kill(crew.processes[0], signal.SIGCONT)
+    else:
+        assert endings <= {Ending.WITHDRAWN, HIT}
+    crew.load(10, 2, first_row=9)
+    crew.wait_for(9)
+    assert crew.row(9) == payload(2)
+    if crew.processes:
+        assert crew.row(0) == payload(7)
 
 
 def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(crews: Crews) -> None:
     gate = shut(crews)
     crew = crews.make(movers=1, file_system="mover_fs:GatedFs")
     crew.write(1, 2)
-    crew.load(1, 1, first_slot=5)
+    crew.load(1, 1, first_row=5)
     wait_until(lambda: is_waiting(crews), "the read hangs")
-    assert crew.dispatcher.begun(1) == [0]
 
     crew.withdraw(1)
+    assert crew.outcome(1) is Ending.WITHDRAWN
     crew.set_row(5, payload(7))
     gate.unlink()
     # The only mover has ended the late read before it begins this one.
-    crew.load(2, 2, first_slot=6)
-    crew.wait_for(1)
+    crew.load(2, 2, first_row=6)
+    crew.wait_for(2)
 
     assert crew.row(6) == payload(2)
     assert crew.row(5) == payload(7)
-    assert (1, 0) not in crew.ended
 
 
 def test_a_late_save_never_stores_the_bytes_of_another_block(crews: Crews) -> None:
@@ -93,32 +175,34 @@ def test_a_late_save_never_stores_the_bytes_of_another_block(crews: Crews) -> No
     crew.set_row(9, payload(9))
     crew.load(1, 1)
     wait_until(lambda: is_waiting(crews), "the read hangs")
-    crew.save(2, 9, slot=9)
+    crew.save(2, 9, row=9)
 
     crew.withdraw(2)
     crew.set_row(9, payload(3))
     gate.unlink()
-    crew.wait_for(1)
-    crew.save(3, 8, slot=9)
     crew.wait_for(2)
+    crew.save(3, 8, row=9)
+    crew.wait_for(3)
 
-    assert crew.store.look_up(key(9)) is False
-    assert crew.store.look_up(key(8)) is True
+    assert crew.blocks.look_up(key(9)) is False
+    assert crew.blocks.look_up(key(8)) is True
 
 
-def test_a_task_is_not_taken_back_while_its_row_is_being_copied(crews: Crews) -> None:
+def test_a_task_does_not_end_while_its_row_is_being_copied(crews: Crews) -> None:
     gate = shut(crews)
     crew = crews.make(movers=1, file_system="mover_fs:HoldingFs")
     crew.write(1)
     crew.load(1, 1)
     wait_until(lambda: is_waiting(crews), "the mover holds its lock")
 
-    assert not crew.dispatcher.withdraw(1)
+    crew.movers.withdraw([1])
+    crew.collect()
+    assert not crew.ended
     gate.unlink()
-    crew.withdraw(1)
-    crew.set_row(0, payload(4))
-    crew.load(2, 1, first_slot=1)
     crew.wait_for(1)
+    crew.set_row(0, payload(4))
+    crew.load(2, 1, first_row=1)
+    crew.wait_for(2)
     assert crew.row(0) == payload(4)
 
 
@@ -130,216 +214,107 @@ def test_a_mover_that_never_ends_its_copy_is_killed_and_then_the_row_is_free(cre
     wait_until(lambda: is_waiting(crews), "the mover holds its lock")
 
     crew.withdraw(1)
+    assert crew.outcome(1) is Ending.WITHDRAWN
     wait_until(lambda: not is_alive(crew.processes[0]), "the mover is dead")
     gate.unlink()
     crew.load(2, 1)
-    crew.wait_for(1)
+    crew.wait_for(2)
     assert crew.row(0) == payload(1)
 
 
-def test_a_mover_that_hangs_is_killed_and_replaced_and_its_task_has_failed(crews: Crews) -> None:
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.PREFETCH])
+def test_a_mover_that_hangs_is_killed_and_replaced_and_its_task_is_late(crews: Crews, lane: Lane) -> None:
     gate = shut(crews)
     crew = crews.make(movers=1, stuck_seconds=0.2, file_system="mover_fs:GatedFs")
     crew.write(1)
-    crew.load(1, 1)
-    wait_until(lambda: is_waiting(crews), "the read hangs")
+    crew.load(1, 1, lane=lane)
     seen: list[bool] = []
 
     def has_ended() -> bool:
         crew.collect()
-        seen.append(crew.dispatcher.is_stuck())
-        return bool(crew.ended)
+        seen.append(crew.movers.is_stuck(lane))
+        return bool(crew.ended) and any(seen)
 
     wait_until(has_ended, "the mover is given up")
     gate.unlink()
-    assert crew.outcome(1) is Fault.IO
-    assert any(seen)
-    crew.load(2, 1)
-    crew.wait_for(2)
-    assert crew.row(0) == payload(1)
-    assert not crew.dispatcher.is_stuck()
+    assert crew.outcome(1) is Ending.LATE
+    assert crew.breaker.view(Direction.LOAD).cause == "timeout"
 
 
-def test_a_mover_killed_in_the_middle_of_a_read_costs_that_block_and_no_other(crews: Crews) -> None:
-    crew = crews.make(movers=2, file_system="mover_fs:DyingFs")
-    crew.write(*range(20))
-    shut(crews)
-
-    crew.load(1, *range(20))
-    crew.wait_for(20)
-
-    failed = [index for index in range(20) if crew.outcome(1, index) is Fault.IO]
-    assert len(failed) == 1
-    assert all(crew.row(index) == payload(index) for index in range(20) if index not in failed)
+def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(crews: Crews) -> None:
+    crew = crews.make(movers=1, stuck_seconds=0.5, file_system="mover_fs:SlowFs")
+    crew.write(1)
+    crew.load(0, *[1] * 15)
+    crew.wait_for(15)
+    assert {done.outcome for done in crew.ended.values()} == {HIT}
+    assert crew.breaker.view(Direction.LOAD).state is State.CLOSED
 
 
-def test_movers_killed_from_outside_lose_no_queued_task(crews: Crews) -> None:
-    crew = crews.make(movers=2)
-    crew.write(*range(ROWS))
+def test_what_waits_in_line_is_late_when_no_mover_gets_on_and_they_are_replaced(crews: Crews) -> None:
+    crew = crews.make(movers=2, stuck_seconds=1.0)
+    crew.write(1)
+    crew.load(0, 1)
+    crew.wait_for(1)
     for process in crew.processes:
         os.kill(process, signal.SIGSTOP)
-    crew.load(1, *range(ROWS))
-    crew.save(2, 77, slot=0)
-    for process in crew.processes:
-        os.kill(process, signal.SIGKILL)
+    crew.load(1, *[1] * 8, first_row=1)
+    crew.wait_for(9)
+    assert {crew.outcome(task) for task in range(1, 9)} == {Ending.LATE}
+    wait_until(lambda: crew.collect() or not any(is_alive(process) for process in crew.processes), "they are dead")
 
-    crew.wait_for(ROWS + 1)
-    lost = [ended for ended in crew.ended.values() if isinstance(ended.outcome, Fault | StoreFault)]
-    assert len(lost) <= len(crew.processes)
-    assert crew.dispatcher.is_usable
+    def is_loaded() -> bool:
+        task = max(crew.ended) + 1
+        crew.load(task, 1)
+        crew.wait_for(task + 1)
+        return crew.outcome(task) == HIT
 
-
-def test_movers_that_die_again_and_again_are_given_up(crews: Crews) -> None:
-    crew = crews.make(movers=1, file_system="mover_fs:AlwaysDyingFs")
-    crew.write(1)
-    crew.load(1, *[1] * ROWS)
-
-    def is_over() -> bool:
-        crew.collect()
-        return not crew.dispatcher.is_usable
-
-    wait_until(is_over, "the crew is given up")
-    crew.withdraw(1)
+    wait_until(is_loaded, "others load")
 
 
-def step_until(crew: CrewUnderTest, is_usable: bool) -> None:
-    def is_reached() -> bool:
-        crew.collect()
-        return crew.dispatcher.is_usable == is_usable
+def test_the_limit_of_the_tier_holds_for_what_movers_write(crews: Crews) -> None:
+    crew = crews.make(max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
+    for task in range(9):
+        crew.save(task, task, row=task)
+    crew.wait_for(9)
 
-    wait_until(is_reached, f"movers are {'' if is_usable else 'not '}usable")
-
-
-def test_movers_that_were_given_up_are_tried_again_until_they_work_and_it_is_said_once(
-    crews: Crews, caplog: pytest.LogCaptureFixture
-) -> None:
-    gate = shut(crews)
-    crew = crews.make(movers=1, file_system="mover_fs:DyingWhileShutFs", retry_seconds=0.02)
-    crew.write(1)
-    assert crew.dispatcher.count_movers() == 1
-    for attempt in range(3):
-        crew.load(attempt, *[1] * ROWS)
-        step_until(crew, is_usable=False)
-        assert crew.dispatcher.count_movers() == 0
-        crew.withdraw(attempt)
-        # On trial a single death ends it, so most of what was asked for was never begun.
-        assert attempt == 0 or sum(owner == attempt for owner, _ in crew.ended) <= 1
-        step_until(crew, is_usable=True)
-    gate.unlink()
-
-    crew.load(9, 1, first_slot=3)
-    wait_until(lambda: crew.collect() or (9, 0) in crew.ended, "the block is loaded")
-
-    assert crew.row(3) == payload(1)
-    assert crew.dispatcher.count_movers() == 1
-    assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
+    outcomes = [done.outcome for done in crew.ended.values()]
+    assert outcomes.count(StoreFault.NO_BUDGET) == 4
+    assert outcomes.count(Stored(ROW_BYTES + HEADER_BYTES)) == 5
+    assert crew.store.usage_bytes() == 5 * (ROW_BYTES + HEADER_BYTES)
 
 
-def test_movers_that_die_before_they_are_ready_cost_no_block_when_they_are_tried_again(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    popen = subprocess.Popen
-    started: list[object] = []
-
-    def start_nothing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(command)
-        return popen([sys.executable, "-S", "-c", "pass"], **options)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(subprocess, "Popen", start_nothing)
-        crew = crews.make(movers=2, retry_seconds=0.01)
-        step_until(crew, is_usable=False)
-        before = len(started)
-        seen: set[bool] = set()
-
-        def are_tried() -> bool:
-            crew.collect()
-            seen.add(crew.dispatcher.is_usable)
-            return len(started) >= before + 6
-
-        wait_until(are_tried, "they are tried again and again")
-        assert seen == {False}
-    step_until(crew, is_usable=True)
-    crew.write(1)
-    crew.load(1, 1)
-    crew.wait_for(1)
-    assert crew.row(0) == payload(1)
+def test_a_store_that_is_withdrawn_gives_its_room_back(crews: Crews) -> None:
+    crew = crews.make(movers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES))
+    os.kill(crew.processes[0], signal.SIGSTOP)
+    crew.save(0, 0, row=0)
+    crew.save(1, 1, row=1)
+    assert crew.store.usage_bytes() == 2 * (ROW_BYTES + HEADER_BYTES)
+    crew.withdraw(0, 1)
+    assert crew.store.usage_bytes() == 0
+    os.kill(crew.processes[0], signal.SIGCONT)
 
 
-def test_only_a_mover_that_hung_says_something_of_the_volume(crews: Crews) -> None:
-    gate = shut(crews)
-    dying = crews.make(movers=1, file_system="mover_fs:DyingFs")
-    dying.write(1)
-    dying.load(1, 1)
-    dying.wait_for(1)
-    assert dying.ended[1, 0].outcome is Fault.IO
-    assert not dying.ended[1, 0].is_of_volume
-
-    gate.touch()
-    hanging = crews.make(movers=1, stuck_seconds=0.2, file_system="mover_fs:GatedFs")
-    hanging.load(1, 1)
-    hanging.wait_for(1)
-    gate.unlink()
-    assert hanging.ended[1, 0].outcome is Fault.IO
-    assert hanging.ended[1, 0].is_of_volume
+def test_a_breaker_that_opens_refuses_what_waits_in_line(crews: Crews) -> None:
+    crew = crews.make()
+    crew.breaker.record_timeout(Direction.LOAD)
+    crew.load(0, *range(4))
+    crew.wait_for(4)
+    assert {done.outcome for done in crew.ended.values()} == {("breaker",)}
 
 
-def test_movers_that_hang_and_are_killed_are_never_given_up(crews: Crews) -> None:
-    shut(crews)
-    crew = crews.make(movers=1, stuck_seconds=0.01, file_system="mover_fs:GatedFs")
-    crew.write(1)
-    for owner in range(12):
-        crew.load(owner, 1)
-    crew.wait_for(12)
-    assert crew.dispatcher.is_usable
-
-
-def test_a_host_that_has_room_for_processes_again_gets_its_movers(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    with monkeypatch.context() as full:
-        full.setattr(subprocess, "Popen", refuse)
-        crew = crews.make(movers=2, retry_seconds=0.01)
-        assert not crew.dispatcher.is_usable
-    step_until(crew, is_usable=True)
-    crew.write(1)
-    crew.load(1, 1)
-    crew.wait_for(1)
-    assert crew.row(0) == payload(1)
-    assert crew.dispatcher.count_movers() == 2
-
-
-def test_a_host_without_room_for_a_process_costs_the_movers_and_nothing_else(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crew = crews.make(movers=2)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    os.kill(crew.processes[0], signal.SIGKILL)
-
-    def is_over() -> bool:
-        crew.collect()
-        return not crew.dispatcher.is_usable
-
-    wait_until(is_over, "the crew is given up")
-    assert not crews.make(movers=2).dispatcher.is_usable
-
-
-def test_closing_ends_idle_movers_and_those_that_hang(crews: Crews) -> None:
+def test_closing_ends_idle_movers_and_those_that_hang_and_every_task(crews: Crews) -> None:
     shut(crews)
     idle: CrewUnderTest = crews.make(movers=2)
     hanging = crews.make(movers=1, file_system="mover_fs:GatedFs")
     hanging.write(1)
     hanging.load(1, 1)
     wait_until(lambda: is_waiting(crews), "the read hangs")
-    hanging.withdraw(1)
 
-    assert idle.dispatcher.close(20.0)
-    assert hanging.dispatcher.close(0.2)
+    assert idle.movers.close(20.0)
+    assert hanging.movers.close(0.2)
     assert not any(is_alive(process) for process in (*idle.processes, *hanging.processes))
+    hanging.collect()
+    assert hanging.outcome(1) is Ending.WITHDRAWN
+    hanging.load(2, 1)
+    hanging.collect()
+    assert hanging.outcome(2) == ("closed",)

@@ -62,18 +62,18 @@ def ignores(process: int, number: int) -> bool:
 def test_a_signal_to_all_processes_leaves_the_movers_to_their_engine(crews: Crews, number: int) -> None:
     crew = crews.make(movers=2)
     crew.write(*range(20))
-    crew.load(1, *range(20))
+    crew.load(0, *range(20))
     crew.wait_for(20)
     # One of them may have loaded everything while the other was still starting.
     wait_until(lambda: all(ignores(process, number) for process in crew.processes), "each mover is past its start")
     for process in crew.processes:
         os.kill(process, number)
-    crew.load(2, *range(20))
+    crew.load(20, *range(20))
     crew.wait_for(40)
 
     assert all(isinstance(ended.outcome, Hit) for ended in crew.ended.values())
     assert all(is_alive(process) for process in crew.processes)
-    assert crew.dispatcher.close(20.0)
+    assert crew.movers.close(20.0)
     assert not any(is_alive(process) for process in crew.processes)
 
 
@@ -88,3 +88,25 @@ def test_the_movers_of_two_engines_of_one_pod_know_nothing_of_each_other(crews: 
     other.wait_for(1)
     assert other.row(0) == payload(1)
     assert all(is_alive(mover) for mover in other.processes)
+
+
+def waits(process: int) -> int:
+    """Return how often a process has waited for something."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def test_movers_stay_with_an_engine_that_asks_for_nothing(crews: Crews) -> None:
+    crew = crews.make(movers=2)
+    wait_until(lambda: all(ignores(process, signal.SIGTERM) for process in crew.processes), "they are past their start")
+
+    def have_looked(since: list[int]) -> bool:
+        assert all(is_alive(process) for process in crew.processes)
+        return all(waits(process) > before + 2 for process, before in zip(crew.processes, since, strict=True))
+
+    since = [waits(process) for process in crew.processes]
+    wait_until(lambda: have_looked(since), "each has looked for work again and again")
+    crew.write(1)
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert all(is_alive(process) for process in crew.processes)

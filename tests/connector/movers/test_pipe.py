@@ -12,21 +12,23 @@ from pathlib import Path
 
 from crews import ROW_BYTES, wait_until
 
-from kvtier_connector.movers.board import TOKEN, create_board
-from kvtier_connector.movers.pipe import TokenPipe
+from kvtier_connector.movers.board import TOKEN, Board, Head, create_board
+from kvtier_connector.movers.pipe import MessagePipe
 from kvtier_connector.movers.process import MoverSettings
+from kvtier_connector.movers.rows import Region
+from kvtier_connector.movers.tasks import REPLY, Lane
 
 FEWEST_BYTES = 4096
 """A page: the system makes no smaller pipe."""
 
 
-def unread(pipe: TokenPipe) -> int:
+def unread(pipe: MessagePipe) -> int:
     """Return how many bytes wait in a pipe."""
     return int.from_bytes(fcntl.ioctl(pipe.reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_more_tokens_than_a_pipe_holds_all_arrive_in_order() -> None:
-    pipe = TokenPipe()
+def test_more_messages_than_a_pipe_holds_all_arrive_in_order() -> None:
+    pipe = MessagePipe(TOKEN.size)
     held = fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TOKEN.size
     tokens = [TOKEN.pack(number, 1) for number in range(3 * held)]
     pipe.send(tokens)
@@ -39,45 +41,47 @@ def test_more_tokens_than_a_pipe_holds_all_arrive_in_order() -> None:
 
 
 def test_a_mover_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
-    tasks, done = TokenPipe(), TokenPipe()
-    held = fcntl.fcntl(done.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TOKEN.size
+    tasks, replies = [MessagePipe(TOKEN.size) for _ in Lane], MessagePipe(REPLY.size)
+    pipe_bytes = fcntl.fcntl(replies.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES)
     board_fd, region = create_board(), os.memfd_create("cpu-tier")
     os.ftruncate(region, ROW_BYTES)
+    board = Board(board_fd)
+    board.set_head(Head(1, 1))
     settings = MoverSettings(
         mover=0,
         parent=os.getpid(),
         board=board_fd,
-        region=region,
-        region_offset=0,
-        region_bytes=ROW_BYTES,
+        regions=(Region(region, 0, 1),),
         row_bytes=ROW_BYTES,
-        pipes=(tasks.reader,),
-        done=done.writer,
-        rows=(0, 1, 1),
+        pipes=tuple(pipe.reader for pipe in tasks),
+        replies=replies.writer,
         root=str(tmp_path),
         direct=None,
     )
+    assert MoverSettings.decode(settings.encode()) == settings
     mover = subprocess.Popen(
         [sys.executable, "-m", "kvtier_connector.movers.process", settings.encode()],
-        pass_fds=[tasks.reader, done.writer, board_fd, region],
+        pass_fds=[*settings.pipes, replies.writer, board_fd, region],
     )
-    # Of tasks that were taken back, whose tokens it returns at once.
-    tokens = [TOKEN.pack(0, ticket) for ticket in range(1, held + 9)]
-    for token in tokens:
-        os.write(tasks.writer, token)
-    wait_until(lambda: mover.poll() is not None or unread(done) == held * TOKEN.size, "no more fits")
+    # Of tasks that were taken back, which it answers at once.
+    tickets = range(1, 2 * pipe_bytes // REPLY.size)
+    for ticket in tickets:
+        os.write(tasks[ticket % len(tasks)].writer, TOKEN.pack(0, ticket))
+    wait_until(lambda: mover.poll() is not None or unread(replies) > pipe_bytes - REPLY.size, "no more fits")
     arrived = b""
 
     def has_all() -> bool:
         nonlocal arrived
         assert mover.poll() is None, "the mover has ended"
-        arrived += done.receive()
-        return len(arrived) == len(tokens) * TOKEN.size
+        arrived += replies.receive()
+        return len(arrived) == len(tickets) * REPLY.size
 
-    wait_until(has_all, "all tokens are back")
-    assert arrived == b"".join(tokens)
-    tasks.close()
+    wait_until(has_all, "all are answered")
+    assert sorted(ticket for ticket, *_ in REPLY.iter_unpack(arrived)) == list(tickets)
+    for pipe in tasks:
+        pipe.close()
     assert mover.wait(60) == 0
-    done.close()
+    replies.close()
+    board.close()
     os.close(board_fd)
     os.close(region)

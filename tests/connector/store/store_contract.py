@@ -18,11 +18,12 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, encode_header
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, Home, block_path
 
 PAYLOAD_BYTES = 64 * 1024
 BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 NOW_NS = 1_750_000_000 * 10**9
+HOME = Home("d1gest")
 
 Store = Callable[..., BlockStore]
 
@@ -44,9 +45,9 @@ def payload(number: int, size: int = PAYLOAD_BYTES) -> memoryview:
     return pages((line * (size // len(line) + 1))[:size], size)
 
 
-def whole_file(of: BlockKey, data: memoryview) -> bytes:
+def whole_file(of: BlockKey, data: memoryview, home: Home = HOME) -> bytes:
     """Return the bytes of a sound block file, without the store's help."""
-    return encode_header(Header(of, data.nbytes, checksum(data), NOW_NS)) + bytes(data)
+    return encode_header(Header(of, data.nbytes, checksum(data), NOW_NS, home)) + bytes(data)
 
 
 class BlockStoreContract:

@@ -99,6 +99,22 @@ def test_a_volume_that_refuses_a_read_is_a_value_and_keeps_the_file(root: Path, 
     assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENODATA])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_block_that_another_node_removes_while_it_is_read_is_a_miss_whatever_the_volume_says(
+    root: Path, call: str, number: int
+) -> None:
+    BlockStore(root).put(key(1), payload(1))
+
+    def is_removed(name: str, path: str | None) -> bool:
+        if name == call:
+            (root / block_path(key(1))).unlink(missing_ok=True)
+        return name == call
+
+    fs = FailingFs(OSError(number, os.strerror(number)), when=is_removed)
+    assert BlockStore(root, fs=fs, direct=False).get(key(1), pages()) == Miss()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EIO, "broken")])
 def test_an_exception_at_any_step_of_put_leaves_no_partial_file(root: Path, error: BaseException) -> None:
     for step in itertools.count():
@@ -110,7 +126,7 @@ def test_an_exception_at_any_step_of_put_leaves_no_partial_file(root: Path, erro
         except type(error):
             assert not isinstance(error, OSError)
         # The failing call may be the removal itself: then the file stays for the janitor.
-        leftovers = list(root.rglob("*.partial"))
+        leftovers = list(root.rglob("*-partial"))
         for path in leftovers:
             path.unlink()
         assert len(leftovers) <= 1
@@ -168,7 +184,7 @@ def test_a_good_block_that_is_moved_by_a_hair_goes_back(root: Path) -> None:
 
     class ReplacedBeforeTheMove(WatchedFs):
         def before(self, call: str, path: str | None) -> None:
-            if call == "rename" and path is not None and not path.endswith(".partial") and QUARANTINE not in path:
+            if call == "rename" and path is not None and not path.endswith("-partial") and QUARANTINE not in path:
                 BlockStore(root).put(key(1), payload(1))
 
     assert BlockStore(root, fs=ReplacedBeforeTheMove()).get(key(1), pages()) is Fault.TRUNCATED

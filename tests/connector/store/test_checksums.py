@@ -61,10 +61,10 @@ store = BlockStore(root, direct=False)
 assert DEFAULT_ALGORITHM is Algorithm.BLAKE3_256
 assert isinstance(store.put(of, payload), Stored)
 assert isinstance(store.get(of, into), Hit) and into == payload
-(root / block_path(of)).write_bytes((data / "block_v2_gmac.kvb").read_bytes())
+(root / block_path(of)).write_bytes((data / "block_v3_gmac.kvb").read_bytes())
 assert store.get(of, into) is Fault.ALGORITHM
 assert isinstance(store.put(of, payload), Stored)
-(root / block_path(of)).write_bytes((data / "block_v2_encrypted.kvb").read_bytes())
+(root / block_path(of)).write_bytes((data / "block_v3_encrypted.kvb").read_bytes())
 (root / "keys").mkdir()
 (root / "keys" / "k1").write_bytes(bytes(range(32)))
 store = BlockStore(root, direct=False, keys_dir=str(root / "keys"))
@@ -78,4 +78,4 @@ assert (root / block_path(of)).exists()
 
 def test_without_the_library_blocks_are_written_with_the_other_checksum_and_never_in_clear(tmp_path: Path) -> None:
     assert DEFAULT_ALGORITHM is Algorithm.AES_GMAC
-    subprocess.run([sys.executable, "-c", WITHOUT, str(tmp_path), str(DATA)], check=True)
+    subprocess.run([sys.executable, "-c", WITHOUT, str(tmp_path / "d1gest"), str(DATA)], check=True)

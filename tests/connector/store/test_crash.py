@@ -41,7 +41,7 @@ def test_a_crash_at_any_step_of_put_leaves_the_old_or_the_new_block(
     outcomes = set()
     for step in itertools.count():
         # given
-        root = tmp_path / str(step)
+        root = tmp_path / str(step) / "d1gest"
         claim(root, {}, "d1gest")
         if before != "nothing":
             path = root / block_path(key(1))
@@ -76,7 +76,7 @@ def test_a_crash_at_any_step_of_get_loses_no_good_block_and_serves_no_bad_one(tm
     for content in (whole_file(key(1), payload(1)), whole_file(key(1), payload(1))[:-1] + b"\xff"):
         is_good = content == whole_file(key(1), payload(1))
         for step in itertools.count():
-            root = tmp_path / f"{is_good}{step}"
+            root = tmp_path / f"{is_good}{step}" / "d1gest"
             claim(root, {}, "d1gest")
             path = root / block_path(key(1))
             path.parent.mkdir(parents=True)
@@ -127,10 +127,11 @@ for number in itertools.count():
 
 
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
-    claim(tmp_path, {}, "d1gest")
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
     for _ in range(12):
         with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(CONNECTOR), str(Path(__file__).parent)],
+            [sys.executable, "-c", WRITER, str(root), str(CONNECTOR), str(Path(__file__).parent)],
             stdout=subprocess.PIPE,
             text=True,
         ) as process:
@@ -138,22 +139,23 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Pat
             assert process.stdout.readline() == "busy\n"
             os.kill(process.pid, signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
-        leftovers = [entry for entry in scan(tmp_path, partial_age_seconds=0) if isinstance(entry, Leftover)]
+        leftovers = [entry for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)]
         assert {entry.kind for entry in leftovers} <= {LeftoverKind.PARTIAL}
-        assert len(remove_stale_partials(tmp_path, 0)) == len(leftovers)
-        assert check(tmp_path, partial_age_seconds=0) == []
-    store = BlockStore(tmp_path)
+        assert len(remove_stale_partials(root, 0)) == len(leftovers)
+        assert check(root, partial_age_seconds=0) == []
+    store = BlockStore(root)
     for number in range(50):
         into = pages()
         store.put(key(number), payload(number))
         assert store.get(key(number), into) == Hit(BLOCK_BYTES)
         assert into == payload(number)
-    assert (tmp_path / TIER_FILE).exists()
+    assert (root / TIER_FILE).exists()
 
 
 def test_a_process_killed_in_the_middle_of_a_write_leaves_a_partial_file(tmp_path: Path) -> None:
     """The same with certainty: the writer stops inside the write until it is killed."""
-    claim(tmp_path, {}, "d1gest")
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
     stopped = """
 import os, sys
 from pathlib import Path
@@ -169,7 +171,7 @@ class Stops(FileSystem):
 BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
 """
     with subprocess.Popen(
-        [sys.executable, "-c", stopped, str(tmp_path), str(CONNECTOR), str(Path(__file__).parent)],
+        [sys.executable, "-c", stopped, str(root), str(CONNECTOR), str(Path(__file__).parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -177,11 +179,11 @@ BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
         process.kill()
-    assert [entry.kind for entry in scan(tmp_path, partial_age_seconds=0) if isinstance(entry, Leftover)] == [
+    assert [entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)] == [
         LeftoverKind.PARTIAL
     ]
-    assert list(scan(tmp_path)) == []
-    assert BlockStore(tmp_path).get(key(1), pages()) == Miss()
-    assert BlockStore(tmp_path).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert len(remove_stale_partials(tmp_path, 0)) == 1
-    assert check(tmp_path, partial_age_seconds=0) == []
+    assert list(scan(root)) == []
+    assert BlockStore(root).get(key(1), pages()) == Miss()
+    assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert len(remove_stale_partials(root, 0)) == 1
+    assert check(root, partial_age_seconds=0) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_contract import BLOCK_BYTES, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
+from store_contract import BLOCK_BYTES, HOME, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
+from kvtier_connector.janitor import chores
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import inspect
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
@@ -266,17 +267,38 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
     with_keys = inspect(root, keyring=Keyring(str(keys_dir)))
     assert with_keys.unverified == 0
     assert [problem.kind for problem in with_keys.problems] == ["tag"]
-    command = [sys.executable, "-m", "kvtier_connector.store.check", str(root), "--json"]
-    done = subprocess.run([*command, "--keys-dir", str(keys_dir)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert [problem["kind"] for problem in json.loads(done.stdout)["problems"]] == ["tag"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["unverified"] == 3
+    found = chores.do("check", root, {"keys_dir": str(keys_dir)}, lambda *_: None)
+    assert (found.status, [problem["kind"] for problem in found.document["problems"]]) == (1, ["tag"])
+    found = chores.do("check", root, {}, lambda *_: None)
+    assert (found.status, found.document["unverified"]) == (0, 3)
+
+
+@pytest.mark.parametrize("elsewhere", ["d2gest", "d1gest.e1"])
+def test_a_block_copied_from_another_generation_is_no_hit_though_the_key_is_right(
+    root: Path, keys_dir: Path, elsewhere: str
+) -> None:
+    other, path = make(root.with_name(elsewhere), keys_dir), root / block_path(key(1))
+    assert isinstance(other.put(key(1), payload(1)), Stored)
+    path.parent.mkdir(parents=True)
+    shutil.copy(root.with_name(elsewhere) / block_path(key(1)), path)
+    store = make(root, keys_dir)
+    assert store.get(key(1), pages()) is Fault.GENERATION
+    assert store.get(key(1), pages()) == Miss()
+
+
+def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(root: Path, keys_dir: Path) -> None:
+    other, path = make(root.with_name("d2gest"), keys_dir), root / block_path(key(1))
+    assert isinstance(other.put(key(1), payload(1)), Stored)
+    page = bytearray((root.with_name("d2gest") / block_path(key(1))).read_bytes())
+    page[page.index(b"d2gest") + 1] = ord("1")
+    page[4092:4096] = struct.pack("<I", zlib.crc32(page[:4092]))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(page)
+    assert make(root, keys_dir).get(key(1), pages()) is Fault.TAG
 
 
 def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) -> None:
-    frozen = (DATA / "block_v2_encrypted.kvb").read_bytes()
+    frozen = (DATA / "block_v3_encrypted.kvb").read_bytes()
     of = BlockKey(bytes(range(32)), 3, "acme")
     path = root / block_path(of)
     path.parent.mkdir(parents=True)
@@ -289,7 +311,7 @@ def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) 
 def test_the_first_page_is_the_same_but_for_nonce_tag_and_checksum() -> None:
     found = parse_key("k1", K1)
     assert found is not None
-    header = Header(key(1), 4096, bytes(32), NOW_NS, Lineage(key(0).hash, 1))
+    header = Header(key(1), 4096, bytes(32), NOW_NS, HOME, Lineage(key(0).hash, 1))
     one, other = (encrypt(header, payload(1, 4096), pages(size=4096), found) for _ in range(2))
     assert (one[:152], one[184:256], one[268:4092]) == (other[:152], other[184:256], other[268:4092])
     assert one[256:268] != other[256:268]
@@ -341,7 +363,7 @@ class TestContractWithEncryption(BlockStoreContract):
         found = parse_key("k1", K1)
         assert found is not None
         sealed = pages(size=data.nbytes)
-        return encrypt(Header(of, data.nbytes, bytes(32), NOW_NS), data, sealed, found) + bytes(sealed)
+        return encrypt(Header(of, data.nbytes, bytes(32), NOW_NS, HOME), data, sealed, found) + bytes(sealed)
 
     damage = Fault.TAG
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_contract import NOW_NS, key, pages, payload, whole_file
+from store_contract import HOME, NOW_NS, key, pages, payload, whole_file
 
-from kvtier_connector.contract import KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.contract import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.check import check
 from kvtier_connector.store.checksums import DEFAULT_ALGORITHM, Algorithm, checksum
@@ -29,7 +30,7 @@ from kvtier_connector.store.format import (
     encode_header,
 )
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Lineage, block_path
+from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Home, Lineage, block_path, tenant_directory
 
 DATA = Path(__file__).parents[1] / "data"
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
@@ -39,13 +40,20 @@ u64 = st.integers(0, 2**64 - 1)
 hashes = st.binary(min_size=3, max_size=32)
 tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
 keys = st.builds(BlockKey, hashes, st.integers(0, MAX_GROUP), tenants)
-lineages = st.builds(Lineage, st.just(b"") | hashes, u32)
+adapters = st.just("") | st.from_regex("[0-9a-f]{32}", fullmatch=True)
+lineages = st.builds(Lineage, st.just(b"") | hashes, u32, adapters)
+homes = st.builds(
+    Home,
+    st.from_regex(GENERATION_PATTERN, fullmatch=True),
+    st.just("") | st.from_regex("[a-z0-9]{1,32}", fullmatch=True),
+)
 clear_headers = st.builds(
     Header,
     key=keys,
     payload_bytes=st.integers(1, 2**64 - 1),
     checksum=st.binary(min_size=32, max_size=32),
     created_ns=u64,
+    home=homes,
     lineage=lineages,
     algorithm=st.sampled_from([Algorithm.BLAKE3_256, Algorithm.AES_GMAC]),
     encryption=st.just(0),
@@ -58,6 +66,7 @@ encrypted_headers = st.builds(
     payload_bytes=st.integers(1, 2**64 - 1),
     checksum=st.binary(min_size=16, max_size=16).map(lambda tag: tag + bytes(16)),
     created_ns=u64,
+    home=homes,
     lineage=lineages,
     algorithm=st.just(Algorithm.NONE),
     encryption=st.just(Encryption.AES_256_GCM),
@@ -94,7 +103,7 @@ def forge(changes: dict[str, int], of: Header) -> bytes:
     return bytes(page)
 
 
-SOUND = Header(key(1), 4096, bytes(range(32)), NOW_NS)
+SOUND = Header(key(1), 4096, bytes(range(32)), NOW_NS, HOME)
 
 
 @given(headers)
@@ -126,9 +135,13 @@ def test_any_numbers_under_a_right_checksum_are_a_header_or_a_fault(changes: dic
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"format version": 3}, Fault.VERSION),
-        ({"format version": 1}, Fault.VERSION),
-        ({"format version": 0}, Fault.VERSION),
+        ({"format version": 4}, Fault.VERSION),
+        ({"format version": 2}, Fault.OUTDATED),
+        ({"format version": 0}, Fault.OUTDATED),
+        ({"generation": 0}, Fault.HEADER),
+        ({"generation": int.from_bytes(b"..", "little")}, Fault.HEADER),
+        ({"epoch": int.from_bytes(b"E", "little")}, Fault.HEADER),
+        ({"adapter": int.from_bytes(b"ab", "little")}, Fault.HEADER),
         ({"checksum algorithm": 3}, Fault.ALGORITHM),
         ({"checksum algorithm": 0}, Fault.ALGORITHM),
         ({"encryption": 2}, Fault.ALGORITHM),
@@ -173,6 +186,11 @@ def test_reserved_bytes_are_not_looked_at() -> None:
         SOUND._replace(key=BlockKey(bytes(32), 0, "../x")),
         SOUND._replace(lineage=Lineage(bytes(33), 0)),
         SOUND._replace(lineage=Lineage(b"", -1)),
+        SOUND._replace(lineage=Lineage(adapter="math")),
+        SOUND._replace(home=Home("")),
+        SOUND._replace(home=Home("a.b")),
+        SOUND._replace(home=Home("a" * 65)),
+        SOUND._replace(home=Home("d1gest", "../x")),
         SOUND._replace(algorithm=3),
         SOUND._replace(algorithm=0),
         SOUND._replace(encryption=1),
@@ -209,7 +227,8 @@ def test_the_documented_fields_are_those_of_the_header() -> None:
         1 << 40,
         bytes(range(100, 116)) + bytes(16),
         NOW_NS,
-        Lineage(bytes(range(50, 82)), 9),
+        Home("0123456789abcdef", "e1"),
+        Lineage(bytes(range(50, 82)), 9, "ab" * 16),
         Algorithm.NONE,
         Encryption.AES_256_GCM,
         Seal("k1", b"8 bytes.", b"twelve bytes"),
@@ -217,7 +236,7 @@ def test_the_documented_fields_are_those_of_the_header() -> None:
     page = encode_header(header)
     found = {name: page[offset : offset + size] for offset, size, name in FIELDS}
     numbers = {
-        "format version": 2,
+        "format version": 3,
         "header length": HEADER_BYTES,
         "flags": 0,
         "checksum algorithm": 0,
@@ -239,46 +258,55 @@ def test_the_documented_fields_are_those_of_the_header() -> None:
     assert found["key id"] == b"k1" + bytes(62)
     assert found["key check"] == b"8 bytes."
     assert found["nonce"] == b"twelve bytes"
+    assert found["generation"] == b"0123456789abcdef" + bytes(48)
+    assert found["epoch"] == b"e1" + bytes(30)
+    assert found["adapter"] == b"ab" * 16
     assert found["checksum"] == header.checksum
 
 
 FROZEN_KEY = BlockKey(bytes(range(32)), 3, "acme")
-FROZEN_LINEAGE = Lineage(bytes(range(32, 64)), 5)
+FROZEN_LINEAGE = Lineage(bytes(range(32, 64)), 5, "0123456789abcdef" * 2)
 FROZEN_DATA = bytes(index * 7 % 256 for index in range(8192))
 FROZEN_NS = 1_763_683_200_000_000_000
-FROZEN = {Algorithm.BLAKE3_256: "block_v2_blake3.kvb", Algorithm.AES_GMAC: "block_v2_gmac.kvb"}
+FROZEN = {Algorithm.BLAKE3_256: "block_v3_blake3.kvb", Algorithm.AES_GMAC: "block_v3_gmac.kvb"}
 
 
 @pytest.mark.parametrize("algorithm", FROZEN)
-def test_a_block_that_was_frozen_is_still_read(tmp_path: Path, algorithm: Algorithm) -> None:
+def test_a_block_that_was_frozen_is_still_read(root: Path, algorithm: Algorithm) -> None:
     frozen = (DATA / FROZEN[algorithm]).read_bytes()
     digest = checksum(memoryview(FROZEN_DATA), algorithm)
-    assert decode_header(frozen) == Header(FROZEN_KEY, 8192, digest, FROZEN_NS, FROZEN_LINEAGE, algorithm)
+    assert decode_header(frozen) == Header(FROZEN_KEY, 8192, digest, FROZEN_NS, HOME, FROZEN_LINEAGE, algorithm)
     assert frozen[HEADER_BYTES:] == FROZEN_DATA
-    path = tmp_path / block_path(FROZEN_KEY)
+    path = root / block_path(FROZEN_KEY)
     path.parent.mkdir(parents=True)
     path.write_bytes(frozen)
     into = pages(size=8192)
-    assert BlockStore(tmp_path).get(FROZEN_KEY, into) == Hit(HEADER_BYTES + 8192)
+    assert BlockStore(root).get(FROZEN_KEY, into) == Hit(HEADER_BYTES + 8192)
     assert into == FROZEN_DATA
 
 
-def test_the_writer_still_makes_the_frozen_bytes(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path, clock=lambda: FROZEN_NS)
+def test_the_writer_still_makes_the_frozen_bytes(root: Path) -> None:
+    store = BlockStore(root, clock=lambda: FROZEN_NS)
     store.put(FROZEN_KEY, memoryview(FROZEN_DATA), FROZEN_LINEAGE)
     expected = DATA / FROZEN[DEFAULT_ALGORITHM]
-    assert (tmp_path / block_path(FROZEN_KEY)).read_bytes() == expected.read_bytes()
+    assert (root / block_path(FROZEN_KEY)).read_bytes() == expected.read_bytes()
 
 
-def test_a_block_of_the_first_format_is_a_miss_and_stays_until_it_is_written_anew(tmp_path: Path) -> None:
-    of = BlockKey(bytes(range(32)), 3)
-    frozen = (DATA / "block_v1.kvb").read_bytes()
-    path = tmp_path / block_path(of)
+@pytest.mark.parametrize(("file", "tenant"), [("block_v1.kvb", ""), ("block_v2_gmac.kvb", "acme")])
+def test_a_block_of_an_earlier_format_is_a_miss_and_goes_where_the_janitor_cleans(
+    root: Path, file: str, tenant: str
+) -> None:
+    of = BlockKey(bytes(range(32)), 3, tenant)
+    path = root / block_path(of)
     path.parent.mkdir(parents=True)
-    path.write_bytes(frozen)
-    store = BlockStore(tmp_path)
-    assert store.get(of, pages(size=8192)) is Fault.VERSION
-    assert path.read_bytes() == frozen
+    path.write_bytes((DATA / file).read_bytes())
+    assert [problem.kind for problem in check(root)] == ["outdated"]
+    store = BlockStore(root)
+    assert store.get(of, pages(size=8192)) is Fault.OUTDATED
+    assert not path.exists()
+    moved = root / tenant_directory(tenant) / QUARANTINE
+    assert [each.read_bytes() for each in moved.iterdir()] == [(DATA / file).read_bytes()]
+    shutil.rmtree(moved)
     assert store.put(of, memoryview(FROZEN_DATA)) == Stored(HEADER_BYTES + 8192)
     assert store.get(of, pages(size=8192)) == Hit(HEADER_BYTES + 8192)
 
@@ -308,6 +336,8 @@ DAMAGES = {
     "all but the last byte": (GOOD[:-1], Fault.TRUNCATED),
     "another block": (whole_file(key(2), payload(1, 8192)), Fault.KEY),
     "another tenant": (whole_file(key(1)._replace(tenant="acme"), payload(1, 8192)), Fault.KEY),
+    "another generation": (whole_file(key(1), payload(1, 8192), Home("d2gest")), Fault.GENERATION),
+    "other weights": (whole_file(key(1), payload(1, 8192), Home("d1gest", "e1")), Fault.GENERATION),
     "another group": (whole_file(key(1, group=1), payload(1, 8192)), Fault.KEY),
     "a longer block cut to our length": (whole_file(key(1), payload(1, 16384))[: len(GOOD)], Fault.TRUNCATED),
 }
@@ -317,28 +347,30 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, direct: bool | None) -> None:
     content, fault = DAMAGES[damage]
-    claim(tmp_path, {}, "d1gest")
-    path = tmp_path / block_path(key(1))
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
+    path = root / block_path(key(1))
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    assert [problem.kind for problem in check(tmp_path)] == [fault.value]
-    store = BlockStore(tmp_path, direct=direct)
+    assert [problem.kind for problem in check(root)] == [fault.value]
+    store = BlockStore(root, direct=direct)
     assert store.get(key(1), pages(size=8192)) is fault
     assert store.get(key(1), pages(size=8192)) == Miss()
-    assert [moved.read_bytes() for moved in (tmp_path / QUARANTINE).iterdir()] == [content]
+    assert [moved.read_bytes() for moved in (root / QUARANTINE).iterdir()] == [content]
 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (forge({"format version": 3}, SOUND) + bytes(4096), Fault.VERSION),
+        (forge({"format version": 4}, SOUND) + bytes(4096), Fault.VERSION),
         (forge({"checksum algorithm": 9}, SOUND) + bytes(4096), Fault.ALGORITHM),
         (whole_file(key(1), payload(1, 8192)), Fault.LENGTH),
     ],
 )
 def test_a_file_that_another_reader_may_understand_stays(tmp_path: Path, content: bytes, fault: Fault) -> None:
-    path = tmp_path / block_path(key(1))
+    root = tmp_path / "d1gest"
+    path = root / block_path(key(1))
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    assert BlockStore(tmp_path).get(key(1), pages(size=4096)) is fault
+    assert BlockStore(root).get(key(1), pages(size=4096)) is fault
     assert path.read_bytes() == content

@@ -28,7 +28,7 @@ CONNECTOR = Path(sys.modules["kvtier_connector.store.identity"].__file__ or "").
 def test_the_first_claim_makes_the_directory_and_the_file(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "d1gest"
     claim(root, IDENTITY, "d1gest")
-    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 2, "identity": IDENTITY}
+    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 3, "identity": IDENTITY}
     assert [path.name for path in root.iterdir()] == [TIER_FILE]
     assert check(root, partial_age_seconds=0) == []
 
@@ -72,9 +72,9 @@ def test_the_message_says_where_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
-    document = {"digest": "d1gest", "format": 3, "identity": IDENTITY}
+    document = {"digest": "d1gest", "format": 4, "identity": IDENTITY}
     (tmp_path / TIER_FILE).write_text(json.dumps(document))
-    with pytest.raises(IdentityMismatch, match="format is 3 there and 2 here"):
+    with pytest.raises(IdentityMismatch, match="format is 4 there and 3 here"):
         claim(tmp_path, IDENTITY, "d1gest")
     assert [problem.kind for problem in check(tmp_path)] == ["identity"]
 
@@ -115,10 +115,11 @@ def test_a_file_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_volume_without_hard_links_can_be_claimed(tmp_path: Path, number: int) -> None:
+    root = tmp_path / "d1gest"
     fs = FailingFs(OSError(number, "no links"), when=lambda name, path: name == "link")
-    claim(tmp_path, IDENTITY, "d1gest", fs=fs)
-    claim(tmp_path, IDENTITY, "d1gest", fs=fs)
-    assert check(tmp_path, partial_age_seconds=0) == []
+    claim(root, IDENTITY, "d1gest", fs=fs)
+    claim(root, IDENTITY, "d1gest", fs=fs)
+    assert check(root, partial_age_seconds=0) == []
 
 
 def test_who_comes_second_by_a_hair_keeps_the_first_ones_file(tmp_path: Path) -> None:

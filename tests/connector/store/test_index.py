@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_contract import key
 
 from kvtier_connector.store import index as index_module
-from kvtier_connector.store.index import BlockIndex, Presence
+from kvtier_connector.store.index import BlockIndex, Presence, compact
 from kvtier_connector.store.layout import BlockKey
 
 CONNECTOR = Path(index_module.__file__ or "").parents[2]
@@ -237,8 +237,8 @@ def test_a_walk_does_not_bring_back_a_block_that_was_discarded_meanwhile() -> No
     index.begin_walk()
     index.add(key(1))
     index.discard(key(1))
-    index.find(key(1))
-    index.find(key(2))
+    index.find(compact(key(1)))
+    index.find(compact(key(2)))
     index.end_walk()
 
     assert index.state(key(1)) is Presence.ABSENT
@@ -251,7 +251,7 @@ def test_the_next_walk_finds_a_block_that_was_discarded_before_it() -> None:
     index.discard(key(1))
     now[0] = 6.0
     index.begin_walk()
-    index.find(key(1))
+    index.find(compact(key(1)))
     index.end_walk()
 
     assert index.state(key(1)) is Presence.PRESENT

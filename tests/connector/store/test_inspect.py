@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs
 
+from kvtier_cli.app import main
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store import check as check_command
-from kvtier_connector.store import inspect as inspect_command
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.check import inspect, inspect_all
 from kvtier_connector.store.generations import find_generations
@@ -85,41 +82,18 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
         with (root / block_path(key(number))).open("r+b") as file:
             file.seek(5000)
             file.write(b"damaged")
-    sizes: list[int] = []
-    report = inspect(root, threads=threads, on_block=sizes.append)
+    told: list[tuple[float, int, int]] = []
+    report = inspect(root, threads=threads, progress=Progress(lambda *each: told.append(each)))
     assert report == inspect(root)
     assert len(report.problems) == 15
-    assert (len(sizes), sum(sizes)) == (report.blocks, report.bytes) == (100, 100 * 8192)
+    assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
 
 
-def test_the_check_command_shows_its_progress_if_asked(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_command.main([str(volume), "--progress", "--threads", "2"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "6 blocks, 408.0 KiB, 0 problems\n"
-    assert "6 blocks, 0.00 GB" in captured.err
-    assert check_command.main([str(volume), "--json"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["blocks"] == 6
-    assert captured.err == ""
-
-
-@pytest.mark.parametrize("threads", ["0", "-1", "many"])
-def test_the_check_command_refuses_a_number_of_threads_that_is_none(volume: Path, threads: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        check_command.main([str(volume), "--threads", threads])
-    assert caught.value.code == 2
-
-
-def test_progress_is_shown_now_and_then_and_at_the_end() -> None:
-    stream, seconds = io.StringIO(), [0.0]
-    progress = Progress(stream, now=lambda: seconds[0])
-    for _ in range(100):
-        seconds[0] += 0.01
-        progress.add(10**9)
-    progress.end()
-    lines = stream.getvalue().strip().split("\r")
-    assert len([line for line in lines if line]) == 6
-    assert lines[-1] == "100 blocks, 100.00 GB, 100.00 GB/s"
+def test_progress_over_several_walks_only_grows_and_counts_all_blocks(volume: Path) -> None:
+    told: list[tuple[float, int, int]] = []
+    inspect_all(volume, progress=Progress(lambda *each: told.append(each)))
+    assert told == sorted(told)
+    assert told[-1] == (1.0, 6, 6 * BLOCK_BYTES)
 
 
 def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
@@ -131,7 +105,7 @@ def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
     (root / f"quarantine/00_g0.kvb.checksum.{TOKEN}").write_bytes(b"12345")
     two_days_ago = time.time_ns() - 2 * 86_400 * 10**9
     os.utime(root / block_path(key(0)), ns=(two_days_ago, two_days_ago))
-    assert inspect_command.main([str(volume), "--json"]) == 0
+    assert main(["inspect", str(volume), "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["volume"]["bytes"] > document["volume"]["free"] > 0
     first, second, third = document["generations"]
@@ -155,33 +129,31 @@ def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
 
 def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = volume / "ns.qwen/ccc"
-    assert inspect_command.main([str(root)]) == 0
+    assert main(["inspect", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("free")
-    assert lines[1] == "blocks: 1 file, 68.0 KiB in 1 generation"
-    assert "  blocks      1 file, 68.0 KiB" in lines
-    assert "    up to 1 h   1 file, 68.0 KiB" in lines
-    assert "  journals    1 file, 256 B" in lines
+    assert lines[0] == "1 block, 68.0 KiB, in 1 generation"
+    assert lines[1].startswith("volume: ")
+    assert "  blocks       1 block, 68.0 KiB" in lines
+    assert "    up to 1 h  1 block, 68.0 KiB" in lines
+    assert "  journals     1 file, 256 B" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (volume / "ns.qwen/ccc/tier.json").write_text("{")
-    assert inspect_command.main([str(volume)]) == 1
+    assert main(["inspect", str(volume)]) == 1
     assert "not JSON" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [check_command.main, inspect_command.main])
+@pytest.mark.parametrize("verb", ["check", "inspect"])
 def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
-    command: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        command([str(tmp_path / "nothing")])
-    assert caught.value.code == 2
+    assert main([verb, str(tmp_path / "nothing")]) == 2
     assert "nothing is no directory" in capsys.readouterr().err
 
 
 def test_inspect_looks_at_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command.main([str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     assert "0 generations" in capsys.readouterr().out
 
 
@@ -190,10 +162,10 @@ def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.Captur
     claim(tmp_path, {}, "d1gest")
     for number, tenant in enumerate(["acme", "acme", "other", ""]):
         store.put(key(number)._replace(tenant=tenant), payload(number))
-    assert inspect_command.main([str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    place = lines.index("  tenants     2")
+    place = next(number for number, line in enumerate(lines) if line.split() == ["tenants", "2"])
     assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2"], ["other", "1"]]
-    assert inspect_command.main([str(tmp_path), "--json"]) == 0
+    assert main(["inspect", str(tmp_path), "-o", "json"]) == 0
     (generation,) = json.loads(capsys.readouterr().out)["generations"]
     assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

@@ -16,7 +16,7 @@ from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalLimits, JournalReader, JournalWriter
+from kvtier_connector.store.journal import JournalReader, JournalWriter
 from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
@@ -24,6 +24,7 @@ from kvtier_connector.store.layout import (
 from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import (
     RECORD_BYTES,
+    JournalLimits,
     Op,
     Record,
 )
@@ -117,7 +118,7 @@ def test_a_block_that_was_stored_need_not_be_noted_as_used(tmp_path: Path) -> No
     assert writer.pending == 3
 
 
-def test_a_flush_costs_three_system_calls_and_a_hit_none(tmp_path: Path) -> None:
+def test_a_flush_costs_four_system_calls_and_a_hit_none(tmp_path: Path) -> None:
     fs = CrashingFs(10**9)
     writer = make_writer(tmp_path, fs)
     note(writer, 0)
@@ -126,9 +127,9 @@ def test_a_flush_costs_three_system_calls_and_a_hit_none(tmp_path: Path) -> None
     note(writer, *range(1, 1000))
     assert fs.calls == []
     writer.flush()
-    assert fs.calls == ["open", "pwritev", "close"]
+    assert fs.calls == ["open", "pwritev", "close", "touch"]
     writer.flush()
-    assert fs.calls == ["open", "pwritev", "close"]
+    assert fs.calls == ["open", "pwritev", "close", "touch"]
 
 
 def test_a_refresh_costs_one_listing_and_one_read_for_each_journal(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +100,20 @@ def test_partial_and_quarantined_names_are_no_blocks(key: BlockKey) -> None:
     assert not is_quarantined(block_path(key))
 
 
-@pytest.mark.parametrize("name", [".partial", "x.partial", f".{TOKEN}.partial", f"x.{TOKEN[1:]}.partial", "y.kvb"])
+def test_a_name_made_by_an_earlier_release_is_partial_too() -> None:
+    assert is_partial(f"x.kvb.{TOKEN}.partial")
+
+
+def test_a_partial_name_leads_glusterfs_to_the_server_of_the_final_name() -> None:
+    name = partial_path("blocks/000/00/x_g0.kvb", TOKEN).rpartition("/")[2]
+    # What GlusterFS calls rsync-hash-regex, by default.
+    found = re.fullmatch(r"\.(.+)\.[^.]+", name)
+    assert found is not None
+    assert found[1] == "x_g0.kvb"
+
+
+@pytest.mark.parametrize(
+    "name", [".partial", "x.partial", f".{TOKEN}.partial", f"x.{TOKEN[1:]}.partial", f"x.{TOKEN}-partial", "y.kvb"]
+)
 def test_other_names_are_not_partial(name: str) -> None:
     assert not is_partial(name)

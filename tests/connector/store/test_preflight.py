@@ -13,9 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from store_contract import key, pages, payload
 
 from kvtier_connector import preflight
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.blockstore import BlockStore, Hit
+from kvtier_connector.store.choices import CHOICES_FILE, read_choices
+from kvtier_connector.store.fs import LOCAL, O_DIRECT, FileSystem
+from kvtier_connector.store.identity import claim
 
 MIB = 1 << 20
 
@@ -29,7 +33,11 @@ def test_a_good_volume_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert report.problem == ""
     assert min(report.free_bytes, report.read_bytes_per_second, report.write_bytes_per_second) > 0
     assert isinstance(report.direct_io, bool)
-    assert list((tmp_path / "serving.llama").iterdir()) == []
+    assert [path.name for path in (tmp_path / "serving.llama").iterdir()] == [CHOICES_FILE]
+    assert read_choices(LOCAL, str(tmp_path / "serving.llama")).direct_io in {True, False}
+    assert report.file_system
+    assert report.round_trip_microseconds >= 0
+    assert "page cache" in report.chosen
 
 
 def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
@@ -37,10 +45,12 @@ def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Pa
     for directory in (old, young, other):
         directory.mkdir()
         (directory / "0").write_bytes(b"123")
+    # Some are killed while they try the time of a directory.
+    (old / "bell").mkdir()
     for directory in (old, other):
         os.utime(directory, (0, 0))
     assert attempt(tmp_path).problem == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".preflight-2", "4f1c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".preflight-2", "4f1c", CHOICES_FILE]
 
 
 def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +128,105 @@ def test_a_rename_that_leaves_a_gap_is_found(tmp_path: Path) -> None:
             super().rename(source, target)
 
     assert "not atomic" in attempt(tmp_path, Gaps()).problem
+
+
+class Twice(FileSystem):
+    def open(self, path: str, flags: int) -> int:
+        return super().open(path, flags & ~os.O_EXCL)
+
+
+class Late(FileSystem):
+    """Lists what was there a call ago."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] = []
+
+    def scandir(self, path: str) -> Any:
+        self._before, found = super().scandir(path), self._before
+        return found
+
+
+class WrittenOnce(FileSystem):
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_WRONLY and not flags & os.O_CREAT:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
+        return super().open(path, flags)
+
+
+class Forgetful(FileSystem):
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        return super().pwritev(fd, buffers, offset) if offset != 1024 else buffers[0].nbytes
+
+
+class NeverOver(FileSystem):
+    def rename(self, source: str, target: str) -> None:
+        if target.endswith("old"):
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        super().rename(source, target)
+
+
+class Timeless(FileSystem):
+    def touch(self, path: str) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+
+
+@pytest.mark.parametrize(
+    ("fs", "words"),
+    [
+        (Twice(), "created twice (no O_EXCL)"),
+        (Late(), "eventual listings"),
+        (WrittenOnce(), "cannot be written to again"),
+        (Forgetful(), "not there when it is opened"),
+        (NeverOver(), "cannot be renamed over another"),
+        (Timeless(), "time of a directory cannot be set"),
+    ],
+)
+def test_a_volume_without_what_the_store_needs_is_refused_with_what_is_missing_and_what_to_use(
+    tmp_path: Path, fs: FileSystem, words: str
+) -> None:
+    report = attempt(tmp_path, fs)
+    assert words in report.problem
+    assert "use a file system of POSIX semantics" in report.problem
+    assert report.read_bytes_per_second == 0
+
+
+def test_a_volume_that_reads_faster_through_the_page_cache_is_read_that_way_by_every_engine(tmp_path: Path) -> None:
+    class SlowPast(FileSystem):
+        def __init__(self) -> None:
+            self.direct: set[int] = set()
+
+        def open(self, path: str, flags: int) -> int:
+            fd = super().open(path, flags & ~O_DIRECT)
+            self.direct.discard(fd)
+            if flags & O_DIRECT:
+                self.direct.add(fd)
+            return fd
+
+        def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+            if fd in self.direct:
+                # As many copies as make it slower, and none that takes a time of its own.
+                for _ in range(20):
+                    super().preadv(fd, buffers, offset)
+            return super().preadv(fd, buffers, offset)
+
+    fs, tier_dir = SlowPast(), tmp_path / "serving.llama"
+    report = attempt(tier_dir, fs)
+    if not report.direct_io:
+        pytest.skip("these files lie in memory")
+    assert report.chosen.startswith("reads go through the page cache")
+    root = tier_dir / "d1gest"
+    claim(root, {}, "d1gest")
+    store = BlockStore(root, fs=fs)
+    store.put(key(1), payload(1))
+    fs.direct.clear()
+    assert isinstance(store.get(key(1), pages()), Hit)
+    assert not fs.direct
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"direct_io": "no"}', "[" * 5000])
+def test_choices_that_nobody_can_read_choose_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / CHOICES_FILE).write_text(content)
+    assert read_choices(LOCAL, str(tmp_path)).direct_io is None
 
 
 def test_no_more_is_written_than_was_allowed(tmp_path: Path) -> None:

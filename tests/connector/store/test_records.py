@@ -44,7 +44,7 @@ records = st.builds(
     key=keys,
     payload_bytes=st.integers(0, 2**64 - 1),
     time_ns=st.integers(0, 2**64 - 1),
-    lineage=st.builds(Lineage, st.just(b"") | hashes, st.integers(0, MAX_POSITION)),
+    lineage=st.builds(Lineage, st.just(b"") | hashes, st.integers(0, MAX_POSITION), st.just("")),
 )
 
 

@@ -7,14 +7,13 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
 from store_faults import FailingFs, WatchedFs
 
+from kvtier_cli.app import main
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store import check as check_module
 from kvtier_connector.store.blockstore import BlockStore
@@ -27,6 +26,7 @@ from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_pa
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan, scan_parallel
 
 TOKEN = "0123456789abcdef" * 2
+OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
 CONNECTOR = Path(check_module.__file__ or "").parents[2]
 
 
@@ -244,44 +244,71 @@ def test_problems_come_in_the_order_of_their_paths(root: Path) -> None:
     assert all(isinstance(problem, Problem) and problem.message for problem in problems)
 
 
-def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvtier_connector.store.check", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(CONNECTOR)},
-    )
+def test_a_generation_of_an_earlier_format_is_one_problem(root: Path) -> None:
+    document = json.loads((root / "tier.json").read_text())
+    (root / "tier.json").write_text(json.dumps({**document, "format": 2}))
+    for number in range(3):
+        (root / block_path(key(number))).write_bytes(OUTDATED.read_bytes())
+    report = inspect(root)
+    assert [(problem.path, problem.kind) for problem in report.problems] == [("tier.json", "outdated")]
+
+
+def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.janitor.by_hand.MOST_PROBLEMS", 2)
+    for number in range(3):
+        (root / block_path(key(number))).write_bytes(b"")
+    status, text = run_check(capsys, str(root), "-o", "json")
+    document = json.loads(text)
+    assert (status, len(document["problems"]), document["problems_by_kind"]) == (1, 2, {"empty": 3})
+    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
 
 
 def test_every_fault_is_explained() -> None:
     assert set(EXPLAINED) == set(Fault)
 
 
-def test_the_command_succeeds_on_a_sound_root(root: Path) -> None:
-    completed = run_check(str(root))
-    assert (completed.returncode, completed.stderr) == (0, "")
-    assert completed.stdout == "3 blocks, 204.0 KiB, 0 problems\n"
+def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["check", *arguments])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return status, captured.out
 
 
-def test_the_command_lists_problems_and_fails(root: Path) -> None:
+def test_the_command_succeeds_on_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(capsys, str(root)) == (0, "3 blocks, 204.0 KiB, 0 problems\n")
+
+
+def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / block_path(key(0))).write_bytes(b"damaged")
-    completed = run_check(str(root))
-    assert completed.returncode == 1
-    assert completed.stdout.splitlines() == [
+    status, text = run_check(capsys, str(root))
+    assert status == 1
+    assert text.splitlines() == [
         f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
         "3 blocks, 136.0 KiB, 1 problem: 1 truncated",
     ]
 
 
-def test_the_command_speaks_json(root: Path) -> None:
+def test_the_command_speaks_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     partial = root / partial_path(block_path(key(0)), TOKEN)
     partial.write_bytes(b"half")
-    assert json.loads(run_check(str(root), "--json").stdout)["problems"] == []
-    completed = run_check(str(root), "--json", "--partial-age", "0")
-    assert completed.returncode == 1
-    report = json.loads(completed.stdout)
+    assert json.loads(run_check(capsys, str(root), "-o", "json")[1])["problems"] == []
+    os.utime(partial, (0, 0))
+    status, text = run_check(capsys, str(root), "-o", "json", "--partial-age", "1s")
+    assert status == 1
+    report = json.loads(text)
     assert (report["blocks"], report["bytes"]) == (3, 3 * BLOCK_BYTES)
     assert [(problem["path"], problem["kind"]) for problem in report["problems"]] == [
         (str(partial.relative_to(root)), "partial")
     ]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_share_of_a_walk_that_is_done_only_grows_and_ends_at_one(root: Path, threads: int) -> None:
+    (root / "quarantine").mkdir(exist_ok=True)
+    shares: list[float] = []
+    assert len(list(scan_parallel(root, threads=threads, on_share=shares.append))) == 3
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 3
+    assert shares[-1] == pytest.approx(1)

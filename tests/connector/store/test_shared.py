@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 from shared_engine import Counting, engine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, whole_file
-from store_faults import WatchedFs
+from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
@@ -316,3 +318,38 @@ def test_a_tenants_blocks_are_found_by_a_walk_and_by_others(root: Path) -> None:
         assert store.state(of) is PRESENT
         assert store.state(key(1)) is not PRESENT
         assert store.usage_bytes() == BLOCK_BYTES
+
+
+def test_the_round_trip_is_the_shortest_of_a_few_and_unknown_on_a_volume_that_fails(root: Path) -> None:
+    seconds, delays = [0.0], iter([0.5, 0.25, 1.0, 1.0, 2.0])
+
+    class Slow(FileSystem):
+        def stat(self, path: str) -> os.stat_result:
+            seconds[0] += next(delays)
+            return super().stat(path)
+
+    store = SharedStore(root, fs=Slow(), now=lambda: seconds[0])
+    assert store.round_trip_seconds == 0.0
+    store.measure_round_trip()
+    assert store.round_trip_seconds == 0.25
+    failing = SharedStore(root, fs=FailingFs(OSError(errno.EIO, "broken"), when=lambda call, path: call == "stat"))
+    failing.measure_round_trip()
+    assert failing.round_trip_seconds == 0.0
+
+
+def test_a_round_trip_is_measured_with_names_that_no_cache_can_answer_for(root: Path) -> None:
+    class Watching(FileSystem):
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def stat(self, path: str) -> os.stat_result:
+            self.asked.append(path)
+            return super().stat(path)
+
+    store = engine(root, fs := Watching())
+    fs.asked.clear()
+    store.measure_round_trip()
+    assert store.round_trip_seconds > 0
+    # Each is another one, right below a directory that is there.
+    assert len(set(fs.asked)) == len(fs.asked) > 1
+    assert {Path(path).parent for path in fs.asked} == {root}

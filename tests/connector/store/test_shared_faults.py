@@ -18,7 +18,6 @@ from store_faults import CrashingFs, FailingFs
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.check import check
-from kvtier_connector.store.counters import SECONDS_BOUNDS, Counters, Operation
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
@@ -187,35 +186,3 @@ def test_a_clock_that_jumps_changes_no_answer(root: Path, jump_seconds: int) -> 
     store.synchronize()
     other.synchronize()
     assert other.state(key(3)) is PRESENT
-
-
-def test_what_was_done_is_counted_by_outcome(root: Path) -> None:
-    ticks = iter(range(1000))
-    store = SharedStore(root, now=lambda: next(ticks) / 1000)
-    store.put(key(1), payload(1))
-    store.put(key(1), payload(1))
-    store.get(key(1), pages())
-    store.get(key(2), pages())
-    (root / block_path(key(1))).write_bytes(b"damaged")
-    store.get(key(1), pages())
-    totals = store.totals()
-    assert {(operation.value, outcome): tally.count for (operation, outcome), tally in totals.items()} == {
-        ("put", "stored"): 1,
-        ("put", "present"): 1,
-        ("get", "hit"): 1,
-        ("get", "miss"): 1,
-        ("get", "truncated"): 1,
-    }
-    hit = totals[Operation.GET, "hit"]
-    assert hit.bytes == BLOCK_BYTES
-    assert hit.seconds > 0
-    assert sum(hit.buckets) == 1
-
-
-@pytest.mark.parametrize(("seconds", "bucket"), [(0.0, 0), (0.0005, 0), (0.0006, 1), (30.0, 14), (31.0, 15)])
-def test_a_duration_is_counted_in_the_first_bucket_that_holds_it(seconds: float, bucket: int) -> None:
-    counters = Counters()
-    counters.add(Operation.GET, "hit", moved_bytes=1, seconds=seconds)
-    (tally,) = counters.totals().values()
-    assert tally.buckets.index(1) == bucket
-    assert len(tally.buckets) == len(SECONDS_BOUNDS) + 1

@@ -106,7 +106,7 @@ def test_a_tenant_that_is_met_for_the_first_time_has_no_more_than_a_share_either
 
 @pytest.fixture
 def store(tmp_path: Path) -> BlockStore:
-    return BlockStore(tmp_path, quotas=Quotas({"acme": 2 * BLOCK_BYTES}))
+    return BlockStore(tmp_path / "d1gest", quotas=Quotas({"acme": 2 * BLOCK_BYTES}))
 
 
 def test_a_store_refuses_what_a_tenant_may_not_take(store: BlockStore, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_store_refuses_what_a_tenant_may_not_take(store: BlockStore, tmp_path:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     store.delete(mine[0])
     assert store.put(mine[2], payload(1)) == Stored(BLOCK_BYTES)
-    fresh = BlockStore(tmp_path, quotas=Quotas({"acme": 2 * BLOCK_BYTES}))
+    fresh = BlockStore(tmp_path / "d1gest", quotas=Quotas({"acme": 2 * BLOCK_BYTES}))
     assert fresh.refresh_usage() == 3 * BLOCK_BYTES
     assert fresh.tenant_bytes("acme") == 2 * BLOCK_BYTES
     assert fresh.put(mine[0], payload(1)) is StoreFault.NO_QUOTA
@@ -123,11 +123,11 @@ def test_a_store_refuses_what_a_tenant_may_not_take(store: BlockStore, tmp_path:
 
 def test_a_damaged_block_is_moved_within_its_tenants_tree_and_counts_there(store: BlockStore, tmp_path: Path) -> None:
     of = key(1)._replace(tenant="acme")
-    path = tmp_path / block_path(of)
+    path = tmp_path / "d1gest" / block_path(of)
     path.parent.mkdir(parents=True)
     path.write_bytes(whole_file(of, payload(1))[:-1] + b"x")
     assert store.get(of, pages()) is Fault.CHECKSUM
-    (moved,) = (tmp_path / "tenants/acme/quarantine").iterdir()
+    (moved,) = (tmp_path / "d1gest/tenants/acme/quarantine").iterdir()
     assert moved.stat().st_size == BLOCK_BYTES
     store.refresh_usage()
     assert store.tenant_bytes("acme") == BLOCK_BYTES

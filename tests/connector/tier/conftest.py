@@ -16,7 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.
     warnings.simplefilter("ignore")
+    from engine_fleet import Engines
+    from engine_rig import SimulatedEngine
+    from prompts import PROMPT
     from rig import Rigs
+
+# What torch and vLLM made lives as long as the tests: no collection looks at it again.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture
@@ -26,3 +33,20 @@ def rigs(tmp_path: Path) -> Iterator[Rigs]:
     made.close()
     # Memory of a region is unmapped when its last view goes.
     gc.collect()
+
+
+@pytest.fixture
+def engines(rigs: Rigs) -> Iterator[Engines]:
+    made = Engines(rigs)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def writer(engines: Engines) -> SimulatedEngine:
+    """An engine that has put `PROMPT` on the volume."""
+    made = engines.make()
+    assert made.ask("writer", PROMPT) == len(PROMPT)
+    made.run()
+    assert engines.assert_volume_holds(made, PROMPT) == 20
+    return made

@@ -24,11 +24,10 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
     parser.add_argument("--salt", default="", help="cache salt of the prompts")
-    parser.add_argument("--key", type=Path, help="file of the key that 'rekey' replaces")
     parser.add_argument(
         "asks",
         nargs="+",
-        help="labels; 'reset' before one empties the GPU's cache, 'forget' the CPU tier too, 'rekey' replaces the key",
+        help="labels; 'reset' before one empties the GPU's cache, 'forget' the CPU tier too",
     )
     options = parser.parse_args()
 
@@ -52,8 +51,9 @@ def main() -> None:
     for label in options.asks:
         if label in {"reset", "forget"}:
             assert llm.reset_prefix_cache(reset_connector=label == "forget")
-        elif label == "rekey":
-            replace_key(options.key)
+            if label == "forget":
+                # The engine looks at its weights with the first step that computes, and reads nothing before.
+                timed(WARM_UP)
         else:
             answers[label] = timed(PROMPT)
     deadline = time.monotonic() + 60
@@ -62,14 +62,6 @@ def main() -> None:
             sys.exit(f"the volume has fewer than {options.blocks} blocks after a minute")
         time.sleep(0.05)
     tell({**answers, "metrics": read_metrics(llm)})
-
-
-def replace_key(path: Path) -> None:
-    """Put another key in its place, as a changed Secret does, and wait until the engine has seen it."""
-    path.write_bytes(bytes(32))
-    # A mounted file is swapped: the directory changes, and is looked at every five seconds.
-    path.with_name("another").write_bytes(bytes(32))
-    time.sleep(6)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,22 @@ from typing import Any
 from engine_process import RESULT
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 CHUNK_TOKENS = 128
 
 
-def make_llm(
-    model: Path, config_file: Path, *, dtype: str, max_model_len: int, cpu_bytes: int, **offloading: Any
+def make_llm(  # noqa: PLR0913 - keywords
+    model: Path,
+    config_file: Path,
+    *,
+    dtype: str,
+    max_model_len: int,
+    cpu_bytes: int,
+    engine: dict[str, Any] | None = None,
+    **offloading: Any,
 ) -> LLM:
-    """Start an engine; ``offloading`` are further settings of its connector."""
+    """Start an engine; ``engine`` are further settings of it, and ``offloading`` of its connector."""
     return LLM(
         model=str(model),
         skip_tokenizer_init=True,
@@ -28,8 +36,10 @@ def make_llm(
         seed=0,
         enable_prefix_caching=True,
         disable_log_stats=False,
+        **(engine or {}),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier_connector.tier.connector",
             kv_role="kv_both",
             kv_connector_extra_config={
                 "spec_name": "KVTierSpec",
@@ -39,7 +49,7 @@ def make_llm(
                 "secondary_tiers": [
                     {
                         "type": "SharedVolumeTier",
-                        "module_path": "kvtier_connector.tier.manager",
+                        "module_path": "kvtier_connector.tier.tier",
                         "config_file": str(config_file),
                     }
                 ],
@@ -49,7 +59,14 @@ def make_llm(
     )
 
 
-def ask(llm: LLM, prompts: list[list[int]], *, salt: str = "", reads_cache: bool = True) -> list[dict[str, Any]]:
+def ask(
+    llm: LLM,
+    prompts: list[list[int]],
+    *,
+    salt: str = "",
+    reads_cache: bool = True,
+    lora: LoRARequest | None = None,
+) -> list[dict[str, Any]]:
     """Return, for each prompt, the answer and how many of the prompt's tokens came from a cache."""
     salted = {"cache_salt": salt} if salt else {}
     outputs = llm.generate(
@@ -62,6 +79,7 @@ def ask(llm: LLM, prompts: list[list[int]], *, salt: str = "", reads_cache: bool
             skip_reading_prefix_cache=not reads_cache,
         ),
         use_tqdm=False,
+        lora_request=lora,
     )
     return [
         {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens} for output in outputs

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real tiering manager with a real CPU tier and our disk tier: everything but the model, the GPU and the scheduler.
+"""Our manager with a real CPU tier and our disk tier: everything but the model, the GPU and the scheduler.
 
-`Rig.serve` asks for a prefix step by step as vLLM's scheduler does, and `Rig.offload` stores one.
+`Rig.serve` asks for a prefix and loads it step by step as our scheduler does, and `Rig.offload` stores one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
-    LookupResult,
+    GPULoadStoreSpec,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
@@ -33,21 +33,25 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from waiting import until
 
 from kvtier_connector import contract
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.tier.hooks import Salt
-from kvtier_connector.tier.manager import SharedVolumeTier
+from kvtier_connector.tier.loads import Load
+from kvtier_connector.tier.manager import KVTierManager
+from kvtier_connector.tier.packing import Declared
+from kvtier_connector.tier.requests import Salt
 from kvtier_connector.tier.spec import KVTierSpec
+from kvtier_connector.tier.tier import SharedVolumeTier
 
 ROW_BYTES = 8192
 IO_THREADS = 4
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
+DECLARED = Declared(("Attention/TEST",), "layout", "weights")
 PATIENCE_SECONDS = 20.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
@@ -130,7 +134,8 @@ class Rig:
             cpu_page_size=ROW_BYTES,
         )
         self.primary = CPUPrimaryTierOffloadingManager(num_chunks=chunks, mmap_region=region)
-        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})
+        spec.region_fd = region.fd
+        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0, "skew_seconds": 0.0})
         self.tier: SharedVolumeTier = tier_class(
             offloading_spec=spec,
             primary_kv_view=self.primary.get_kv_memoryview(),
@@ -138,7 +143,8 @@ class Rig:
             config_file=str(config_file),
             **(options or {}),
         )
-        self.manager = TieringOffloadingManager(primary_tier=self.primary, secondary_tiers=[self.tier])
+        self.tier.open([DECLARED])
+        self.manager = KVTierManager(self.primary, self.tier)
         self.params: dict[str, Any] | None = None
         """The kv_transfer_params of the requests that follow."""
         self.salt: str | None = None
@@ -176,8 +182,8 @@ class Rig:
         note_positions(context, wanted)
         prepared = self.manager.prepare_store(list(wanted), context)
         assert prepared is not None
-        for stored, slot in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
-            self.row(int(slot))[:] = payload(stored)
+        for stored, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
+            self.row(int(row))[:] = payload(stored)
         if prepared.keys_to_store:
             self.manager.complete_store(prepared.keys_to_store, context)
         return context
@@ -188,51 +194,80 @@ class Rig:
         self.finish(context)
 
     def find_prefix(self, wanted: Sequence[OffloadKey], context: ReqContext) -> int | None:
-        """Return the length of the prefix that can be loaded, None while that is not decided: as vLLM's scheduler."""
-        found, is_deferred = 0, False
-        for wanted_key in wanted:
-            result = self.manager.lookup(wanted_key, context)
-            if result is LookupResult.MISS:
-                break
-            if result is not LookupResult.HIT:
-                is_deferred = True
-            if result is not LookupResult.RETRY:
-                found += 1
-        return None if is_deferred else found
+        """Return the length of the prefix that can be loaded, None while that is not decided: as our scheduler."""
+        self.manager.request(context).on_volume.clear()
+        found, unknown = self.manager.match_prefix(wanted, context)
+        if unknown is not None:
+            return None
+        if found and not self.manager.decide(context, wanted[:found]):
+            found, _ = self.manager.match_prefix(wanted, context)
+        return found
+
+    def find(self, wanted: Sequence[OffloadKey], context: ReqContext) -> int | None:
+        """Ask once, and end the step."""
+        found = self.find_prefix(wanted, context)
+        self.end_step()
+        return found
+
+    def poll(self) -> bool:
+        """Take in what has landed; true, for use in a condition."""
+        self.manager.poll()
+        return True
 
     def serve(
         self, wanted: Sequence[OffloadKey], request_id: str = "reader", *, max_steps: int | None = None
     ) -> Served:
-        """Run a request until its prefix is decided, load that, and compare every byte."""
+        """Run a request until its prefix is found, load that, and compare every byte of what comes."""
         context = self.request(request_id)
         note_positions(context, wanted)
         steps = 0
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (found := self.find_prefix(wanted, context)) is None:
+        found: int | None = None
+        load: Load | None = None
+        loaded = 0
+        while load is None or not load.is_handed_over:
+            if load is None and (found := self.find_prefix(wanted, context)) is not None:
+                if not found:
+                    break
+                load = self.begin_load(wanted[:found], context)
+            if load is not None:
+                loaded += self.take_piece(load)
             steps += 1
             self.end_step()
             if max_steps is not None and steps > max_steps:
-                raise UndecidedError(f"{request_id}: not decided after {steps} steps")
+                raise UndecidedError(f"{request_id}: not served after {steps} steps")
             if time.monotonic() > deadline:
-                raise UndecidedError(f"{request_id}: not decided after {PATIENCE_SECONDS} s and {steps} steps")
+                raise UndecidedError(f"{request_id}: not served after {PATIENCE_SECONDS} s and {steps} steps")
             # A step of an engine takes a millisecond at least.
             threading.Event().wait(0.001)
-        self.load(wanted[:found], context)
+        if load is not None:
+            self.manager.release_load(request_id)
         self.end_step(new=[request_id])
         self.finish(context)
         self.end_step()
-        return Served(found, steps)
+        return Served(loaded, steps)
 
-    def load(self, wanted: Sequence[OffloadKey], context: ReqContext) -> None:
-        if not wanted:
-            return
-        spec = self.manager.prepare_load(list(wanted), context)
-        for loaded, slot in zip(wanted, spec.chunk_ids, strict=True):
-            assert bytes(self.row(int(slot))) == payload(loaded), "the CPU tier holds other bytes than were written"
-        self.manager.complete_load(list(wanted), context)
+    def begin_load(self, wanted: Sequence[OffloadKey], context: ReqContext) -> Load:
+        """Order a load, as vLLM does when the GPU has blocks for it."""
+        self.manager.prepare_load(list(wanted), context)
+        load = self.manager.load_of(context.req_id)
+        load.aim(GPULoadStoreSpec(list(range(len(wanted))), group_sizes=[len(wanted)], block_indices=[0]), 1)
+        return load
 
-    def row(self, slot: int) -> memoryview:
-        return self.primary.get_kv_memoryview().cast("B")[slot * ROW_BYTES : (slot + 1) * ROW_BYTES]
+    def take_piece(self, load: Load) -> int:
+        """Copy what is ready, as the worker does; return how many chunks that were."""
+        self.manager.poll()
+        if not load.has_piece:
+            return 0
+        piece = load.take_piece()
+        self.manager.note_copying(len(piece.keys))
+        for row, number in zip(piece.source.block_ids, piece.target.block_ids, strict=True):
+            assert bytes(self.row(int(row))) == payload(load.keys[number]), "the CPU tier holds other bytes"
+        self.manager.complete_load(piece.keys, load.context)
+        return len(piece.keys)
+
+    def row(self, number: int) -> memoryview:
+        return self.primary.get_kv_memoryview().cast("B")[number * ROW_BYTES : (number + 1) * ROW_BYTES]
 
     def metric(self, name: str, *labels: str) -> float:
         """Return a metric of the disk tier, summed since the start; 0 if it was never observed."""
@@ -240,9 +275,9 @@ class Rig:
         if stats is not None:
             for metric, values in stats.data["data"].items():
                 for label_values, value in values.items():
-                    slot = (metric, tuple(label_values))
+                    series = (metric, tuple(label_values))
                     is_counter = stats.data["types"][metric] == "counter"
-                    self._observed[slot] = value + (self._observed.get(slot, 0) if is_counter else 0)
+                    self._observed[series] = value + (self._observed.get(series, 0) if is_counter else 0)
         return self._observed.get((name, labels), 0)
 
 

@@ -31,7 +31,7 @@ SHORT = 0.05
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
     return tmp_path / "pod" / "kvtier"
 
 
@@ -170,7 +170,7 @@ def test_a_directory_that_goes_and_comes_back_is_known_at_once(rigs: Rigs) -> No
     aside = rigs.root.with_name("aside")
     rigs.root.rename(aside)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == 0, "it is known to be gone")
-    assert rig.metric("vllm:kvtier_disk_known_blocks") == 0
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 0, "and so are its blocks")
 
     def put_back() -> bool:
         # The engine may write its journal into a directory that was just removed.
@@ -182,7 +182,7 @@ def test_a_directory_that_goes_and_comes_back_is_known_at_once(rigs: Rigs) -> No
     wait_until(put_back, "it is back")
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 5, "it is known to be back")
     assert rig.serve(keys(5)).hit_blocks == 5
-    assert rig.metric("vllm:kvtier_disk_used_bytes") == limit
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == limit, "and it is counted again")
 
     shutil.rmtree(rigs.root, ignore_errors=True)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == 0, "it is known to be gone again")
@@ -210,6 +210,7 @@ def test_what_is_no_file_is_a_miss_and_opens_no_breaker(rigs: Rigs, kind: str, p
         plant(kind, path)
 
     assert rig.serve(keys(12)).hit_blocks == 1
+    rig.settle()
     assert rig.metric("vllm:kvtier_disk_misses", "magic") == 6
     assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
     rig.offload(keys(12))

@@ -73,12 +73,14 @@ def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_
     live = tmp_path / contract.LIVE_FILE
     live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
     settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
-    options = ("--salt=pepper", f"--key={keys / 'k1'}")
+    options = ("--salt=pepper",)
     first = run_engine(tmp_path, "cold", blocks=BLOCKS, options=options, **settings)
     tenant = hashlib.sha256(b"pepper").hexdigest()[:16]
     blocks = sorted((tmp_path / "volume" / DIGEST / "tenants" / tenant).rglob("*.kvb"))
     headers = [decode_header(path.read_bytes()) for path in blocks]
-    second = run_engine(tmp_path, "disk", "forget", "rekey", "wrong", options=options, **settings)
+    second = run_engine(tmp_path, "disk", options=options, **settings)
+    (keys / "k1").write_bytes(bytes(32))
+    third = run_engine(tmp_path, "wrong", options=options, **settings)
 
     assert len(blocks) == BLOCKS
     assert list((tmp_path / "volume").rglob("blocks/**/*.kvb")) == list((tmp_path / "volume").rglob("tenants/**/*.kvb"))
@@ -89,9 +91,9 @@ def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_
     assert identity["engine.hash_algorithm"].startswith("sha256")
     assert identity["engine.rope"]["rope_parameters"]
     assert second["disk"]["cached_tokens"] == CACHED_TOKENS
-    assert second["wrong"]["cached_tokens"] == 0
-    assert first["cold"]["tokens"] == second["disk"]["tokens"] == second["wrong"]["tokens"]
-    assert second["metrics"]["vllm:kvtier_disk_misses:key_wrong"] >= 1
+    assert third["wrong"]["cached_tokens"] == 0
+    assert first["cold"]["tokens"] == second["disk"]["tokens"] == third["wrong"]["tokens"]
+    assert third["metrics"]["vllm:kvtier_disk_misses:key_wrong"] >= 1
     assert not list((tmp_path / "volume").rglob("quarantine"))
 
 

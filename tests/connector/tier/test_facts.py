@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes two engines strangers: facts that the engine resolved."""
+"""What makes two engines strangers: facts that the engine resolved, and weights that a name does not tell apart."""
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rig import Rigs, keys, offloading_config
+from rig import DECLARED, Rigs, keys, offloading_config
+from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from kvtier_connector.store.identity import claim
 from kvtier_connector.tier.facts import engine_facts
+from kvtier_connector.tier.model_files import fingerprint
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.volume import UNREADABLE
 
@@ -43,7 +49,7 @@ def engine_config(**changes: Any) -> Any:
 def facts(**changes: Any) -> dict[str, Any]:
     spec = KVTierSpec(offloading_config())
     spec.engine_config = engine_config(**changes)
-    return engine_facts(spec, bytes_per_chunk=4096)
+    return engine_facts(spec, [DECLARED], bytes_per_chunk=4096)
 
 
 DIFFERENCES: dict[str, tuple[str, Any]] = {
@@ -68,6 +74,7 @@ def test_the_list_of_facts_is_the_one_that_everybodys_blocks_were_written_under(
     assert sorted(facts()) == [
         f"engine.{name}"
         for name in (
+            "backends",
             "block_format",
             "blocks_per_chunk",
             "bytes_per_chunk",
@@ -81,6 +88,8 @@ def test_the_list_of_facts_is_the_one_that_everybodys_blocks_were_written_under(
             "kv_cache_dtype",
             "kv_dtype",
             "kv_layout",
+            "layout",
+            "layout_env",
             "model_name",
             "quantization",
             "revision",
@@ -101,7 +110,7 @@ def test_overrides_by_a_function_are_known_by_its_name() -> None:
 
 def test_what_is_not_known_is_not_what_is_known() -> None:
     spec = KVTierSpec(offloading_config())
-    known, unknown = facts(), engine_facts(spec, bytes_per_chunk=4096)
+    known, unknown = facts(), engine_facts(spec, [DECLARED], bytes_per_chunk=4096)
     assert set(known) == set(unknown)
     assert unknown["engine.dtype"] is None
 
@@ -133,3 +142,80 @@ def test_a_directory_of_another_format_is_refused_by_that_name(rigs: Rigs) -> No
     path = rigs.root / "tier.json"
     path.write_text("{")
     assert rigs.make().metric("vllm:kvtier_disk_refused", UNREADABLE) == 1
+
+
+COMMITS = ("0e9e39f249a16976918f6564b8830bc894c89659", "1111111111111111111111111111111111111111")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "llama"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"hidden_size": 64}')
+    (directory / "tokenizer.json").write_text("{}")
+    generator = random.Random(7)
+    for number in range(2):
+        (directory / f"model-{number}.safetensors").write_bytes(generator.randbytes(1 << 20))
+    return directory
+
+
+def test_the_same_directory_elsewhere_and_later_is_the_same(model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(model, tmp_path / "copy")
+    for path in copied.iterdir():
+        os.utime(path, (1, 1))
+    assert fingerprint(str(copied), "main") == fingerprint(str(model), "main")
+    assert str(fingerprint(str(model), "main")).startswith("sha256:")
+
+
+def test_other_weights_in_the_same_place_are_others(model: Path) -> None:
+    before = fingerprint(str(model), "main")
+    (model / "model-1.safetensors").write_bytes(random.Random(8).randbytes(1 << 20))
+    trained = fingerprint(str(model), "main")
+    (model / "config.json").write_text('{"hidden_size": 64, "rope_theta": 1e6}')
+    assert len({before, trained, fingerprint(str(model), "main")}) == 3
+
+
+def test_what_is_no_weight_does_not_matter(model: Path) -> None:
+    before = fingerprint(str(model), "main")
+    (model / "README.md").write_text("hello")
+    assert fingerprint(str(model), "main") == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4097])
+def test_files_of_any_size_are_sampled(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"a" * size)
+    before = fingerprint(str(tmp_path), "main")
+    path.write_bytes(b"b" * size)
+    assert (fingerprint(str(tmp_path), "main") == before) is (size == 0)
+
+
+def test_a_branch_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--model"
+    (cached / "refs").mkdir(parents=True)
+    for commit in COMMITS:
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "config.json").write_text("{}")
+        (cached / "refs" / "main").write_text(commit)
+        assert fingerprint("org/model", "main") == commit
+    assert fingerprint("org/model", COMMITS[0]) == COMMITS[0]
+
+
+@pytest.mark.parametrize("name", ["org/absent", "not a name", "/nowhere/at/all", "a/b/c"])
+def test_what_cannot_be_told_is_unknown_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert fingerprint(name, "main") is None
+
+
+def test_an_engine_with_other_weights_in_the_same_directory_is_a_stranger(rigs: Rigs, model: Path) -> None:
+    config = offloading_config(model=OffloadingModelConfig(name=str(model), dtype="bfloat16"))
+    rigs.make(config=config).offload(keys(3))
+    assert rigs.make(config=config).serve(keys(3)).hit_blocks == 3
+
+    (model / "model-0.safetensors").write_bytes(random.Random(9).randbytes(1 << 20))
+    stranger = rigs.make(config=config)
+    assert stranger.serve(keys(3)).hit_blocks == 0
+    assert stranger.metric("vllm:kvtier_disk_refused", "engine.weights") == 1

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
-from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash
+from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from kvtier_connector.contract import encode_live
-from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.workers import Bytes
 
 
 def is_read_of(*hanging: bytes) -> Callable[[str, str], bool]:
@@ -31,13 +31,14 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(
     reader = rigs.make(fs=fs, load_deadline_seconds=0.3)
 
     assert reader.serve(keys(6)).hit_blocks == 4
+    reader.settle()
     assert reader.metric("vllm:kvtier_disk_misses", "deadline") == 1
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 5
     fs.open_gate()
 
 
-def test_a_late_read_never_lands_in_a_slot_that_was_given_to_another_block(rigs: Rigs) -> None:
-    # One slot: what is stored after the failed load takes the very slot that the late read was meant for.
+def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(rigs: Rigs) -> None:
+    # One row: what is stored after the failed load takes the very row that the late read was meant for.
     rigs.write([key(1)])
     fs = GatedFs(is_read_of(key(1)))
     rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
@@ -49,11 +50,11 @@ def test_a_late_read_never_lands_in_a_slot_that_was_given_to_another_block(rigs:
     fs.open_gate()
     wait_until(lambda: fs.waiting == 0, "the late read returns")
     rig.tier.shutdown()  # joins the threads, so the late read has done whatever it does
-    rig.load([key(2)], holder)
+    assert rig.take_piece(rig.begin_load([key(2)], holder)) == 1
 
 
 def test_a_late_write_never_stores_the_bytes_of_another_block(rigs: Rigs) -> None:
-    fs = GatedFs(lambda call, path: call == "pwritev" and path.endswith(".partial") and "blocks" in path)
+    fs = GatedFs(lambda call, path: call == "pwritev" and path.endswith("-partial") and "blocks" in path)
     rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
     rig.offload([key(1)], "late")
     assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") == 1
@@ -64,29 +65,26 @@ def test_a_late_write_never_stores_the_bytes_of_another_block(rigs: Rigs) -> Non
     assert rigs.make().serve([key(1)]).hit_blocks == 1
 
 
-@pytest.mark.parametrize("copy", ["copy_out", "copy_in"])
-def test_a_job_past_its_deadline_is_not_reported_while_its_slot_is_being_copied(
+@pytest.mark.parametrize("copy", ["out of its row", "into its row"])
+def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch, copy: str
 ) -> None:
-    # Reported earlier, the slot would go to another block in the middle of the copy.
+    # Reported earlier, the row would go to another block in the middle of the copy.
     began, go = threading.Event(), threading.Event()
-    real = getattr(Slots, copy)
 
-    def slow(slots: Slots, slot: int, buffer: Bytes, *offset: int) -> None:
+    def slow(to: int, source: int, count: int) -> None:
         began.set()
         go.wait(20)
-        real(slots, slot, buffer, *offset)
+        ctypes.memmove(to, source, count)
 
-    monkeypatch.setattr(Slots, copy, slow)
+    monkeypatch.setattr("kvtier_connector.movers.mover.ctypes", SimpleNamespace(memmove=slow))
     rigs.write([key(1)])
     rig = rigs.make(load_deadline_seconds=0.2)
-    if copy == "copy_out":
+    if copy == "out of its row":
         context = rig.begin_offload([key(2)])
     else:
         context = rig.request("r")
-        while not began.is_set():
-            rig.find_prefix([key(1)], context)
-            rig.end_step()
+        rig.begin_load([key(1)], context)
     assert began.wait(20)
     past = time.monotonic() + 0.3
     wait_until(lambda: time.monotonic() > past, "the deadline has passed")
@@ -96,6 +94,8 @@ def test_a_job_past_its_deadline_is_not_reported_while_its_slot_is_being_copied(
 
     go.set()
     rig.settle()
+    if copy == "into its row":
+        rig.manager.release_load("r")
     rig.finish(context)
 
 
@@ -110,6 +110,7 @@ def test_input_output_errors_are_misses_and_the_blocks_are_tried_again_after_a_w
     fs.is_failing = True
 
     assert rig.serve(keys(3), "broken").hit_blocks == 0
+    rig.settle()
     assert rig.metric("vllm:kvtier_disk_misses", "io") == 3
     wait_until(lambda: rig.metric("vllm:kvtier_disk_load_breaker") > 0, "loads are not tried any more")
     fs.is_failing = False
@@ -185,20 +186,18 @@ def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_
     assert rig.serve(keys(8), "second", max_steps=0).hit_blocks == 0
     assert rig.metric("vllm:kvtier_disk_misses", "stuck") > 0
     fs.open_gate()
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") == 0, "the threads are free")
+    wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_stuck_threads") == 0, "the threads are free")
     attempts = itertools.count()
     wait_until(lambda: rig.serve(keys(8), f"third {next(attempts)}").hit_blocks == 8, "blocks are served again")
 
 
 def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.CLOSE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.site.CLOSE_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(is_read_of(key(0), key(1)))
     rig = rigs.make(fs=fs)
-    context = rig.request("r")
-    while fs.waiting < 2:
-        rig.find_prefix(keys(2), context)
-        rig.end_step()
+    rig.begin_load(keys(2), rig.request("r"))
+    wait_until(lambda: fs.waiting == 2, "the reads hang")
 
     closing = threading.Thread(target=rig.tier.shutdown)
     closing.start()
@@ -213,9 +212,9 @@ def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
     fs = GatedFs(is_read_of(key(0), key(1)))
     rig = rigs.make(fs=fs, load_deadline_seconds=0.5)
     context = rig.request("r")
-    while fs.waiting < 2:
-        rig.find_prefix(keys(2), context)
-        rig.end_step()
+    rig.begin_load(keys(2), context)
+    wait_until(lambda: fs.waiting == 2, "the reads hang")
+    rig.manager.release_load("r")
     rig.manager.reset_cache()
 
     assert fs.waiting == 2
@@ -236,7 +235,7 @@ def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_p
 def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_used_when_it_answers(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(lambda call, path: path.endswith("tier.json"))
     rig = rigs.make(fs=fs)
@@ -248,7 +247,7 @@ def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_us
 
 
 def test_nothing_is_written_before_a_limited_volume_was_counted(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.manager.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
     rig = rigs.make(fs=fs, max_bytes=100 * ROW_BYTES)
@@ -263,12 +262,13 @@ def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs)
     rigs.write(keys(2))
     rig = rigs.make()
     context = rig.request("r")
-    while rig.tier.lookup(key(0), context) is not LookupResult.HIT:
-        rig.end_step()
+    wait_until(lambda: rig.find(keys(1), context) == 1, "the chunk is found")
     rigs.block_file(key(0)).unlink()
 
-    assert rig.find_prefix(keys(1), context) is None
-    rig.settle()
+    load = rig.begin_load(keys(1), context)
+    wait_until(lambda: rig.poll() and load.is_handed_over, "the load is over")
+    assert not load.has_piece
+    rig.manager.release_load("r")
     assert rig.find_prefix(keys(1), context) == 0
     assert rig.metric("vllm:kvtier_disk_misses", "absent") == 1
     rig.finish(context)

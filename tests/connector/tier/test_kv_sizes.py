@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,13 +21,17 @@ with warnings.catch_warnings():
         MODEL_ARCH_CONFIG_CONVERTORS,
         ModelArchConfigConvertorBase,
     )
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheSpec,
         MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
+    )
+
+    # Where vLLM 0.33 plans; 0.32 does it among its utilities.
+    planning = importlib.import_module(
+        f"vllm.v1.core.{'kv_cache_planning' if find_spec('vllm.v1.core.kv_cache_planning') else 'kv_cache_utils'}"
     )
 
 from kvtier_operator.plan.kv import KvCache, Layout, make_kv
@@ -102,8 +108,8 @@ def offloaded_bytes_per_block(found: dict[str, KVCacheSpec], *, copies: int, lay
     """Return the bytes of one block over all ranks and the number of groups, by vLLM's own allocation."""
     config = VllmConfig(cache_config=CacheConfig(block_size=BLOCK), device_config=DeviceConfig("cpu"))
     config.cache_config.kv_cache_layout = layout
-    groups = get_kv_cache_groups(config, found)
-    allocated = get_kv_cache_config_from_groups(config, groups, MEMORY)
+    groups = planning.get_kv_cache_groups(config, found)
+    allocated = planning.get_kv_cache_config_from_groups(config, groups, MEMORY)
     return allocated.kv_cache_tensors[0].size // allocated.num_blocks * copies, len(groups)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, payload, wait_until
 from slow_fs import GatedFs
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -32,10 +32,11 @@ def test_a_hit_is_attributed_to_disk(rigs: Rigs) -> None:
     rigs.make().offload(keys(1))
     reader = rigs.make()
     context = reader.request("r")
-    while reader.find_prefix(keys(1), context) is None:
-        reader.end_step()
+    wait_until(lambda: reader.find(keys(1), context) == 1, "the chunk is found")
+    reader.begin_load(keys(1), context)
 
     assert reader.manager.get_load_source(key(0), context) is CacheHitSource.DISK
+    reader.manager.release_load("r")
     reader.finish(context)
 
 
@@ -61,9 +62,13 @@ def test_an_own_store_is_known_without_asking_the_volume(rigs: Rigs) -> None:
     rig = rigs.make()
     rig.offload(keys(3))
     context, other = rig.request("r"), rig.request("other")
-    # Until its first walk has ended, an engine counts a hit to its end: only the volume knows what is absent.
-    wait_until(lambda: rig.tier.lookup(key(9), other) is LookupResult.MISS, "the volume is walked")
 
+    # Until its first walk has ended, an engine counts a hit to its end: only the volume knows what is absent.
+    def is_walked() -> bool:
+        rig.end_step()
+        return rig.tier.lookup(key(9), other) is LookupResult.MISS
+
+    wait_until(is_walked, "the volume is walked")
     if rig.tier.lookup(key(0), context) is LookupResult.RETRY:
         # The volume is still being walked: then a hit is counted to its end first, which takes one step and no answer.
         rig.end_step()
@@ -98,6 +103,7 @@ def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs)
 
     reader = rigs.make()
     assert reader.serve(keys(8)).hit_blocks == 5
+    reader.settle()
     assert reader.metric("vllm:kvtier_disk_misses", "checksum") == 1
     # Those that landed behind the damage are in the CPU tier: partial success is kept.
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 7
@@ -124,12 +130,10 @@ def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_nex
     aborted, attempts = rig.request("same name"), itertools.count()
     note_positions(aborted, wanted)
 
-    def is_loading() -> bool:
-        rig.find_prefix(wanted, aborted)
-        rig.end_step()
-        return rig.tier.has_pending_work()
-
-    wait_until(is_loading, "the load is under way")
+    wait_until(lambda: rig.find(wanted, aborted) == 3, "the chunks are found")
+    rig.begin_load(wanted, aborted)
+    assert rig.tier.has_pending_work()
+    rig.manager.release_load("same name")
     rig.finish(aborted)
     rig.settle()
     assert rig.metric("vllm:kvtier_disk_misses", "checksum") == 1
@@ -162,28 +166,23 @@ def test_gauges_are_reported_now_and_then_and_at_once_when_the_last_transfer_has
 
 
 def test_that_nobody_waits_for_room_any_more_is_reported_at_once(rigs: Rigs) -> None:
-    rigs.write(keys(8))
-    rigs.write(keys(1, first=100))
+    rigs.write(keys(11))
     rig = rigs.make(chunks=10)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 9, "the volume is walked")
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 11, "the volume is walked")
     first, second = rig.request("first"), rig.request("second")
-    note_positions(first, keys(8))
-    note_positions(second, keys(1, first=100))
-
-    def find(wanted: list[OffloadKey], context: ReqContext) -> int | None:
-        rig.end_step()
-        return rig.find_prefix(wanted, context)
-
-    wait_until(lambda: find(keys(8), first) == 8, "all is loaded that may be")
-    rig.settle()
-    assert find(keys(1, first=100), second) is None
+    rig.begin_load(keys(10), first)
+    rig.begin_load([key(10)], second)
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(10)), "the CPU tier is full")
     rig.end_step()
     assert rig.metric("vllm:kvtier_disk_waiting_requests") == 1
     type(rig.tier).stats_seconds = 3600.0
     rig.metric("vllm:kvtier_disk_waiting_requests")
     assert rig.tier.get_stats() is None
-    rig.finish(second)
+    rig.manager.release_load("second")
+    rig.end_step()
     assert rig.metric("vllm:kvtier_disk_waiting_requests") == 0
+    rig.manager.release_load("first")
+    rig.finish(second)
     rig.finish(first)
 
 

@@ -80,6 +80,7 @@ def test_a_missing_or_wrong_key_is_computed_again_and_leaves_the_blocks(
         (cluster.keys / "k1").write_bytes(content)
     reader = encrypted(rigs, cluster, processes)
     assert reader.serve(keys(4)).hit_blocks == 0
+    reader.settle()
     assert reader.metric("vllm:kvtier_disk_misses", cause) == 4
     assert len(headers(rigs.root)) == 4
     assert not (rigs.root / "quarantine").exists()

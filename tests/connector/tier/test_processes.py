@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, key, keys, payload, wait_until
+from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, key, keys, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "movers"))
 
@@ -25,19 +25,13 @@ from mover_fs import GATE
 
 from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.movers.dispatch import Dispatcher, DispatchSettings
-from kvtier_connector.movers.region import find_region
-from kvtier_connector.store.blockstore import Hit
-from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.movers.dispatch import MoversSettings
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.rows import Region
+from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
-from kvtier_connector.store.fs import LOCAL
-from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
-from kvtier_connector.tier.jobs import Block, Job
-from kvtier_connector.tier.slots import Slots
-from kvtier_connector.tier.transfers import Transfers
-from kvtier_connector.tier.transports import ProcessTransport, ThreadTransport, make_transport
-from kvtier_connector.tier.workers import Lane, WorkerPool, default_limits
+from kvtier_connector.tier import site
 
 
 def movers() -> list[int]:
@@ -97,6 +91,9 @@ def test_the_limit_of_the_tier_holds_for_what_movers_write(rigs: Rigs) -> None:
 def test_movers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
     rigs.write(keys(6))
     rig = rigs.make(io_processes=2, load_deadline_seconds=0.5, rescan_seconds=0.2)
+    # They have begun to work once one has answered.
+    assert rig.serve(keys(1, first=100), "a prompt of nobody").hit_blocks == 0
+    wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_known_blocks") == 6, "the volume is walked")
     stopped = movers()
     for process in stopped:
         os.kill(process, signal.SIGSTOP)
@@ -115,13 +112,9 @@ def test_resetting_the_cache_waits_for_the_movers(rigs: Rigs) -> None:
     rigs.write(keys(6))
     rig = rigs.make(io_processes=2)
     context = rig.request("r")
-
-    def is_loading() -> bool:
-        assert rig.find_prefix(keys(6), context) is None
-        rig.end_step()
-        return rig.tier.has_pending_work()
-
-    wait_until(is_loading, "the blocks are being loaded")
+    rig.begin_load(keys(6), context)
+    assert rig.tier.has_pending_work()
+    rig.manager.release_load("r")
     rig.manager.reset_cache()
     assert not rig.tier.has_pending_work()
     rig.finish(context)
@@ -148,112 +141,93 @@ def test_movers_encrypt_with_the_active_key_and_read_nothing_without_it(rigs: Ri
     assert rigs.make(io_processes=2).serve(keys(5), "keyless").hit_blocks == 0
 
 
-class Parts:
-    """What a transport needs, around the rows and the volume of an engine that moves nothing itself."""
-
-    def __init__(self, rigs: Rigs) -> None:
-        self.rows = rigs.make().primary.get_kv_memoryview()
-        self.breaker = Breaker()
-        self.transfers = Transfers(Slots(self.rows), SharedStore(rigs.root), self.breaker)
-        self.pool = WorkerPool(
-            IO_THREADS, default_limits(IO_THREADS, probe_seconds=20, transfer_seconds=20), staging_bytes=ROW_BYTES
-        )
-        self.pool.start()
-        self.ended: list[Job] = []
-
-    def load_job(self, job_id: int, count: int) -> Job:
-        blocks = [Block(of, slot, BlockKey(of[:-4], 0)) for slot, of in enumerate(keys(count))]
-        deadline = time.monotonic() + 60
-        return Job(job_id, is_load=True, request="r", blocks=blocks, deadline=deadline, on_complete=self.ended.append)
-
-    def close(self) -> None:
-        self.pool.close(20)
-        self.transfers.slots.release()
-        self.rows.release()
-
-
-@pytest.fixture
-def parts(rigs: Rigs) -> Iterator[Parts]:
-    made = Parts(rigs)
-    yield made
-    made.close()
-
-
-def test_movers_that_die_cost_no_breaker_and_threads_serve_until_they_are_back(rigs: Rigs, parts: Parts) -> None:
+def test_movers_that_die_cost_no_breaker_and_threads_serve_until_they_are_back(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rigs.write(keys(40))
-    region = find_region(parts.rows.cast("B"))
-    assert region is not None
     gate = rigs.root.parent / GATE
     gate.touch()
-    dispatcher = Dispatcher(
-        DispatchSettings(
-            movers=2,
-            region=region,
-            row_bytes=ROW_BYTES,
-            root=str(rigs.root),
-            direct=None,
-            stuck_seconds=60,
-            file_system="mover_fs:DyingWhileShutFs",
-            retry_seconds=0.3,
-        )
-    )
-    dispatcher.start()
-    counts: set[int] = set()
-    transport = ProcessTransport(dispatcher, ThreadTransport(parts.pool, parts.transfers), parts.transfers, ROW_BYTES)
+    real = site._movers_settings
 
-    def carry_out(job: Job) -> list[object]:
-        transport.load(job)
+    def settings(config: contract.ConnectorConfig) -> MoversSettings:
+        return replace(real(config), file_system="mover_fs:DyingWhileShutFs", retry_seconds=0.3)
 
-        def is_over() -> bool:
-            transport.collect()
-            counts.add(transport.count_processes())
-            return job in parts.ended
+    monkeypatch.setattr(site, "_movers_settings", settings)
+    rig = rigs.make(io_processes=2)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 40, "the volume is walked")
+    counts: set[float] = set()
+    load = rig.begin_load(keys(40), rig.request("first"))
 
-        wait_until(is_over, "the job has ended")
-        return list(job.outcomes)
+    def has_ended() -> bool:
+        rig.end_step()
+        rig.poll()
+        counts.add(rig.metric("vllm:kvtier_disk_io_processes"))
+        return not rig.tier.has_pending_work()
 
-    outcomes = carry_out(parts.load_job(1, 40))
-    # Each death costs the block in hand, and once there were too many, threads did the rest.
-    assert 0 < sum(isinstance(outcome, Hit) for outcome in outcomes) < 40
-    assert parts.breaker.view(Direction.LOAD).state is State.CLOSED
+    wait_until(has_ended, "the load has ended")
+    # Each death cost the block in hand, and once there were too many, threads did the rest.
+    assert 0 < len(load.failed) < 40
+    assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
     assert 0 in counts
+    rig.manager.release_load("first")
     gate.unlink()
-
-    def are_back() -> bool:
-        transport.collect()
-        return transport.count_processes() == 2
-
-    wait_until(are_back, "the movers are back")
-    assert all(isinstance(outcome, Hit) for outcome in carry_out(parts.load_job(2, 40)))
-    assert bytes(parts.rows.cast("B")[:ROW_BYTES]) == payload(key(0))
-    transport.close(20)
+    rig.manager.reset_cache()
+    wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_io_processes") == 2, "the movers are back")
+    # What was in hand when a mover died is left alone for a while.
+    kept = [key(number) for number in range(40) if number not in load.failed]
+    assert rig.serve(kept, "again").hit_blocks == len(kept)
 
 
 def test_an_engine_that_runs_out_of_descriptors_at_any_point_of_its_start_moves_blocks_by_threads(
-    rigs: Rigs, parts: Parts, caplog: pytest.LogCaptureFixture
+    rigs: Rigs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = contract.decode(rigs.config_file(io_processes=1).read_text())
+    rig = rigs.make()
+    view = rig.primary.get_kv_memoryview()
+    fd = os.memfd_create("cpu-tier")
+    os.ftruncate(fd, view.nbytes)
+    settings = MoversSettings(
+        root=str(rigs.root), processes=1, threads=IO_THREADS, deadline_seconds=20, file_system="", direct=None
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     holes = []
-    made = []
+    made: list[int] = []
     before = open_descriptors()
     while len(holes) < max(before) + 1 - len(before):
         holes.append(os.dup(0))
-    for spare in range(16):
+    for spare in range(24):
         opened = open_descriptors()
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1 + spare, hard))
         try:
-            transport = make_transport(config, parts.rows, parts.transfers, parts.pool, LOCAL)
+            movers_ = make_movers(settings, rigs, view, fd)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        made.append(transport.count_processes())
-        transport.close(20)
-        assert open_descriptors() == opened
-    for hole in holes:
+        if movers_ is not None:
+            made.append(movers_.counts().processes)
+            movers_.close(20)
+        # The volume's own threads open and close files meanwhile.
+        wait_until(lambda opened=opened: open_descriptors() <= opened, "nothing stays open")
+    for hole in (*holes, fd):
         os.close(hole)
+    view.release()
     assert made == sorted(made)
     assert {made[0], made[-1]} == {0, 1}
     assert any("threads" in record.message for record in caplog.records)
+
+
+def make_movers(settings: MoversSettings, rigs: Rigs, view: memoryview, fd: int) -> Movers | None:
+    """Return started movers, None where there is no room for their pipes."""
+    try:
+        made = Movers(
+            settings,
+            store=SharedStore(rigs.root),
+            breaker=Breaker(),
+            rows=view,
+            regions=[Region(fd, 0, view.nbytes // ROW_BYTES)],
+        )
+    except OSError:
+        return None
+    made.start()
+    return made
 
 
 def open_descriptors() -> set[int]:
@@ -285,20 +259,18 @@ def test_an_engine_on_a_host_without_room_for_processes_serves_by_threads_and_sa
     assert rig.metric("vllm:kvtier_disk_io_processes") == 0
 
 
-def test_a_host_with_room_for_some_threads_serves_with_those(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_room_for_some_threads_serves_with_those(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     start: Callable[[threading.Thread], None] = threading.Thread.start
     started = itertools.count()
 
     def start_two(thread: threading.Thread) -> None:
-        if next(started) >= 2:
+        if thread.name.startswith("kvtier-io") and next(started) >= 2:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    done = threading.Semaphore(0)
-    pool = WorkerPool(4, default_limits(4, probe_seconds=20, transfer_seconds=20), staging_bytes=4096)
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    pool.start()
-    monkeypatch.undo()
-    pool.submit(Lane.LOAD, [lambda _: done.release() for _ in range(8)])
-    assert all(done.acquire(timeout=20) for _ in range(8))
-    assert pool.close(20)
+    rig = rigs.make()
+    rig.offload(keys(8))
+    rig.manager.reset_cache()
+    assert rig.serve(keys(8)).hit_blocks == 8
+    assert next(started) > 2

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import ROW_BYTES, Rigs, keys, offloading_config
+from rig import DECLARED, ROW_BYTES, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
-from kvtier_connector.tier.manager import SharedVolumeTier
+from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.metrics import METRICS
 from kvtier_connector.tier.spec import KVTierSpec
+from kvtier_connector.tier.tier import SharedVolumeTier
 
 
 def extra_config(rigs: Rigs) -> dict[str, object]:
@@ -28,7 +29,7 @@ def extra_config(rigs: Rigs) -> dict[str, object]:
         "secondary_tiers": [
             {
                 "type": "SharedVolumeTier",
-                "module_path": "kvtier_connector.tier.manager",
+                "module_path": "kvtier_connector.tier.tier",
                 "config_file": str(rigs.config_file()),
             }
         ],
@@ -71,6 +72,8 @@ def test_the_metrics_of_the_tier_are_declared_through_the_spec(rigs: Rigs) -> No
 
 def test_a_manager_built_by_the_spec_offloads_and_finds(rigs: Rigs) -> None:
     manager = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_manager()
+    assert isinstance(manager, KVTierManager)
+    manager.volume.open([DECLARED])
     context = ReqContext(req_id="r")
     manager.on_new_request(context)
     prepared = manager.prepare_store(keys(2), context)

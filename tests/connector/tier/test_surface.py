@@ -1,111 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we override exists in vLLM with the signature we know: an upgrade fails here, readably, and not in a pod."""
+"""What we rely on is there in this vLLM, and the table of it is complete: an upgrade fails here and not in a pod."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
-from dataclasses import fields
+import textwrap
+from collections.abc import Iterator
 
 import pytest
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, ReqContext, ScheduleEndContext
-from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingParallelConfig
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+import kvtier_connector.tier
+from kvtier_connector.tier import compat
+from kvtier_connector.tier.compat import RELIED_ON
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker
-from kvtier_connector.tier.manager import SharedVolumeTier
-from kvtier_connector.tier.spec import KVTierSpec
-
-OVERRIDDEN = {
-    (SharedVolumeTier, SecondaryTierManager): (
-        "lookup",
-        "submit_load",
-        "submit_store",
-        "get_finished_jobs",
-        "has_pending_work",
-        "take_events",
-        "on_new_request",
-        "on_request_finished",
-        "on_schedule_end",
-        "drain_jobs",
-        "shutdown",
-        "build_metric_definitions",
-        "get_stats",
-    ),
-    (CpuCopyWorker, OffloadingWorker): ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
-    (KVTierSpec, TieringOffloadingSpec): ("__init__", "get_manager", "get_worker"),
-}
-CASES = [(ours, theirs, name) for (ours, theirs), names in OVERRIDDEN.items() for name in names]
+from kvtier_connector.tier.reliance import Reliance, names_of
+from kvtier_connector.tier.tier import SharedVolumeTier
 
 
-@pytest.mark.parametrize(("ours", "theirs", "name"), CASES, ids=[f"{case[0].__name__}.{case[2]}" for case in CASES])
-def test_an_overridden_hook_takes_what_vllm_passes(ours: type, theirs: type, name: str) -> None:
-    mine, upstream = (inspect.signature(getattr(owner, name)).parameters for owner in (ours, theirs))
-    assert [(p.name, p.kind) for p in mine.values()] == [(p.name, p.kind) for p in upstream.values()]
+def classes_of_ours() -> Iterator[type]:
+    """Yield the classes of the tier that derive from one of vLLM's."""
+    for module in pkgutil.iter_modules(kvtier_connector.tier.__path__):
+        loaded = importlib.import_module(f"kvtier_connector.tier.{module.name}")
+        for found in vars(loaded).values():
+            if isinstance(found, type) and found.__module__ == loaded.__name__ and bases_of(found):
+                yield found
+
+
+def bases_of(ours: type) -> list[type]:
+    return [base for base in ours.__mro__ if base.__module__.startswith("vllm")]
+
+
+def reliances_on(ours: type) -> list[Reliance]:
+    owners = {f"{base.__module__}:{base.__name__}" for base in bases_of(ours)}
+    return [reliance for reliance in RELIED_ON if reliance.owner in owners]
+
+
+def replaced_by(ours: type) -> set[str]:
+    """Return the methods of vLLM that the class replaces."""
+    theirs = {name for base in bases_of(ours) for name, value in vars(base).items() if callable(getattr(base, name))}
+    hidden = {name for name in theirs if name.startswith("__") and name != "__init__"}
+    return (set(vars(ours)) & theirs) - hidden
+
+
+def names_used_by(ours: type) -> set[str]:
+    """Return what the class reads of itself, or of its parents, that is vLLM's."""
+    theirs = {name for base in bases_of(ours) for name in names_of(base)}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(ours)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+            or (
+                isinstance(node.value, ast.Call)
+                and isinstance(node.value.func, ast.Name)
+                and node.value.func.id == "super"
+            )
+        )
+    } & theirs
+
+
+OURS = list(classes_of_ours())
+OVERRIDDEN = [(ours, call) for ours in OURS for on in reliances_on(ours) for call in on.overridden]
+
+
+def test_nothing_that_we_rely_on_is_missing() -> None:
+    assert compat.missing() == []
+
+
+def test_the_release_at_hand_is_one_that_is_said_to_be_tested() -> None:
+    assert compat.examine().standing is compat.Standing.TESTED
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
+def test_every_method_of_vllm_that_we_replace_is_in_the_table(ours: type) -> None:
+    written = {call.partition("(")[0] for on in reliances_on(ours) for call in on.overridden}
+    constructed = {"__init__" for on in reliances_on(ours) for call in on.called if call.startswith("__init__(")}
+    assert replaced_by(ours) <= written | constructed
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
+def test_every_name_of_vllm_that_a_derived_class_uses_is_in_the_table(ours: type) -> None:
+    table = reliances_on(ours)
+    calls = {call.partition("(")[0] for on in table for call in (*on.overridden, *on.called)}
+    names = {name.rstrip("?") for on in table for name in on.read}
+    assert names_used_by(ours) - replaced_by(ours) <= calls | names
+
+
+@pytest.mark.parametrize(("ours", "written"), OVERRIDDEN, ids=[f"{ours.__name__}.{call}" for ours, call in OVERRIDDEN])
+def test_a_replaced_method_takes_all_that_vllm_may_pass(ours: type, written: str) -> None:
+    name, _, inside = written.rstrip(")").partition("(")
+    parameters = inspect.signature(inspect.unwrap(getattr(ours, name))).parameters
+    for parameter in filter(None, inside.split(", ")):
+        mine = parameters.get(parameter.rstrip("?"))
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        assert mine is not None or takes_any
+        assert mine is None or not parameter.endswith("?") or mine.default is not mine.empty
 
 
 def test_every_abstract_method_of_vllm_is_implemented() -> None:
-    assert not SharedVolumeTier.__abstractmethods__
-    assert not CpuCopyWorker.__abstractmethods__
-
-
-def test_the_tier_is_constructed_with_the_arguments_that_vllm_passes() -> None:
-    mine = inspect.signature(SharedVolumeTier.__init__).parameters
-    for name in inspect.signature(SecondaryTierManager.__init__).parameters:
-        assert name in mine
+    assert [ours for ours in OURS if inspect.isabstract(ours)] == []
+    assert {SharedVolumeTier, CpuCopyWorker} <= set(OURS)
 
 
 def test_vllm_finds_the_tier_by_the_configuration_that_the_operator_writes() -> None:
     config = {
         "type": "SharedVolumeTier",
-        "module_path": "kvtier_connector.tier.manager",
+        "module_path": "kvtier_connector.tier.tier",
         "config_file": "/etc/kvtier/connector.json",
         "generation": "0123456789abcdef",
     }
     assert SecondaryTierFactory.get_tier_class(config) is SharedVolumeTier
 
 
-@pytest.mark.parametrize(
-    ("record", "used"),
-    [
-        (TransferJob, {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}),
-        (JobResult, {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"}),
-        (ReqContext, {"req_id", "_offload_key_positions"}),
-        (
-            OffloadingConfig,
-            {
-                "groups",
-                "model",
-                "cache",
-                "parallel",
-                "engine_id",
-                "canonical_layout",
-                "replicated_layout",
-                "kv_cache_layout",
-            },
-        ),
-        (
-            OffloadingParallelConfig,
-            {"rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "is_parallelism_agnostic"},
-        ),
-    ],
-)
-def test_the_fields_that_we_use_exist(record: type, used: set[str]) -> None:
-    assert used <= {field.name for field in fields(record)}
-
-
 def test_the_step_context_tells_which_requests_were_scheduled() -> None:
     assert ScheduleEndContext._fields == ("new_req_ids", "preempted_req_ids")
-
-
-def test_a_region_is_made_with_the_arguments_that_we_pass() -> None:
-    parameters = set(inspect.signature(SharedOffloadRegion.__init__).parameters)
-    assert {"engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"} <= parameters
-    assert hasattr(SharedOffloadRegion, "create_next_worker_view")
 
 
 def test_a_gpu_spec_carries_what_the_copy_needs() -> None:
@@ -115,7 +132,7 @@ def test_a_gpu_spec_carries_what_the_copy_needs() -> None:
 
 def test_importing_the_spec_and_the_tier_starts_nothing() -> None:
     script = (
-        "import threading, torch, kvtier_connector.tier.spec, kvtier_connector.tier.manager\n"
+        "import threading, torch, kvtier_connector.tier.spec, kvtier_connector.tier.connector\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not [thread for thread in threading.enumerate() if thread.name.startswith('kvtier')]\n"
     )

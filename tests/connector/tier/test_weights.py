@@ -1,89 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a name does not say about the weights, the engine finds out: a commit, or a digest of a directory."""
+"""Blocks are read for just the weights that computed them, also where the weights of a running engine are replaced."""
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from rig import Rigs, keys, offloading_config
-from vllm.v1.kv_offload.config import OffloadingModelConfig
+import torch
+from engine_fleet import Engines
+from engine_parts import prompt_of
+from engine_rig import SimulatedEngine
+from rig import wait_until
 
-from kvtier_connector.tier.weights import fingerprint
+from kvtier_connector.store import identity
+from kvtier_connector.tier.offloading_connector import KVTierConnector
+from kvtier_connector.tier.weights import LoadedModel, Weights, can_change_unseen, join
 
-COMMITS = ("0e9e39f249a16976918f6564b8830bc894c89659", "1111111111111111111111111111111111111111")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "llama"
-    directory.mkdir()
-    (directory / "config.json").write_text('{"hidden_size": 64}')
-    (directory / "tokenizer.json").write_text("{}")
-    generator = random.Random(7)
-    for number in range(2):
-        (directory / f"model-{number}.safetensors").write_bytes(generator.randbytes(1 << 20))
-    return directory
+PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
+HITS = 12 * 16
 
 
-def test_the_same_directory_elsewhere_and_later_is_the_same(model: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(model, tmp_path / "copy")
-    for path in copied.iterdir():
-        os.utime(path, (1, 1))
-    assert fingerprint(str(copied), "main") == fingerprint(str(model), "main")
-    assert fingerprint(str(model), "main").startswith("sha256:")
+def ask(engine: SimulatedEngine, name: str, prompt: list[int] = PROMPT) -> int:
+    """Return how many tokens were computed; the engine compares every value that it builds upon."""
+    computed = engine.ask(name, prompt)
+    engine.run()
+    return computed
 
 
-def test_other_weights_in_the_same_place_are_others(model: Path) -> None:
-    before = fingerprint(str(model), "main")
-    (model / "model-1.safetensors").write_bytes(random.Random(8).randbytes(1 << 20))
-    trained = fingerprint(str(model), "main")
-    (model / "config.json").write_text('{"hidden_size": 64, "rope_theta": 1e6}')
-    assert len({before, trained, fingerprint(str(model), "main")}) == 3
+def settle(engine: SimulatedEngine) -> None:
+    """Have the engine compute something, and wait until it has its directory."""
+    ask(engine, f"settle {engine.steps}", OTHER)
+    wait_until(lambda: engine.metric("vllm:kvtier_disk_active") == 1, "the engine has a directory")
+    ask(engine, f"settled {engine.steps}", prompt_of(3, seed=3))
 
 
-def test_what_is_no_weight_does_not_matter(model: Path) -> None:
-    before = fingerprint(str(model), "main")
-    (model / "README.md").write_text("hello")
-    assert fingerprint(str(model), "main") == before
+def directories(engines: Engines) -> list[str]:
+    return sorted(path.name for path in engines.rigs.root.parent.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4097])
-def test_files_of_any_size_are_sampled(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"a" * size)
-    before = fingerprint(str(tmp_path), "main")
-    path.write_bytes(b"b" * size)
-    assert (fingerprint(str(tmp_path), "main") == before) is (size == 0)
+def test_an_engine_whose_weights_were_replaced_never_reads_blocks_of_the_old_ones(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
+    engine = engines.make()
+    assert ask(engine, "a") == len(PROMPT)
+    engine.update_weights(7)
+    assert ask(engine, "b") == len(PROMPT)
+    settle(engine)
+    assert ask(engine, "c") <= len(PROMPT)
 
 
-def test_a_branch_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    cached = tmp_path / "models--org--model"
-    (cached / "refs").mkdir(parents=True)
-    for commit in COMMITS:
-        (cached / "snapshots" / commit).mkdir(parents=True)
-        (cached / "snapshots" / commit / "config.json").write_text("{}")
-        (cached / "refs" / "main").write_text(commit)
-        assert fingerprint("org/model", "main") == commit
-    assert fingerprint("org/model", COMMITS[0]) == COMMITS[0]
+def test_what_an_updated_engine_stores_is_read_by_no_engine_with_the_model_s_own_weights(engines: Engines) -> None:
+    updated = engines.make()
+    updated.update_weights(7)
+    settle(updated)
+    assert ask(updated, "a") == len(PROMPT)
+    (own, epoch) = directories(engines)
+    assert epoch.startswith(f"{own}.w")
+    wait_until(lambda: list((engines.rigs.root.parent / epoch / "blocks").rglob("*.kvb")), "blocks of the new weights")
+    document = identity.read(engines.rigs.root.parent / epoch)
+    assert document is not None
+    assert document["digest"] == epoch
+    restarted = engines.make()
+    assert ask(restarted, "b") == len(PROMPT)
 
 
-@pytest.mark.parametrize("name", ["org/absent", "not a name", "/nowhere/at/all", "a/b/c"])
-def test_what_cannot_be_told_is_empty_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert fingerprint(name, "main") == ""
+def test_engines_with_the_same_update_share_its_blocks(engines: Engines) -> None:
+    first, second = engines.make(), engines.make()
+    for engine in (first, second):
+        engine.update_weights(7)
+        settle(engine)
+    assert ask(first, "a") == len(PROMPT)
+    second.wait_until_known(12)
+    assert ask(second, "b") == len(PROMPT) - HITS
 
 
-def test_an_engine_with_other_weights_in_the_same_directory_is_a_stranger(rigs: Rigs, model: Path) -> None:
-    config = offloading_config(model=OffloadingModelConfig(name=str(model), dtype="bfloat16"))
-    rigs.make(config=config).offload(keys(3))
-    assert rigs.make(config=config).serve(keys(3)).hit_blocks == 3
+def test_a_reset_after_which_the_weights_are_as_before_costs_no_block_on_the_volume(
+    engines: Engines,
+) -> None:
+    engine = engines.make()
+    assert ask(engine, "a") == len(PROMPT)
+    engine.update_weights(0)
+    settle(engine)
+    assert ask(engine, "b") == len(PROMPT) - HITS
+    assert len(directories(engines)) == 1
 
-    (model / "model-0.safetensors").write_bytes(random.Random(9).randbytes(1 << 20))
-    stranger = rigs.make(config=config)
-    assert stranger.serve(keys(3)).hit_blocks == 0
-    assert stranger.metric("vllm:kvtier_disk_refused", "engine.weights") == 1
+
+def test_an_engine_comes_back_to_its_first_blocks_with_its_first_weights(engines: Engines) -> None:
+    engine = engines.make()
+    assert ask(engine, "a") == len(PROMPT)
+    for seed in (7, 0):
+        engine.update_weights(seed)
+        settle(engine)
+    engine.wait_until_known(12)
+    assert ask(engine, "b") == len(PROMPT) - HITS
+
+
+def test_nothing_is_read_or_stored_between_a_reset_and_the_next_look(engines: Engines, writer: SimulatedEngine) -> None:
+    engine = engines.make()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.step()
+    engine.step()
+    assert engine.tier.is_doubting, "a step that computes nothing may lie before the update"
+    assert ask(engine, "a") == len(PROMPT)
+    assert engine.metric("vllm:kvtier_disk_misses", "weights") >= 1
+    assert not engine.tier.is_doubting
+
+
+def test_an_answer_to_an_earlier_question_is_not_believed(engines: Engines) -> None:
+    engine = engines.make()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.add("a", PROMPT)
+    side, tier = engine.side, engine.tier
+    output = engine.scheduler.schedule()
+    metadata: Any = output.kv_connector_metadata
+    assert metadata.question == 1
+    side._found, side._question = {}, 2
+    told = SimpleNamespace(weights={0: (1, "old")}, completed_jobs={})
+    side._found.update({rank: found for rank, (question, found) in told.weights.items() if question == side._question})
+    assert tier.is_doubting
+    assert side._found == {}
+
+
+def test_weights_that_nobody_can_look_at_are_shared_with_nobody() -> None:
+    weights = Weights("original", is_shared=True)
+    assert weights.epoch == ""
+    weights.settle(None)
+    alone = weights.epoch
+    assert alone.startswith("p")
+    weights.settle(None)
+    assert weights.epoch not in {"", alone}
+    weights.settle("original")
+    assert weights.epoch == ""
+    unknown = Weights(None, is_shared=True)
+    unknown.settle("found")
+    assert unknown.epoch.startswith("p")
+
+
+def test_an_engine_that_can_be_given_weights_without_a_reset_shares_its_blocks_with_nobody() -> None:
+    alone = Weights("original", is_shared=False)
+    assert alone.epoch.startswith("p")
+    alone.settle("original")
+    assert alone.epoch.startswith("p")
+
+    def config(**changes: Any) -> Any:
+        extension = changes.pop("worker_extension_cls", "")
+        return SimpleNamespace(
+            weight_transfer_config=changes.get("weight_transfer_config"),
+            parallel_config=SimpleNamespace(worker_extension_cls=extension),
+        )
+
+    assert not can_change_unseen(config())
+    assert can_change_unseen(config(weight_transfer_config=object()))
+    assert can_change_unseen(config(worker_extension_cls="trainer.Extension"))
+
+
+class Holder:
+    """Has a model, as vLLM's workers do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.look = self._look()
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def _look(self) -> LoadedModel:
+        return LoadedModel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_a_change_of_any_weight_shows(dtype: torch.dtype) -> None:
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(torch.arange(15).to(dtype), requires_grad=False) for name in ("one", "two")}
+    )
+    holder = Holder(model)
+    seen = [holder.look.digest()]
+    for name in ("one", "two"):
+        for place in range(15):
+            model[name].data.view(torch.uint8)[place] ^= 1
+            seen.append(holder.look.digest())
+    swapped = model["one"].data[[1, 0, *range(2, 15)]]
+    model["one"].data.copy_(swapped)
+    seen.append(holder.look.digest())
+    assert None not in seen
+    assert len(set(seen)) == len(seen)
+
+
+def test_weights_of_a_draft_model_count_and_what_cannot_be_read_is_unknown() -> None:
+    holder = Holder(torch.nn.Linear(2, 2))
+    before = holder.look.digest()
+    holder.drafter = SimpleNamespace(model=torch.nn.Linear(2, 2))  # type: ignore[attr-defined]  # as vLLM's runner has
+    assert holder.look.digest() != before
+    holder.model = torch.nn.Linear(2, 2, device="meta")
+    assert holder.look.digest() is None
+    assert join(["a", None]) is None
+    assert join([]) is None
+    assert join(["a", "b"]) != join(["b", "a"])
+
+
+def test_a_weight_that_a_kernel_keeps_elsewhere_makes_them_unknown() -> None:
+    weights = {"one": torch.ones(4), "packed": torch.empty(0)}
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    )
+    assert Holder(model).look.digest() is None
+
+
+def test_weights_that_can_be_told_neither_by_files_nor_by_a_look_are_no_tier(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(LoadedModel, "digest", lambda self: None)
+    engine = engines.make()
+    assert isinstance(engine.connector, KVTierConnector)
+    assert ask(engine, "a") == len(PROMPT)
+    assert engine.metric("vllm:kvtier_disk_refused", "engine.weights") == 1
+    assert engine.metric("vllm:kvtier_disk_active") == 0
+    assert not engines.rigs.root.exists()

@@ -8,9 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import waiting
 import yaml
 from kubernetes import client, config
+from plain_http import PlainHttp
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
@@ -36,47 +34,15 @@ def api() -> Iterator[ApiServerThread]:
 def http(api: ApiServerThread) -> Callable[..., tuple[int, Any]]:
     """`http(method, path, body, media_type=..., accept=..., **query)` returns the code and the decoded answer."""
 
-    def send(
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        media_type: str = "application/json",
-        accept: str = "application/json",
-        **query: str,
-    ) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        headers = {"Content-Type": media_type, "Accept": accept, "User-Agent": "tester/1"}
-        url = f"{api.url}{path}?{urllib.parse.urlencode(query)}"
-        request = urllib.request.Request(url, data=data, method=method, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as response:
-                code, text = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                code, text = error.code, error.read()
-        try:
-            return code, json.loads(text)
-        except ValueError:
-            return code, text.decode()
-
-    return send
+    return PlainHttp(api.url, seconds=DEADLINE_SECONDS).send
 
 
 @pytest.fixture
 def watch(api: ApiServerThread) -> Iterator[Callable[..., Iterator[dict[str, Any]]]]:
     """`watch(path, **query)` iterates over the events of a watch."""
-    opened = []
-
-    def start(path: str, **query: str) -> Iterator[dict[str, Any]]:
-        url = f"{api.url}{path}?{urllib.parse.urlencode({'watch': 'true', **query})}"
-        response = urllib.request.urlopen(url, timeout=DEADLINE_SECONDS)
-        opened.append(response)
-        return (json.loads(line) for line in response)
-
-    yield start
-    for response in opened:
-        response.close()
+    plain = PlainHttp(api.url, seconds=DEADLINE_SECONDS)
+    yield plain.watch
+    plain.close()
 
 
 @pytest.fixture

@@ -51,7 +51,9 @@ def test_a_selector_that_cannot_be_read_is_refused() -> None:
 )
 def test_a_field_selector_matches_what_it_says(selector: str, *, is_match: bool) -> None:
     manifest: dict[str, Any] = {"metadata": {"name": "a"}, "status": {"phase": "Running"}}
-    assert selectors.Selection.parse(None, None, {"fieldSelector": selector}).matches(manifest) is is_match
+    selectable = ("metadata.name", "status.phase", "spec.nodeName")
+    selection = selectors.Selection.parse(None, None, {"fieldSelector": selector}, selectable)
+    assert selection.matches(manifest) is is_match
 
 
 @pytest.mark.parametrize(

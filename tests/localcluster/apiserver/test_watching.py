@@ -13,7 +13,6 @@ from kvtier_localcluster.apiserver import ApiError, ApiServerThread, storage
 
 Http = Callable[..., tuple[int, Any]]
 Watch = Callable[..., Iterator[dict[str, Any]]]
-MERGE = "application/merge-patch+json"
 PATH = "/api/v1/namespaces/default/configmaps"
 
 
@@ -24,28 +23,6 @@ def _config_map(name: str, **labels: str) -> dict[str, Any]:
 
 def _seen(event: dict[str, Any]) -> tuple[str, str]:
     return event["type"], event["object"]["metadata"].get("name", "")
-
-
-def test_a_watch_shows_the_present_and_then_what_happens(api: ApiServerThread, http: Http, watch: Watch) -> None:
-    api.create(_config_map("a"))
-    events = watch(PATH)
-    assert _seen(next(events)) == ("ADDED", "a")
-    http("PATCH", f"{PATH}/a", {"data": {"x": "y"}}, media_type=MERGE)
-    assert _seen(next(events)) == ("MODIFIED", "a")
-    http("DELETE", f"{PATH}/a")
-    assert _seen(next(events)) == ("DELETED", "a")
-
-
-def test_a_watch_resumes_after_the_version_it_names(api: ApiServerThread, http: Http, watch: Watch) -> None:
-    api.create(_config_map("a"))
-    version = http("GET", PATH)[1]["metadata"]["resourceVersion"]
-    api.create(_config_map("b"))
-    http("DELETE", f"{PATH}/a")
-    events = watch(PATH, resourceVersion=version)
-    first, second = next(events), next(events)
-    assert [_seen(first), _seen(second)] == [("ADDED", "b"), ("DELETED", "a")]
-    versions = [int(event["object"]["metadata"]["resourceVersion"]) for event in (first, second)]
-    assert int(version) < versions[0] < versions[1]
 
 
 def test_a_compacted_version_is_gone_and_a_new_list_works(api: ApiServerThread, http: Http, watch: Watch) -> None:
@@ -72,10 +49,6 @@ def test_dropped_watches_end(api: ApiServerThread, watch: Watch) -> None:
     assert list(events) == []
 
 
-def test_a_watch_ends_after_its_time(watch: Watch) -> None:
-    assert list(watch(PATH, timeoutSeconds="0.1")) == []
-
-
 def test_bookmarks_tell_how_far_a_watch_has_come(api: ApiServerThread, watch: Watch) -> None:
     events = watch(PATH, allowWatchBookmarks="true")
     api.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "namespace": "default"}})
@@ -84,27 +57,6 @@ def test_bookmarks_tell_how_far_a_watch_has_come(api: ApiServerThread, watch: Wa
     version = int(made["metadata"]["resourceVersion"])
     bookmark = next(event for event in events if int(event["object"]["metadata"]["resourceVersion"]) >= version)
     assert bookmark["type"] == "BOOKMARK"
-
-
-def test_a_streamed_list_ends_with_a_marked_bookmark(api: ApiServerThread, watch: Watch) -> None:
-    api.create(_config_map("a"))
-    query = {"sendInitialEvents": "true", "allowWatchBookmarks": "true", "resourceVersionMatch": "NotOlderThan"}
-    events = watch(PATH, **query)
-    assert _seen(next(events)) == ("ADDED", "a")
-    end = next(events)
-    assert end["type"] == "BOOKMARK"
-    assert end["object"]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}
-
-
-def test_an_object_enters_and_leaves_a_selected_watch(api: ApiServerThread, http: Http, watch: Watch) -> None:
-    api.create(_config_map("a", x="0"))
-    version = http("GET", PATH)[1]["metadata"]["resourceVersion"]
-    events = watch(PATH, resourceVersion=version, labelSelector="x=1")
-    for value in ("1", "2", "1"):
-        http("PATCH", f"{PATH}/a", {"metadata": {"labels": {"x": value}}}, media_type=MERGE)
-    http("DELETE", f"{PATH}/a")
-    kinds = [next(events)["type"] for _ in range(4)]
-    assert kinds == ["ADDED", "DELETED", "ADDED", "DELETED"]
 
 
 def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
@@ -121,20 +73,6 @@ def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
     assert _seen(next(one)) == ("DELETED", "b")
     everywhere = watch("/api/v1/configmaps", timeoutSeconds="0.1")
     assert [event["object"]["metadata"]["namespace"] for event in everywhere] == ["kube-public"]
-
-
-def test_pages_cover_a_list_without_gaps(api: ApiServerThread, http: Http) -> None:
-    for name in "edcba":
-        api.create(_config_map(name))
-    found: list[str] = []
-    query: dict[str, str] = {"limit": "2"}
-    while True:
-        _, page = http("GET", PATH, **query)
-        found += [item["metadata"]["name"] for item in page["items"]]
-        if "continue" not in page["metadata"]:
-            break
-        query["continue"] = page["metadata"]["continue"]
-    assert found == ["a", "b", "c", "d", "e"]
 
 
 def test_a_page_token_expires_and_a_damaged_one_is_refused(api: ApiServerThread, http: Http) -> None:

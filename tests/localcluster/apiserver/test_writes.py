@@ -29,27 +29,6 @@ def _claim(size: str = "1Gi", **spec: Any) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "v"}, "spec": wanted}
 
 
-def test_the_server_sets_identity_and_version(http: Http) -> None:
-    code, made = http("POST", f"{DEFAULT}/configmaps", _config_map(a="b"))
-    assert code == 201
-    assert {"uid", "resourceVersion", "creationTimestamp"} <= made["metadata"].keys()
-    assert made["metadata"]["namespace"] == "default"
-
-
-def test_a_generated_name_extends_its_prefix(http: Http) -> None:
-    manifest = _config_map()
-    manifest["metadata"] = {"generateName": "made-"}
-    names = {http("POST", f"{DEFAULT}/configmaps", manifest)[1]["metadata"]["name"] for _ in range(3)}
-    assert len(names) == 3
-    assert all(name.startswith("made-") for name in names)
-
-
-def test_a_taken_name_is_refused(http: Http) -> None:
-    http("POST", f"{DEFAULT}/configmaps", _config_map())
-    code, status = http("POST", f"{DEFAULT}/configmaps", _config_map())
-    assert (code, status["reason"]) == (409, "AlreadyExists")
-
-
 def test_a_missing_namespace_is_refused(http: Http) -> None:
     code, status = http("POST", "/api/v1/namespaces/nowhere/configmaps", _config_map())
     assert code == 404
@@ -59,13 +38,6 @@ def test_a_missing_namespace_is_refused(http: Http) -> None:
 @pytest.mark.parametrize("name", ["Upper", "under_score", "-dash", "a..b", "x" * 254])
 def test_a_name_that_is_no_subdomain_is_refused(http: Http, name: str) -> None:
     assert http("POST", f"{DEFAULT}/configmaps", _config_map(name))[0] == 422
-
-
-def test_a_put_on_an_older_version_conflicts(http: Http) -> None:
-    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
-    http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
-    code, status = http("PUT", f"{DEFAULT}/configmaps/c", first)
-    assert (code, status["reason"]) == (409, "Conflict")
 
 
 def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
@@ -84,44 +56,6 @@ def test_a_json_patch_tests_the_version(http: Http) -> None:
     ]
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 200
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 422
-
-
-def test_a_write_that_changes_nothing_keeps_the_version(http: Http) -> None:
-    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
-    _, same = http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "1"}}, media_type=MERGE)
-    assert same == first
-    _, put = http("PUT", f"{DEFAULT}/configmaps/c", first)
-    assert put == first
-
-
-def test_a_dry_run_stores_nothing(http: Http) -> None:
-    code, shown = http("POST", f"{DEFAULT}/configmaps", _config_map(), dryRun="All")
-    assert code == 201
-    assert shown["metadata"]["uid"]
-    assert http("GET", f"{DEFAULT}/configmaps/c")[0] == 404
-
-
-def test_a_create_ignores_the_status_and_a_spec_write_keeps_it(http: Http, engines: str, engine: Make) -> None:
-    manifest = {**engine(), "status": {"replicas": 9}}
-    _, made = http("POST", engines, manifest)
-    assert "status" not in made
-    http("PATCH", f"{engines}/a/status", {"status": {"replicas": 2}}, media_type=MERGE)
-    _, shown = http("PATCH", f"{engines}/a", {"spec": {"replicas": 5}, "status": {"replicas": 7}}, media_type=MERGE)
-    assert (shown["spec"]["replicas"], shown["status"]) == (5, {"replicas": 2})
-
-
-def test_a_status_write_changes_the_status_only(http: Http, engines: str, engine: Make) -> None:
-    http("POST", engines, engine())
-    _, shown = http("PATCH", f"{engines}/a/status", {"spec": {"replicas": 5}, "status": {"x": 1}}, media_type=MERGE)
-    assert (shown["spec"]["replicas"], shown["status"]) == (1, {"x": 1})
-
-
-def test_the_generation_counts_changes_of_the_spec(http: Http, engines: str, engine: Make) -> None:
-    _, made = http("POST", engines, engine())
-    _, labelled = http("PATCH", f"{engines}/a", {"metadata": {"labels": {"x": "y"}}}, media_type=MERGE)
-    _, reported = http("PATCH", f"{engines}/a/status", {"status": {"x": 1}}, media_type=MERGE)
-    _, changed = http("PATCH", f"{engines}/a", {"spec": {"replicas": 2}}, media_type=MERGE)
-    assert [each["metadata"]["generation"] for each in (made, labelled, reported, changed)] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("plural", ["pods", "persistentvolumeclaims", "nodes", "deployments", "replicasets"])
@@ -197,18 +131,6 @@ def test_a_container_that_cannot_run_is_refused(
     assert [cause["field"] for cause in status["details"]["causes"]] == [f"spec.template.spec.containers[0].{field}"]
 
 
-def test_a_selector_must_match_its_template_and_never_changes(http: Http, deployment: Make) -> None:
-    manifest = deployment()
-    manifest["spec"]["selector"]["matchLabels"] = {"app": "other"}
-    assert http("POST", DEPLOYMENTS, manifest)[0] == 422
-    http("POST", DEPLOYMENTS, deployment())
-    change = {"spec": {"selector": {"matchLabels": {"app": "x"}}, "template": {"metadata": {"labels": {"app": "x"}}}}}
-    code, status = http("PATCH", f"{DEPLOYMENTS}/web", change, media_type=MERGE)
-    assert code == 422
-    assert "spec.selector" in status["message"]
-    assert "field is immutable" in status["message"]
-
-
 def test_a_claim_can_only_grow(http: Http) -> None:
     path = f"{DEFAULT}/persistentvolumeclaims"
     _, made = http("POST", path, _claim("2Gi"))
@@ -237,12 +159,6 @@ def test_a_claim_grows_only_where_its_class_allows_it(api: ApiServerThread, http
         change = {"spec": {"resources": {"requests": {"storage": "5Gi"}}}}
         codes.append(http("PATCH", f"{path}/{name}", change, media_type=MERGE)[0])
     assert codes == [403, 200]
-
-
-def test_an_immutable_config_map_keeps_its_data(http: Http) -> None:
-    http("POST", f"{DEFAULT}/configmaps", {**_config_map(a="1"), "immutable": True})
-    assert http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)[0] == 422
-    assert http("PATCH", f"{DEFAULT}/configmaps/c", {"metadata": {"labels": {"x": "y"}}}, media_type=MERGE)[0] == 200
 
 
 def test_string_data_of_a_secret_becomes_data(http: Http) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CEL rules of a CustomResourceDefinition (`x-kubernetes-validations`), evaluated with Google's CEL runtime.
 
-Emulated of the Kubernetes libraries: quantities (as doubles), `find`, `isURL`; string extensions, optionals and
-`cel.bind` come with the runtime. Not emulated: the cost budget, and type checking of `self` (its fields are dynamic, so
-a misspelt one fails when the rule runs; `structural_problems` looks for those).
+Emulated of the Kubernetes libraries: quantities (as doubles), `find`, `isURL`; text functions and optionals come with
+the runtime. Not emulated: the budget of time when rules run, and type checking of `self` (its fields are dynamic, so a
+misspelt one fails when the rule runs; `structural_problems` looks for those).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import urllib.parse
 from typing import Any
 
 from cel_expr_python import cel
-from cel_expr_python.ext import ext_bindings, ext_optional, ext_strings
+from cel_expr_python.ext import ext_optional, ext_strings
 
+from kvtier_localcluster.apiserver.crd_schema import old_item
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.quantity import is_quantity, parse_quantity
 
@@ -66,7 +67,6 @@ def _environment() -> Any:
             member("compareTo", kind.INT, two, lambda a, b: (a > b) - (a < b)),
             member("add", kind.DOUBLE, two, lambda a, b: a + b),
             member("sub", kind.DOUBLE, two, lambda a, b: a - b),
-            member("sign", kind.INT, [kind.DOUBLE], lambda a: (a > 0) - (a < 0)),
             member("isInteger", kind.BOOL, [kind.DOUBLE], lambda a: a.is_integer()),
             member("asInteger", kind.INT, [kind.DOUBLE], int),
             member("asApproximateFloat", kind.DOUBLE, [kind.DOUBLE], lambda a: a),
@@ -75,7 +75,7 @@ def _environment() -> Any:
     )
     return cel.NewEnv(
         variables={"self": kind.DYN, "oldSelf": kind.DYN},
-        extensions=[ext_strings.ExtStrings(), ext_optional.ExtOptional(), ext_bindings.ExtBindings(), library],
+        extensions=[ext_strings.ExtStrings(), ext_optional.ExtOptional(), library],
     )
 
 
@@ -119,8 +119,8 @@ def rule_problems(new: Any, old: Any, schema: Json, path: str = "") -> list[str]
     problems: list[str] = []
     for rule in schema.get("x-kubernetes-validations") or []:
         is_transition = _USES_OLD_SELF.search(rule["rule"]) is not None
-        if is_transition and old is None and not rule.get("optionalOldSelf"):
-            continue
+        if (old is None and not rule.get("optionalOldSelf")) if is_transition else (old is not None and new == old):
+            continue  # there was nothing before, or it was stored like that before the rule came
         data = {"self": to_cel(new, schema, is_root=not path), "oldSelf": to_cel(old, schema, is_root=not path)}
         problem = _evaluate(rule, data)
         if problem is not None:
@@ -134,15 +134,9 @@ def rule_problems(new: Any, old: Any, schema: Json, path: str = "") -> list[str]
                 problems += rule_problems(value, before, below, f"{path}.{name}".lstrip("."))
     elif isinstance(new, list) and isinstance(schema.get("items"), dict):
         for index, value in enumerate(new):
-            before = _old_item(value, old, schema.get("x-kubernetes-list-map-keys"))
+            before = old_item(value, old, schema)
             problems += rule_problems(value, before, schema["items"], f"{path}[{index}]")
     return problems
-
-
-def _old_item(value: Any, old: Any, keys: list[str] | None) -> Any:
-    if not keys or not isinstance(old, list) or not isinstance(value, dict):
-        return None
-    return next((item for item in old if all(item.get(key) == value.get(key) for key in keys)), None)
 
 
 def _evaluate(rule: Json, data: Json) -> str | None:

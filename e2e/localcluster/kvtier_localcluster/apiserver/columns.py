@@ -234,6 +234,7 @@ BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
         ("Capacity", _field("status.capacity.storage", "")),
         ("Access Modes", _access_modes("status.accessModes")),
         ("StorageClass", _field("spec.storageClassName", "")),
+        ("VolumeAttributesClass", _field("spec.volumeAttributesClassName", "<unset>")),
         ("Age", age),
         ("+VolumeMode", _field("spec.volumeMode")),
     ),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jsonschema
@@ -13,6 +13,7 @@ from kvtier_localcluster.apiserver.objects import Json, compact_json
 
 _OBJECT_FIELDS = ("apiVersion", "kind", "metadata")
 _UNCHECKED_FORMATS = ("int32", "int64", "byte", "password", "double", "float")
+_TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _OPENAPI_ONLY = ("nullable", "example", "externalDocs")
 
 
@@ -95,9 +96,60 @@ def make_validator(schema: Json) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(to_jsonschema(schema))
 
 
-def schema_problems(value: Any, validator: jsonschema.Draft202012Validator) -> list[str]:
-    """Return what the schema refuses, one text each, as the real server words it."""
-    return [problem for error in validator.iter_errors(value) for problem in _describe(error)]
+def schema_problems(
+    value: Any, schema: Json, *, validator: jsonschema.Draft202012Validator, old: Any = None
+) -> list[str]:
+    """Return what the schema refuses, one text each, as the real server words it.
+
+    What was stored like that before, and has not changed, may stay: the schema may have become stricter since.
+    """
+    problems = [
+        problem
+        for error in validator.iter_errors(value)
+        if old is None or _value_at(old, value, schema, error.absolute_path) != error.instance
+        for problem in _describe(error)
+    ]
+    return problems + list(_duplicates(value, schema, ""))
+
+
+def old_item(item: Any, old: Any, schema: Json) -> Any:
+    """Return what an item of a list map was before; items of other lists cannot be told apart from one another."""
+    keys = schema.get("x-kubernetes-list-map-keys")
+    if not keys or not isinstance(old, list) or not isinstance(item, dict):
+        return None
+    return next((each for each in old if all(each.get(key) == item.get(key) for key in keys)), None)
+
+
+def _value_at(old: Any, new: Any, schema: Json, path: Iterable[str | int]) -> Any:
+    for step in path:
+        if isinstance(step, int):
+            old, new = old_item(new[step], old, schema), new[step]
+            schema = schema.get("items") or {}
+        else:
+            old, new = old.get(step) if isinstance(old, dict) else None, new[step]
+            others = schema.get("additionalProperties")
+            below = (schema.get("properties") or {}).get(step, others)
+            schema = below if isinstance(below, dict) else {}
+    return old
+
+
+def _duplicates(value: Any, schema: Json, path: str) -> Iterator[str]:
+    """Yield what occurs twice in a set or a list map."""
+    if isinstance(value, list):
+        keys = schema.get("x-kubernetes-list-map-keys")
+        seen: list[Any] = []
+        for index, item in enumerate(value):
+            identity = {key: item.get(key) for key in keys} if keys and isinstance(item, dict) else item
+            if (keys or schema.get("x-kubernetes-list-type") == "set") and identity in seen:
+                yield f"{path}[{index}]: Duplicate value: {compact_json(identity)}"
+            seen.append(identity)
+            yield from _duplicates(item, schema.get("items") or {}, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        for name, item in value.items():
+            below = known.get(name, others)
+            if isinstance(below, dict) and isinstance(item, dict | list):
+                yield from _duplicates(item, below, f"{path}.{name}".lstrip("."))
 
 
 def _describe(error: jsonschema.ValidationError) -> Iterable[str]:
@@ -108,7 +160,23 @@ def _describe(error: jsonschema.ValidationError) -> Iterable[str]:
     if error.validator == "enum":
         allowed = ", ".join(compact_json(value) for value in error.validator_value)
         return [f"{path}: Unsupported value: {compact_json(error.instance)}: supported values: {allowed}"]
-    return [f"{path or '<root>'}: Invalid value: {error.message}"]
+    return [f"{path or '<root>'}: Invalid value: {_worded(error, path)}"]
+
+
+def _worded(error: jsonschema.ValidationError, path: str) -> str:
+    """Return what is wrong in the real server's words, where operators and their users meet them."""
+    limit, found = error.validator_value, compact_json(error.instance)
+    match error.validator:
+        case "type" if isinstance(limit, str):
+            name = _TYPE_NAMES.get(type(error.instance), "null")
+            return f'"{name}": {path} in body must be of type {limit}: "{name}"'
+        case "minimum":
+            return f"{found}: {path} in body should be greater than or equal to {limit}"
+        case "maximum":
+            return f"{found}: {path} in body should be less than or equal to {limit}"
+        case "pattern":
+            return f"{found}: {path} in body should match '{limit}'"
+    return str(error.message)
 
 
 def dotted(path: Iterable[str | int]) -> str:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver.admission import Admission, admit
-from kvtier_localcluster.apiserver.errors import ApiError, conflict, not_found
-from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, object_key, timestamp
+from kvtier_localcluster.apiserver.errors import conflict, not_found
+from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, timestamp
 from kvtier_localcluster.apiserver.resources import Registry, Resource
-from kvtier_localcluster.apiserver.selectors import labels_match
 from kvtier_localcluster.apiserver.storage import EventType, Storage
 
 FOREGROUND_FINALIZER: Final = "foregroundDeletion"
@@ -177,15 +176,3 @@ def _success(resource: Resource, removed: Json) -> Json:
     metadata = removed["metadata"]
     details = {"name": metadata["name"], "group": resource.group, "kind": resource.plural, "uid": metadata["uid"]}
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
-
-
-def check_eviction(storage: Storage, pod: Json) -> None:
-    """Raise ApiError (429) when a disruption budget that a controller keeps up to date allows no disruption."""
-    namespace, labels = pod["metadata"]["namespace"], pod["metadata"].get("labels") or {}
-    for budget in storage.all(("policy", "poddisruptionbudgets")):
-        is_for_pod = object_key(budget)[0] == namespace and labels_match(field_at(budget, "spec.selector"), labels)
-        status = (budget.get("status") or {}) if is_for_pod else {}
-        if "observedGeneration" in status and status.get("disruptionsAllowed", 0) < 1:
-            message = "Cannot evict pod as it would violate the pod's disruption budget."
-            cause = {"reason": "DisruptionBudget", "message": f"The disruption budget {object_key(budget)[1]}"}
-            raise ApiError(429, "TooManyRequests", message, name=object_key(pod)[1], causes=[cause])

@@ -15,6 +15,7 @@ _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch",
 _SUBRESOURCE_VERBS: Final = ["get", "patch", "update"]
 _REVIEWS: Final = "authorization.k8s.io/v1"
 _REVIEW_KINDS: Final = ("SelfSubjectAccessReview", "SelfSubjectRulesReview", "SubjectAccessReview")
+_USER_REVIEWS: Final = "authentication.k8s.io/v1"
 
 
 def version_info() -> Json:
@@ -46,6 +47,7 @@ def _groups(registry: Registry) -> dict[str, list[str]]:
         if resource.version not in versions:
             versions.append(resource.version)
     groups.setdefault("authorization.k8s.io", ["v1"])
+    groups.setdefault("authentication.k8s.io", ["v1"])
     return groups
 
 
@@ -80,10 +82,10 @@ def _resource_list(registry: Registry, group_version: str) -> Json:
     for resource in registry:
         if resource.group_version == group_version:
             listed += _entries(resource)
-    if group_version == _REVIEWS:
-        for kind in _REVIEW_KINDS:
-            names = {"name": f"{kind.lower()}s", "singularName": kind.lower(), "kind": kind}
-            listed.append({**names, "namespaced": False, "verbs": ["create"]})
+    reviews = {_REVIEWS: _REVIEW_KINDS, _USER_REVIEWS: ("SelfSubjectReview",)}
+    for kind in reviews.get(group_version, ()):
+        names = {"name": f"{kind.lower()}s", "singularName": kind.lower(), "kind": kind}
+        listed.append({**names, "namespaced": False, "verbs": ["create"]})
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": listed}
 
 
@@ -112,6 +114,8 @@ def _entries(resource: Resource) -> list[Json]:
         entries += [
             {"name": "pods/eviction", **eviction, **below},
             {"name": "pods/log", "kind": "Pod", "verbs": ["get"], **below},
+            {"name": "pods/exec", "kind": "PodExecOptions", "verbs": ["create", "get"], **below},
+            {"name": "pods/portforward", "kind": "PodPortForwardOptions", "verbs": ["create", "get"], **below},
         ]
     return entries
 

@@ -9,6 +9,9 @@ from typing import Final
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.resources import Resource, crd_status
 
+CLAIM_FINALIZER: Final = "kubernetes.io/pvc-protection"
+"""Keeps a claim that is deleted until no pod uses it."""
+
 # Clients with typed models refuse a status that lacks its required counters, so those start at 0 as in a real server.
 _STATUS: Final[dict[str, Json]] = {
     "PersistentVolumeClaim": {"phase": "Pending"},

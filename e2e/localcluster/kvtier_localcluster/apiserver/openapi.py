@@ -58,6 +58,11 @@ def document(registry: Registry, group_version: str) -> Json | None:
     }
 
 
+LEGACY_MEDIA_TYPE: Final = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
+LEGACY_DOCUMENT: Final = b"\n\x032.0\x12\x0e\n\nKubernetes\x12\x00"
+"""OpenAPI 2 without any definition: kubectl asks for it before it sends a v1 List, and then leaves checking to us."""
+
+
 def _paths(resource: Resource) -> Json:
     kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     scope = "namespaces/{namespace}/" if resource.is_namespaced else ""

@@ -1,87 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode the few Protobuf bodies that typed Go clients (kubectl create, helm) send. Pure.
+"""Decode the Protobuf bodies that typed Go clients (kubectl create, helm) send. Pure.
 
-Only the kinds in `_MESSAGES` are known; any other body is answered with 415, so that a Go client says what is wrong.
+Messages are described in protobuf_messages.txt; a body of any other kind is answered with 415. What JSON leaves out
+when it is empty (a zero that is no pointer in Go, an empty struct) is left out here too, or it would count as set.
 """
 
 from __future__ import annotations
 
 import base64
+import datetime
+import functools
+import importlib.resources
+import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver.errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json
 
-Message = dict[int, tuple[str, Any]]
-"""The fields of a message: number -> name and kind."""
-
 MAGIC: Final = b"k8s\x00"
 """How a Protobuf body of Kubernetes starts."""
 
-# Kinds: text, texts, integer, flag, text_map, bytes_map, or a nested message, alone or in a list of one (repeated).
-_OWNER_REFERENCE: Message = {
-    1: ("kind", "text"),
-    3: ("name", "text"),
-    4: ("uid", "text"),
-    5: ("apiVersion", "text"),
-    6: ("controller", "flag"),
-    7: ("blockOwnerDeletion", "flag"),
-}
-_METADATA: Message = {
-    1: ("name", "text"),
-    2: ("generateName", "text"),
-    3: ("namespace", "text"),
-    5: ("uid", "text"),
-    6: ("resourceVersion", "text"),
-    11: ("labels", "text_map"),
-    12: ("annotations", "text_map"),
-    13: ("ownerReferences", [_OWNER_REFERENCE]),
-    14: ("finalizers", "texts"),
-}
-_DELETE_OPTIONS: Message = {
-    1: ("gracePeriodSeconds", "integer"),
-    2: ("preconditions", {1: ("uid", "text"), 2: ("resourceVersion", "text")}),
-    3: ("orphanDependents", "flag"),
-    4: ("propagationPolicy", "text"),
-    5: ("dryRun", "texts"),
-}
-_RESOURCE_ATTRIBUTES: Message = {
-    1: ("namespace", "text"),
-    2: ("verb", "text"),
-    3: ("group", "text"),
-    4: ("version", "text"),
-    5: ("resource", "text"),
-    6: ("subresource", "text"),
-    7: ("name", "text"),
-}
-_MESSAGES: dict[str, Message] = {
-    "Secret": {
-        1: ("metadata", _METADATA),
-        2: ("data", "bytes_map"),
-        3: ("type", "text"),
-        4: ("stringData", "text_map"),
-        5: ("immutable", "flag"),
-    },
-    "ConfigMap": {
-        1: ("metadata", _METADATA),
-        2: ("data", "text_map"),
-        3: ("binaryData", "bytes_map"),
-        4: ("immutable", "flag"),
-    },
-    "Namespace": {1: ("metadata", _METADATA)},
-    "ServiceAccount": {1: ("metadata", _METADATA)},
-    "DeleteOptions": _DELETE_OPTIONS,
-    "Eviction": {1: ("metadata", _METADATA), 2: ("deleteOptions", _DELETE_OPTIONS)},
-    "SelfSubjectAccessReview": {
-        1: ("metadata", _METADATA),
-        2: ("spec", {1: ("resourceAttributes", _RESOURCE_ATTRIBUTES)}),
-    },
-}
-
-
 _CONTINUES: Final = 0x80
+_FIXED_SIZES: Final = {1: 8, 5: 4}
 _LENGTH_DELIMITED: Final = 2
+_SIGN_BIT: Final = 1 << 63
+_EMBEDDED: Final = "~"
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    type: str
+    is_pointer: bool
+    is_list: bool
+    is_map: bool
+
+
+@functools.cache
+def _messages() -> dict[str, dict[int, _Field]]:
+    text = (importlib.resources.files(__package__) / "protobuf_messages.txt").read_text()
+    messages: dict[str, dict[int, _Field]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            message, *fields = line.split()
+            messages[message] = dict(_parse_field(field) for field in fields)
+    return messages
+
+
+def _parse_field(text: str) -> tuple[int, _Field]:
+    number, name, kind = text.split(":")
+    return int(number), _Field(name, kind.lstrip("!*%"), kind[0] == "!", "*" in kind[:2], "%" in kind[:2])
+
+
+@functools.cache
+def _message_name(api_version: str, kind: str) -> str | None:
+    """Return the message of a kind: its group's first word stands before it; options and scales are in every group."""
+    group = api_version.rpartition("/")[0].partition(".")[0] or "core"
+    known = {"DeleteOptions": "meta.DeleteOptions", "Scale": "scale.Scale"}.get(kind, f"{group}.{kind}")
+    return known if known in _messages() else None
+
+
+def wire_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of every field of an encoded message; values are integers or bytes."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            value, place = _varint(data, place)
+            yield number, value
+            continue
+        if wire_type == _LENGTH_DELIMITED:
+            size, place = _varint(data, place)
+        else:
+            size = _FIXED_SIZES[wire_type]
+        yield number, data[place : place + size]
+        place += size
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:
@@ -95,48 +91,54 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
             return value, start
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == 0:
-            value, place = _varint(data, place)
-            yield number, value
-        elif wire_type == _LENGTH_DELIMITED:
-            size, place = _varint(data, place)
-            yield number, data[place : place + size]
-            place += size
-        else:
-            place += 8 if wire_type == 1 else 4
-
-
-def _decode_message(data: bytes, message: Message) -> Json:
+def _message(data: bytes, name: str) -> Json:
     decoded: Json = {}
-    for number, value in _fields(data):
-        if number in message:
-            name, kind = message[number]
-            _decode_field(decoded, name, kind, value)
+    fields = _messages()[name]
+    for number, value in wire_fields(data):
+        field = fields.get(number)
+        if field is None:
+            continue
+        if field.is_map:
+            entry = dict(wire_fields(value))
+            decoded.setdefault(field.name, {})[entry.get(1, b"").decode()] = _value(entry.get(2, b""), field.type)
+        elif field.is_list:
+            decoded.setdefault(field.name, []).append(_value(value, field.type))
+        elif field.name == _EMBEDDED:
+            decoded |= _message(value, field.type)
+        elif (found := _value(value, field.type)) or (field.is_pointer and found is not None):
+            decoded[field.name] = found
     return decoded
 
 
-def _decode_field(decoded: Json, name: str, kind: Any, value: Any) -> None:
-    if isinstance(kind, dict):
-        decoded[name] = _decode_message(value, kind)
-    elif isinstance(kind, list):
-        decoded.setdefault(name, []).append(_decode_message(value, kind[0]))
-    elif kind in ("text_map", "bytes_map"):
-        entry = dict(_fields(value))
-        content = entry.get(2, b"")
-        text = content if kind == "text_map" else base64.b64encode(content)
-        decoded.setdefault(name, {})[entry.get(1, b"").decode()] = text.decode()
-    elif kind == "texts":
-        decoded.setdefault(name, []).append(value.decode())
-    elif kind == "text":
-        if value:
-            decoded[name] = value.decode()
-    else:
-        decoded[name] = bool(value) if kind == "flag" else value
+def _value(value: Any, kind: str) -> Any:
+    match kind:
+        case "s":
+            return value.decode()
+        case "b":
+            return base64.b64encode(value).decode()
+        case "t":
+            return bool(value)
+        case "i":
+            return value - 2 * _SIGN_BIT if value >= _SIGN_BIT else value
+        case "d":
+            return struct.unpack("<d", value)[0]
+        case "q":
+            return dict(wire_fields(value)).get(1, b"").decode()
+        case "o":
+            choice = dict(wire_fields(value))
+            return choice.get(3, b"").decode() if choice.get(1) else _value(choice.get(2, 0), "i")
+        case "T":
+            return _time(dict(wire_fields(value)))
+    return _message(value, kind)
+
+
+def _time(parts: dict[int, int]) -> str | None:
+    """Return a time as the API writes it; the zero time, which is before the epoch, counts as none."""
+    if not parts.get(1) or parts[1] >= _SIGN_BIT:
+        return None
+    moment = datetime.datetime.fromtimestamp(parts[1], datetime.UTC)
+    fraction = f".{parts[2] // 1000:06d}" if parts.get(2) else ""
+    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
 
 
 def decode(body: bytes) -> Json:
@@ -146,11 +148,12 @@ def decode(body: bytes) -> Json:
         ApiError: the body is damaged (400), or of a kind that is not known here (415).
     """
     try:
-        envelope = dict(_fields(body[len(MAGIC) :]))
-        type_meta = {number: value.decode() for number, value in _fields(envelope[1])}
+        envelope = dict(wire_fields(body[len(MAGIC) :]))
+        type_meta = {number: value.decode() for number, value in wire_fields(envelope[1])}
         api_version, kind = type_meta[1], type_meta[2]
-        if kind in _MESSAGES:
-            return {"apiVersion": api_version, "kind": kind, **_decode_message(envelope.get(2, b""), _MESSAGES[kind])}
-    except (KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
+        name = _message_name(api_version, kind)
+        if name is not None:
+            return {"apiVersion": api_version, "kind": kind, **_message(envelope.get(2, b""), name)}
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, struct.error) as error:
         raise bad_request(f"the Protobuf body cannot be read: {error!r}") from error
     raise ApiError(415, "UnsupportedMediaType", f"Protobuf bodies of kind {kind} are not emulated: send JSON")

@@ -36,6 +36,18 @@ class Grant:
         return f"{self.verb} {self.resource}{'.' if self.group else ''}{self.group}{where} {self.name}".rstrip()
 
 
+def aggregated(role: Json, among: Iterable[Json]) -> Json:
+    """Return a ClusterRole with the rules that its aggregationRule gathers, as the controller manager writes them."""
+    selectors = [each.get("matchLabels") or {} for each in role["aggregationRule"]["clusterRoleSelectors"]]
+    chosen = [
+        other
+        for other in among
+        if other["kind"] == "ClusterRole"
+        and any(selector.items() <= (other["metadata"].get("labels") or {}).items() for selector in selectors)
+    ]
+    return {**role, "rules": [rule for other in chosen for rule in other.get("rules") or []]}
+
+
 def grants_of(roles: Iterable[Json]) -> set[Grant]:
     """Return everything that the Roles and ClusterRoles among the manifests allow."""
     found: set[Grant] = set()

@@ -8,7 +8,7 @@ import binascii
 import json
 from collections.abc import Awaitable, Callable, Mapping
 
-from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json, compact_json, object_key
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.selectors import Selection
@@ -26,8 +26,14 @@ def list_page(
     A later page shows the state of its own time, not that of the first page.
 
     Raises:
-        ApiError: the continue token is damaged (400) or older than the last compaction (410).
+        ApiError: the continue token is damaged (400) or older than the last compaction (410), or the list is to be of
+            a version that is yet to come (504).
     """
+    asked = query.get("resourceVersion") or "0"
+    if asked.isdecimal() and int(asked) > storage.version:
+        message = f"Too large resource version: {asked}, current: {storage.version}"
+        cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
+        raise ApiError(504, "Timeout", message, causes=[cause], retryAfterSeconds=1)
     start, version = _parse_token(query.get("continue"))
     if version is not None:
         storage.check_version(version)

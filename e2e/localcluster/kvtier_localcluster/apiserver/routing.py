@@ -12,14 +12,26 @@ from typing import Any, Final
 import yaml
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import discovery, openapi, protobuf, reads, scale, tables, watching
+from kvtier_localcluster.apiserver import (
+    discovery,
+    eviction,
+    executing,
+    forwarding,
+    openapi,
+    protobuf,
+    reads,
+    scale,
+    tables,
+    watching,
+)
 from kvtier_localcluster.apiserver.audit import AuditEntry, Target, parse_path, verb_of
-from kvtier_localcluster.apiserver.deletion import DeleteOptions, Deleter, check_eviction
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request, unknown_path
+from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
+from kvtier_localcluster.apiserver.deletion import DeleteOptions, Deleter
+from kvtier_localcluster.apiserver.errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, compact_json, object_key
 from kvtier_localcluster.apiserver.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.resources import Registry, Resource
-from kvtier_localcluster.apiserver.selectors import Selection
+from kvtier_localcluster.apiserver.selectors import Selection, selectable_fields
 from kvtier_localcluster.apiserver.storage import Storage
 from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
 
@@ -52,8 +64,10 @@ class Api:
     registry: Registry
     writer: Writer
     deleter: Deleter
+    authorizer: Authorizer
     bookmark_seconds: float
     pod_logs: reads.PodLogs | None = None
+    pod_exec: executing.PodExec | None = None
     faults: list[Fault] = field(default_factory=list)
     audit: list[AuditEntry] = field(default_factory=list)
     openapi_cache: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -132,6 +146,9 @@ class _Call:
     def key(self) -> ObjectKey:
         return self.namespace, self.name
 
+    def selection(self, name: str | None) -> Selection:
+        return Selection.parse(self.namespace, name, self.request.query, selectable_fields(self.resource))
+
     def found(self) -> Json:
         return self.api.writer.find(self.resource, self.namespace, self.name)
 
@@ -142,6 +159,8 @@ async def _parse(api: Api, request: web.Request, target: Target | None, warnings
     resource = api.registry.get(target.group_version, target.plural)
     if resource is None:
         return None
+    user = User.of(request.headers)
+    api.authorizer.check(user, Access.to(verb_of(request.method, target, request.query), target))
     query = request.query
     agent = request.headers.get("User-Agent") or "unknown"
     options = WriteOptions(
@@ -175,13 +194,14 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
     if path in _HEALTH:
         return web.Response(text="ok")
     if request.method == "POST" and path.endswith("reviews"):
-        review = await _read_body(request)
-        return {**review, "status": {"allowed": True}}, 201
+        return answer_review(api.authorizer, User.of(request.headers), await _read_body(request)), 201
     if request.method != "GET":
         raise unknown_path()
     if path in ("/api", "/apis") and discovery.wants_aggregated(request.headers.get("Accept", "")):
         text = compact_json(discovery.aggregated(api.registry, is_core=path == "/api"))
         return web.Response(body=text.encode(), headers={"Content-Type": discovery.AGGREGATED_MEDIA_TYPE})
+    if path == "/openapi/v2":
+        return web.Response(body=openapi.LEGACY_DOCUMENT, headers={"Content-Type": openapi.LEGACY_MEDIA_TYPE})
     if path == "/openapi/v3":
         return openapi.index(api.registry), 200
     if path.startswith("/openapi/v3/"):
@@ -243,20 +263,22 @@ def _check_object(body: Any) -> None:
 async def _get(call: _Call) -> Answer:
     api, resource, query, target = call.api, call.resource, call.request.query, call.target
     if query.get("watch") in ("true", "1"):
-        selection = Selection.parse(call.namespace, target.name, query)
+        selection = call.selection(target.name)
         watch = watching.Watch(api.storage, resource, selection, watching.WatchOptions.parse(query))
         frames = watch.frames(api.bookmark_seconds)
         return await watching.stream(call.request, frames, lambda shown: _shaped(call, [shown], {}) or shown)
     if target.name is None:
-        manifests, metadata = reads.list_page(
-            api.storage, resource, Selection.parse(call.namespace, None, query), query
-        )
+        manifests, metadata = reads.list_page(api.storage, resource, call.selection(None), query)
         listed = {"kind": f"{resource.kind}List", "apiVersion": resource.group_version, "metadata": metadata}
         return _shaped(call, manifests, metadata) or {**listed, "items": manifests}, 200
     found = call.found()
     if target.subresource == "log" and resource.plural == "pods":
         text = await reads.read_log(found, query, api.pod_logs)
         return web.Response(body=text, content_type="text/plain")
+    if target.subresource == "portforward" and resource.plural == "pods":
+        return await forwarding.forward(call.request, found)
+    if target.subresource == "exec" and resource.plural == "pods":
+        return await executing.execute(call.request, found, api.pod_exec)
     if target.subresource == "scale":
         return scale.view(resource, found), 200
     if target.subresource not in (None, "status"):
@@ -287,7 +309,7 @@ async def _patch(call: _Call, body: Any) -> Answer:
     media_type = call.request.content_type
     if media_type == APPLY and not call.request.query.get("fieldManager"):
         problem = "fieldManager: Required value: is required for apply patch"
-        raise bad_request(f'PatchOptions.meta.k8s.io "" is invalid: {problem}')
+        raise invalid("PatchOptions", "meta.k8s.io", "", [problem])
     patch = Patch(media_type=media_type, body=body)
     patched, is_created = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
     return call.resource.view(patched), 201 if is_created else 200
@@ -306,7 +328,7 @@ async def _delete(call: _Call, body: Any) -> Answer:
     api, warnings = call.api, call.options.warnings
     if call.target.name is not None:
         return await api.deleter.delete(call.resource, call.key, options=options, warnings=warnings), 200
-    selection = Selection.parse(call.namespace, None, call.request.query)
+    selection = call.selection(None)
     for manifest in api.storage.all(call.resource.key):
         if selection.matches(manifest):
             await api.deleter.delete(call.resource, object_key(manifest), options=options, warnings=warnings)
@@ -315,8 +337,8 @@ async def _delete(call: _Call, body: Any) -> Answer:
 
 async def _evict(call: _Call) -> Answer:
     body = await _read_body(call.request)
-    check_eviction(call.api.storage, call.found())
     options = DeleteOptions.parse(body.get("deleteOptions") or {}, call.request.query)
+    eviction.take_place(call.api.storage, call.found(), is_dry_run=options.is_dry_run)
     await call.api.deleter.delete(call.resource, call.key, options=options, warnings=call.options.warnings)
     return _STATUS_SUCCESS, 201
 

@@ -10,12 +10,26 @@ from typing import Any
 
 from kvtier_localcluster.apiserver.errors import bad_request
 from kvtier_localcluster.apiserver.objects import Json, field_at
+from kvtier_localcluster.apiserver.resources import Resource
 
 _COMMA_OUTSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 _SET_BASED = re.compile(r"([^\s!=]+)\s+(in|notin)\s+\(([^)]*)\)")
 _EQUALITY = re.compile(r"([^!=\s]+)\s*(==|=|!=)\s*([^=!]*)")
 _KEY = re.compile(r"!?\s*[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 _FIELD = re.compile(r"([^!=]+)(==|=|!=)(.*)")
+
+_EVERY_KIND = ("metadata.name", "metadata.namespace")
+_EVENT = tuple(f"involvedObject.{name}" for name in ("kind", "namespace", "name", "uid", "apiVersion", "fieldPath"))
+_POD_SPEC = ("nodeName", "restartPolicy", "schedulerName", "serviceAccountName", "hostNetwork")
+_BY_KIND: dict[str, tuple[str, ...]] = {
+    "Pod": (*(f"spec.{name}" for name in _POD_SPEC), "status.phase", "status.podIP", "status.nominatedNodeName"),
+    "Event": (*_EVENT, "involvedObject.resourceVersion", "reason", "reportingComponent", "source", "type"),
+    "Secret": ("type",),
+    "Namespace": ("status.phase",),
+    "Node": ("spec.unschedulable",),
+    "ReplicaSet": ("status.replicas",),
+    "Job": ("status.successful",),
+}
 
 Test = Callable[[Mapping[str, Any]], bool]
 
@@ -49,14 +63,24 @@ def _one_label(selector: str) -> tuple[str, str] | None:
     return None
 
 
-def field_tests(selector: str) -> tuple[Test, ...]:
-    """Parse a field selector; any dotted field may be named, and an absent field equals the empty string."""
+def selectable_fields(resource: Resource) -> tuple[str, ...]:
+    """Return the fields that may select objects of a kind."""
+    if resource.crd_version is not None:
+        more = resource.crd_version.get("selectableFields") or []
+        return (*_EVERY_KIND, *(each["jsonPath"].removeprefix(".") for each in more))
+    return (*_EVERY_KIND, *_BY_KIND.get(resource.kind, ()))
+
+
+def field_tests(selector: str, selectable: tuple[str, ...]) -> tuple[Test, ...]:
+    """Parse a field selector; an absent field equals the empty string."""
     tests: list[Test] = []
     for term in filter(None, selector.split(",")):
         found = _FIELD.fullmatch(term)
         if found is None:
             raise bad_request(f"invalid field selector {term!r}")
         path, operator, value = found[1], found[2], found[3]
+        if path not in selectable:
+            raise bad_request(f"field label not supported: {path}")
         tests.append(_field_test(path, value, is_negated=operator == "!="))
     return tuple(tests)
 
@@ -99,9 +123,11 @@ class Selection:
     """A label that every selected object carries, where the selector asks for one: what an index can find."""
 
     @classmethod
-    def parse(cls, namespace: str | None, name: str | None, query: Mapping[str, str]) -> Selection:
+    def parse(
+        cls, namespace: str | None, name: str | None, query: Mapping[str, str], selectable: tuple[str, ...]
+    ) -> Selection:
         """Read the selectors of a request; `name` narrows it to one object."""
-        fields = field_tests(query.get("fieldSelector") or "")
+        fields = field_tests(query.get("fieldSelector") or "", selectable)
         if name is not None:
             fields = (*fields, _field_test("metadata.name", name, is_negated=False))
         selector = query.get("labelSelector") or ""

@@ -13,8 +13,10 @@ from typing import Final, TypeVar
 import yaml
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import reads, routing
+from kvtier_localcluster.apiserver import executing, reads, routing
 from kvtier_localcluster.apiserver.audit import AuditEntry
+from kvtier_localcluster.apiserver.authorization import Authorizer
+from kvtier_localcluster.apiserver.bootstrap import initial_objects
 from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.deletion import Deleter
 from kvtier_localcluster.apiserver.garbage import GarbageCollector
@@ -27,7 +29,6 @@ from kvtier_localcluster.loop_thread import LoopThread
 _HOST: Final = "127.0.0.1"
 _BODY_LIMIT_BYTES: Final = 64 << 20
 _START_SECONDS: Final = 30
-_NAMESPACES: Final = ("default", "kube-system", "kube-public", "kube-node-lease")
 _CRDS: Final = ("apiextensions.k8s.io", "customresourcedefinitions")
 
 Result = TypeVar("Result")
@@ -39,20 +40,26 @@ class ApiServer:
     All methods but `kubeconfig` are for the event loop that ran `start`. The attributes may be used from any thread.
     """
 
-    def __init__(self, *, service_cidr: str = "127.96.0.0/16", bookmark_seconds: float = 30.0) -> None:
-        """Make a server with empty storage; nothing listens before `start`."""
+    def __init__(
+        self, *, service_cidr: str = "127.96.0.0/16", bookmark_seconds: float = 30.0, protects_claims: bool = False
+    ) -> None:
+        """Make a server with empty storage; nothing listens before `start`.
+
+        `protects_claims` gives every claim the finalizer that its controller takes off when no pod uses it.
+        """
         self._storage = Storage()
         self._registry = Registry()
         self._storage.listeners.append(self._follow_crds)
         self._deleter = Deleter(self._storage, self._registry)
         self._collector = GarbageCollector(self._storage, self._registry, self._deleter)
         self._cluster_ips = ClusterIps(service_cidr, self._storage)
-        self._writer = Writer(self._storage, self._deleter, self._cluster_ips)
+        self._writer = Writer(self._storage, self._deleter, self._cluster_ips, protects_claims=protects_claims)
         self._api = routing.Api(
             storage=self._storage,
             registry=self._registry,
             writer=self._writer,
             deleter=self._deleter,
+            authorizer=Authorizer(self._storage),
             bookmark_seconds=bookmark_seconds,
         )
         self._runner: web.AppRunner | None = None
@@ -83,14 +90,23 @@ class ApiServer:
     def pod_logs(self, source: reads.PodLogs | None) -> None:
         self._api.pod_logs = source
 
+    @property
+    def pod_exec(self) -> executing.PodExec | None:
+        """The function that runs a command in a container."""
+        return self._api.pod_exec
+
+    @pod_exec.setter
+    def pod_exec(self, source: executing.PodExec | None) -> None:
+        self._api.pod_exec = source
+
     def _follow_crds(self, event: Event) -> None:
         if event.key == _CRDS:
             self._registry.sync_crd(event.manifest, is_deleted=event.type is EventType.DELETED)
 
     async def start(self, port: int = 0) -> str:
         """Listen, on a free port unless one is given, and return the URL."""
-        for name in _NAMESPACES:
-            await self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        for manifest in initial_objects():
+            await self.create(manifest)
         self._collecting = asyncio.create_task(self._collector.run())
         app = web.Application(client_max_size=_BODY_LIMIT_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jsonschema
 
 from kvtier_localcluster.apiserver.cel import compile_rule, escaped
+from kvtier_localcluster.apiserver.cel_cost import is_no_truth
 from kvtier_localcluster.apiserver.crd_schema import to_jsonschema
 from kvtier_localcluster.apiserver.objects import Json
 
@@ -116,6 +117,8 @@ def _rule_problems(rule: Json, schema: Json, path: str, *, is_root: bool) -> Ite
             first_line = str(error).splitlines()[0] if str(error) else repr(error)
             yield f"{path}: CEL: {text}: {first_line[:200]}"
             continue
+        if text == rule["rule"] and is_no_truth(text, schema, is_root=is_root):
+            yield f"{path}: CEL: {text}: cel expression must evaluate to a bool"
         for found in _SELECTION.finditer(text):
             names = found[2].replace("?", "").strip(".").split(".")
             if found[3]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvtier_localcluster.apiserver import builtin_rules, cel, crd_schema
 from kvtier_localcluster.apiserver.builtin_schema import SchemaWalk
+from kvtier_localcluster.apiserver.cel_cost import cost_problems
 from kvtier_localcluster.apiserver.defaulting import set_builtin_defaults
 from kvtier_localcluster.apiserver.errors import bad_request, invalid
 from kvtier_localcluster.apiserver.objects import Json
@@ -121,7 +122,7 @@ class Validator:
         validator = self._compiled.get(resource)
         if validator is None:
             validator = self._compiled[resource] = crd_schema.make_validator(schema)
-        problems = crd_schema.schema_problems(new, validator)
+        problems = crd_schema.schema_problems(new, schema, validator=validator, old=old)
         return problems or cel.rule_problems(new, old, schema), dropped
 
 
@@ -134,4 +135,5 @@ def _settle_builtin(resource: Resource, new: Json, old: Json | None) -> tuple[li
     problems = list(builtin_rules.problems(resource, new, old))
     if resource.kind == "CustomResourceDefinition" and not problems:
         problems = [f"spec: Invalid value: {problem}" for problem in structural_problems(new)]
+        problems = problems or list(cost_problems(new))
     return problems, walk.dropped

@@ -18,7 +18,7 @@ from kvtier_localcluster.apiserver.admission import Admission, admit
 from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.deletion import Deleter
 from kvtier_localcluster.apiserver.errors import ApiError, already_exists, bad_request, conflict, invalid, not_found
-from kvtier_localcluster.apiserver.initial_state import counts_generations, reset_status
+from kvtier_localcluster.apiserver.initial_state import CLAIM_FINALIZER, counts_generations, reset_status
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, object_key, timestamp, without_nulls
 from kvtier_localcluster.apiserver.patches import APPLY, Patch
 from kvtier_localcluster.apiserver.resources import Resource, crd_status
@@ -47,11 +47,12 @@ class WriteOptions:
 class Writer:
     """Writes objects. Used from the server's event loop only."""
 
-    def __init__(self, storage: Storage, deleter: Deleter, cluster_ips: ClusterIps) -> None:
+    def __init__(self, storage: Storage, deleter: Deleter, cluster_ips: ClusterIps, *, protects_claims: bool) -> None:
         """Write into one storage."""
         self._storage = storage
         self._deleter = deleter
         self._cluster_ips = cluster_ips
+        self._protects_claims = protects_claims
         self._validator = Validator()
 
     def find(self, resource: Resource, namespace: str | None, name: str) -> Json:
@@ -88,6 +89,8 @@ class Writer:
         metadata = new["metadata"]
         if not resource.is_custom and resource.kind == "Namespace":
             new.setdefault("spec", {"finalizers": ["kubernetes"]})
+        if self._protects_claims and not resource.is_custom and resource.kind == "PersistentVolumeClaim":
+            metadata["finalizers"] = sorted({*(metadata.get("finalizers") or []), CLAIM_FINALIZER})
         self._settle(resource, new, old=None, options=options)
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
         metadata.pop("generation", None)

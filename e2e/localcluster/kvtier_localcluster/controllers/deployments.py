@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtier_localcluster.client import ApiClient
-from kvtier_localcluster.controllers import deployment_status, rollout
+from kvtier_localcluster.controllers import adoption, deployment_status, rollout
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.controllers.rollout import HASH_LABEL, Generation
 from kvtier_localcluster.informers import Change, Informers
@@ -42,7 +42,7 @@ class DeploymentController(Controller):
         super().__init__(client, informers)
         self._sets = informers[REPLICA_SET]
         self._pods = informers[POD]
-        self._sets.listen(lambda change: self.enqueue_controller_of(change.object))
+        self._sets.listen(self.notice_child)
         self._pods.listen(self._notice_pod)
 
     async def sync(self, key: Key) -> None:
@@ -50,6 +50,7 @@ class DeploymentController(Controller):
         deployment = self.own.get(key)
         if deployment is None or is_deleting(deployment):
             return
+        await adoption.claim(self.client, DEPLOYMENT, deployment, self._sets)
         sets = sorted(self._sets.controlled_by(uid_of(deployment)), key=_revision)
         new = _set_for(deployment, sets)
         if not deployment["spec"].get("paused"):

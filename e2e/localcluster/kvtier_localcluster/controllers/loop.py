@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.controllers import adoption
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
-from kvtier_localcluster.informers import Informer, Informers
+from kvtier_localcluster.informers import Change, Informer, Informers
 from kvtier_localcluster.kinds import Json, Key, Kind, controller_uid, key_of, merge_difference
 from kvtier_localcluster.recorder import EventRecorder
 
@@ -66,6 +67,15 @@ class Controller(ABC):
         for reference in child["metadata"].get("ownerReferences") or []:
             if reference["uid"] == uid and reference["kind"] == self.kind.name:
                 self.enqueue((child["metadata"]["namespace"], reference["name"]))
+
+    def notice_child(self, change: Change) -> None:
+        """Reconcile what controls or controlled an object, and whoever may adopt one that has no controller."""
+        for child in filter(None, (change.object, change.old)):
+            self.enqueue_controller_of(child)
+        if not change.is_gone and controller_uid(change.object) is None:
+            for owner in self.own:
+                if adoption.selects(owner, change.object):
+                    self.enqueue(key_of(owner))
 
     async def run(self) -> None:
         """Reconcile until cancelled."""

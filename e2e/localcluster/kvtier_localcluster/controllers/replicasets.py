@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtier_localcluster.client import ApiClient
+from kvtier_localcluster.controllers import adoption
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.errors import ApiFailure, NotFound
 from kvtier_localcluster.informers import Informers
@@ -54,13 +55,14 @@ class ReplicaSetController(Controller):
         """Listen to ReplicaSets and their pods."""
         super().__init__(client, informers)
         self._pods = informers[POD]
-        self._pods.listen(lambda change: self.enqueue_controller_of(change.object))
+        self._pods.listen(self.notice_child)
 
     async def sync(self, key: Key) -> None:
         """Make or delete pods until the number is right, and count them."""
         replica_set = self.own.get(key)
         if replica_set is None or is_deleting(replica_set):
             return
+        await adoption.claim(self.client, REPLICA_SET, replica_set, self._pods)
         active = self._active_pods(replica_set)
         missing = int(replica_set["spec"].get("replicas", 1)) - len(active)
         for _ in range(missing):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from kvtier_localcluster.informers import Change
 from kvtier_localcluster.kinds import (
@@ -57,6 +58,21 @@ class NodeAgent:
         for uid in list(self._runners):
             self._end(uid, limit_seconds)
         await asyncio.gather(*self._ends.values(), *self._hurries, return_exceptions=True)
+
+    async def execute(
+        self,
+        namespace: str,
+        pod: str,
+        container: str,
+        command: list[str],
+        send: Callable[[int, bytes], Awaitable[None]],
+    ) -> int:
+        """Run a command in a container of a pod of this node and return its exit code."""
+        for runner in self._runners.values():
+            if (runner.namespace, runner.name) == (namespace, pod):
+                return await runner.execute(container, command, send)
+        await send(2, f"pod {namespace}/{pod} does not run on this node".encode())
+        return 1
 
     def _notice_pod(self, change: Change) -> None:
         pod = change.object

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvtier_localcluster.errors import ConfigMissing, StartFailed, VolumeMissing
 from kvtier_localcluster.kinds import Json, key_of, seconds_since, timestamp
@@ -287,6 +287,21 @@ class ContainerRunner:
         try:
             output = await process.output()
             return await process.wait(), output.decode(errors="replace")
+        finally:
+            process.kill()
+            await process.wait()
+
+    async def execute(self, command: list[str], send: Callable[[int, bytes], Awaitable[None]]) -> int:
+        """Run a command inside the container and return its exit code; being cancelled ends the command."""
+        try:
+            launch = make_launch(self.container, self._services, command)
+            process = await ContainerProcess.start(launch, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
+        except (ConfigMissing, VolumeMissing, StartFailed, OSError) as problem:
+            await send(2, str(problem).encode())
+            return _START_ERROR_CODE
+        try:
+            await process.pour(send)
+            return await process.wait()
         finally:
             process.kill()
             await process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
 from kvtier_localcluster.kinds import (
@@ -73,6 +74,11 @@ class PodRunner:
         """Return the pod's namespace."""
         return key_of(self._pod)[0]
 
+    @property
+    def name(self) -> str:
+        """Return the pod's name."""
+        return key_of(self._pod)[1]
+
     def start(self) -> None:
         """Run the containers and report on them, in tasks of their own."""
         self._state_changed.set()
@@ -84,6 +90,11 @@ class PodRunner:
         self._config_changed.clear()
         for each in (*self._init, *self._containers):
             each.refresh()
+
+    async def execute(self, container: str, command: list[str], send: Callable[[int, bytes], Awaitable[None]]) -> int:
+        """Run a command in one of the containers and return its exit code."""
+        runner = next(each for each in self._containers if each.state.name == container)
+        return await runner.execute(command, send)
 
     async def end(self, grace_seconds: float) -> None:
         """End all containers; return when none of their processes is left. Calling again with less hurries."""

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -29,6 +29,7 @@ from kvtier_localcluster.node import launcher
 _NAMESPACES = (("--mount", "--propagation", "private"), ("-Urm",))
 _PROBE_SECONDS = 10
 _LEFTOVER_SECONDS = 5
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,9 @@ class ContainerProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, launch: Launch, output: int | IO[bytes]) -> ContainerProcess:
+    async def start(
+        cls, launch: Launch, output: int | IO[bytes], errors: int = asyncio.subprocess.STDOUT
+    ) -> ContainerProcess:
         """Start the launcher, which starts the command; raises StartFailed where there is nothing to execute."""
         order = {
             "parent": os.getpid(),
@@ -96,7 +99,7 @@ class ContainerProcess:
             *(*prefix, sys.executable, "-I", "-S", launcher.__file__),
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=errors,
             env={"PATH": os.defpath, "LANG": "C.UTF-8"},
             cwd=launch.directory,
             start_new_session=True,  # Ctrl-C in the terminal is for the cluster, which ends its pods in order
@@ -121,6 +124,15 @@ class ContainerProcess:
     async def output(self) -> bytes:
         """Return what the command prints until it ends; only for a process started with a pipe."""
         return await self._process.stdout.read() if self._process.stdout else b""
+
+    async def pour(self, send: Callable[[int, bytes], Awaitable[None]]) -> None:
+        """Pass on what the command says, as 1 and 2, until it ends; only for a process started with two pipes."""
+
+        async def pump(number: int, stream: asyncio.StreamReader | None) -> None:
+            while stream is not None and (chunk := await stream.read(_CHUNK_BYTES)):
+                await send(number, chunk)
+
+        await asyncio.gather(pump(1, self._process.stdout), pump(2, self._process.stderr))
 
     def terminate(self) -> None:
         """Ask the main process to end."""

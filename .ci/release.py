@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what a release is installed from: ``python .ci/release.py VERSION OUT IMAGE=DIGEST …``.
+
+The chart, whose images are named by the digests that were pushed, and ``install.yaml`` with the CRD and the same
+operator for who does not use Helm. The version must be the one in the code, so that a tag cannot name another.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "kvtier"
+REGISTRY = "ghcr.io/kvtier"
+IMAGES = ("operator", "connector", "janitor")
+
+
+def version_of_code() -> str:
+    """Return the version that the operator reports."""
+    text = (ROOT / "operator/kvtier_operator/__init__.py").read_text()
+    return re.findall(r'^__version__ = "([^"]+)"', text, re.MULTILINE)[0]
+
+
+def values_with(digests: Mapping[str, str], text: str) -> str:
+    """Return the chart's values with each image named by its digest; comments stay."""
+    changed = re.sub(r'(?m)^  digest: ""$', f"  digest: {digests['operator']}", text, count=1)
+    for name in ("connector", "janitor"):
+        image = f"{REGISTRY}/{name}@{digests[name]}"
+        changed = re.sub(rf'(?m)^{name}Image: ""$', f"{name}Image: {image}", changed, count=1)
+    if [changed.count(digests[name]) for name in IMAGES] != [1, 1, 1]:
+        sys.exit("charts/kvtier/values.yaml has not the fields that a release fills in")
+    return changed
+
+
+def helm(*arguments: str) -> str:
+    """Run the locked helm and return what it prints."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / ".ci/helm.py"), *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def main(version: str, out: str, *pushed: str) -> None:
+    """Write chart and install.yaml."""
+    digests = dict(each.split("=", 1) for each in pushed)
+    if version.removeprefix("v") != version_of_code():
+        sys.exit(f"the tag {version} is not the version of the code, {version_of_code()}")
+    if set(digests) != set(IMAGES) or not all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in digests.values()):
+        sys.exit(f"name the digest of each image: {' '.join(f'{name}=sha256:…' for name in IMAGES)}")
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        chart = Path(scratch) / "kvtier"
+        shutil.copytree(CHART, chart)
+        filled = values_with(digests, (chart / "values.yaml").read_text())
+        (chart / "values.yaml").write_text(filled)
+        (chart / "files/defaults.yaml").write_text(yaml.safe_dump(yaml.safe_load(filled), sort_keys=False))
+        helm("lint", "--strict", str(chart))
+        helm("package", str(chart), f"--destination={folder}", f"--version={version_of_code()}")
+        rendered = helm("template", "kvtier", str(chart), "--namespace=kvtier-system")
+    namespace = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": "kvtier-system", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    }
+    text = f"# kvtier {version_of_code()}: kubectl apply --server-side -f install.yaml\n"
+    (folder / "install.yaml").write_text(text + yaml.safe_dump(namespace, sort_keys=False) + rendered)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

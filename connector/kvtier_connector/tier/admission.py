@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what is read from the volume and what is written to it; whatever is left out has a cause, which is counted.
+
+A request that finds chunks on the volume gets one `Verdict`: all of its hit is loaded, or all of it is computed.
+Loading wins where the volume gives chunks faster than the engine computes them, and that depends on both, on the model
+and on the length of the prompt. So both are measured while serving.
+
+Loading is timed from the order to the last chunk's landing, and what was ordered before counts as part of the work.
+Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier; what else the
+engine computes meanwhile slows it, as it would slow the next one. Waiting to be scheduled counts on neither side.
+
+What was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the same once the last
+measurement is old, so a volume that became faster is noticed, and likewise the other way round.
+
+Only memory is read here, so the scheduler may ask in each of its steps.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier_connector.store.blockstore import StoreFault
+from kvtier_connector.store.breaker import Breaker, Direction
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.pace import SIZES, Pace, size_of
+from kvtier_connector.tier.volume import Volume
+
+HYSTERESIS = 1.15
+"""By this factor one way must be quicker than the other before requests of that size change over."""
+PROBE_EVERY = 16
+"""Of the requests of one size that are refused, at most one in so many loads to measure."""
+LOAD_PROBE_SECONDS = 60.0
+"""Only after no load of about that size was measured for so long."""
+COMPUTE_PROBE_EVERY = 64
+COMPUTE_PROBE_SECONDS = 600.0
+"""As above for the other way. It is rare: nearly every request computes some of its prompt anyway."""
+MOST_PREFILLS = 1024
+"""Requests whose prompts are timed at once; the oldest go."""
+REMEMBERED_OFFERS = 1 << 17
+"""Chunks offered last whose counts are kept, twice this many at most; about 30 MB."""
+_OFFER_BYTES = 16
+"""Of the end of vLLM's key: the group, and enough of the hash to tell a million chunks apart."""
+
+
+class Verdict(enum.Enum):
+    """What a request does about its chunks on the volume."""
+
+    LOAD = "load"
+    LOAD_PROBE = "load_probe"
+    """Load, although it is measured to be slower: to measure it again."""
+    COMPUTE = "compute"
+    """Compute: loading would take longer."""
+    COMPUTE_PROBE = "compute_probe"
+    SHORT = "short"
+    """Compute: the hit is shorter than the configured least."""
+
+    @property
+    def may_load(self) -> bool:
+        """Whether the chunks are loaded."""
+        return self in {Verdict.LOAD, Verdict.LOAD_PROBE}
+
+    @property
+    def cause(self) -> str:
+        """Why chunks are not loaded, for the metrics."""
+        return metrics.SHORT if self is Verdict.SHORT else metrics.SLOWER
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A request whose prompt is being computed."""
+
+    began: float
+    step: int
+    start: int | None = None
+    """Token from which on it is computed; known once the first chunk arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    began: float
+    blocks: int
+    """Of this load and of those ordered before it that had not landed."""
+
+
+def why_not_loading(volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
+    """Return why nothing is loaded at present, None if chunks are; `is_stuck` says that a load would not start."""
+    if not volume.mode.may_load:
+        return metrics.BYPASSED
+    if not volume.is_readable:
+        return metrics.INERT
+    if is_stuck:
+        return metrics.STUCK
+    return None if breaker.has_room(Direction.LOAD) else metrics.BREAKER
+
+
+def why_not_storing(volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
+    """Return why nothing is stored at present, None if chunks are; `is_stuck` says that a store would not start."""
+    if not volume.mode.may_store:
+        return metrics.BYPASSED
+    if not volume.is_readable:
+        return metrics.INERT
+    if not volume.is_writable:
+        return metrics.UNCOUNTED
+    if not volume.has_key:
+        return StoreFault.NO_KEY.value
+    if is_stuck:
+        return metrics.STUCK
+    return None if breaker.has_room(Direction.STORE) else metrics.BREAKER
+
+
+class Offers:
+    """Counts how often vLLM offered a chunk, so that one nobody asks for twice is not written.
+
+    Worth it where writes or room are scarce: most chunks are never read again, but one that is not written at its first
+    offer cannot be read at its second. Pure memory of this engine: after a restart the counts begin anew. Not
+    thread-safe.
+    """
+
+    def __init__(self, min_reuse: int, *, remembered: int = REMEMBERED_OFFERS) -> None:
+        """Store the settings; chunks are written at the `min_reuse`-th offer, 1 writes all and counts nothing."""
+        self._min_reuse = min_reuse
+        self._remembered = remembered
+        self._recent: dict[bytes, int] = {}
+        self._older: dict[bytes, int] = {}
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether any chunk is held back."""
+        return self._min_reuse > 1
+
+    def is_known(self, key: bytes) -> bool:
+        """Say whether the chunk was offered before, as far as that is remembered."""
+        name = key[-_OFFER_BYTES:]
+        return name in self._recent or name in self._older
+
+    def add(self, key: bytes) -> bool:
+        """Count one more offer; say whether the chunk is to be written now."""
+        if not self.is_gated:
+            return True
+        name = key[-_OFFER_BYTES:]
+        count = 1 + self._recent.get(name, self._older.get(name, 0))
+        self._recent[name] = count
+        if len(self._recent) >= self._remembered:
+            self._older, self._recent = self._recent, {}
+        return count >= self._min_reuse
+
+
+class Admission:
+    """The verdicts of one tier, and what they are made from. Every method is the scheduler's; not thread-safe."""
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        *,
+        is_cost_aware: bool,
+        min_tokens: int,
+        tokens_per_chunk: int,
+        is_prompt_only: bool,
+        on_verdict: Callable[[Verdict], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            is_cost_aware: Whether to compare at all.
+            min_tokens: Hits of fewer tokens are computed, however quick the volume is; 0 is no such limit.
+            tokens_per_chunk: Of one block.
+            is_prompt_only: Whether vLLM offloads prompts only. Otherwise blocks of the answer arrive too, at the pace
+                of decoding, and only the first ones of a request measure.
+            on_verdict: Told of each decision.
+            clock: Seconds that never go back.
+        """
+        self._is_cost_aware = is_cost_aware
+        self._min_chunks = -(-min_tokens // tokens_per_chunk)
+        self._tokens_per_chunk = tokens_per_chunk
+        self._is_prompt_only = is_prompt_only
+        self._on_verdict = on_verdict
+        self._clock = clock
+        self._loading = Pace()
+        self._computing = Pace()
+        self._is_losing = [False] * SIZES
+        """For each size in chunks, whether computing is known to be quicker."""
+        self._loads: dict[int, _Load] = {}
+        self._queued_blocks = 0
+        self._step = 0
+        self._prefills: dict[str, _Prefill] = {}
+        self._last_chunks = 1
+        self._blocks_per_chunk = 1.0
+        """More than one for models with several groups of layers."""
+        self._refused = [0] * SIZES
+        """For each size in chunks, since the last load of that size that measured."""
+        self._loaded = 0
+        """Since the last prompt that measured."""
+
+    def decide(self, chunks: int, blocks: int) -> Verdict:
+        """Decide what a request does that found a hit.
+
+        Args:
+            chunks: How long the hit is, in chunks of the first group.
+            blocks: How many files it is; more than chunks for models with several groups of layers.
+        """
+        self._last_chunks = chunks
+        self._blocks_per_chunk = blocks / chunks
+        verdict = self._find_verdict(chunks)
+        self._loaded += verdict.may_load
+        if verdict is Verdict.COMPUTE:
+            self._refused[size_of(chunks)] += 1
+        elif verdict is Verdict.COMPUTE_PROBE:
+            self._loaded = 0
+        elif verdict is Verdict.LOAD_PROBE:
+            self._refused[size_of(chunks)] = 0
+        self._on_verdict(verdict)
+        return verdict
+
+    def end_step(self) -> None:
+        """Note that a step of the scheduler has ended."""
+        self._step += 1
+
+    def begin_load(self, job_id: int, blocks: int) -> None:
+        """Note that vLLM ordered blocks."""
+        self._queued_blocks += blocks
+        self._loads[job_id] = _Load(self._clock(), self._queued_blocks)
+        self._last_chunks = max(1, round(blocks / self._blocks_per_chunk))
+
+    def end_load(self, job_id: int, blocks: int, *, landed: int) -> None:
+        """Note that so many of the job's blocks have landed; 0 says nothing about the pace of the volume."""
+        load = self._loads.pop(job_id)
+        self._queued_blocks -= blocks
+        if landed:
+            now = self._clock()
+            amount = load.blocks - blocks + landed
+            self._loading.observe(amount, now - load.began, now)
+            self._refused[size_of(max(1, round(amount / self._blocks_per_chunk)))] = 0
+            self._compare()
+
+    def begin_compute(self, request: str) -> None:
+        """Note that vLLM schedules the request for the first time in this step."""
+        self._prefills[request] = _Prefill(self._clock(), self._step)
+        if len(self._prefills) > MOST_PREFILLS:
+            del self._prefills[next(iter(self._prefills))]
+
+    def end_compute(self, request: str, end_tokens: Sequence[int | None], *, measures: bool = True) -> None:
+        """Note that computed blocks arrived in the CPU tier; `measures` False drops the request's measurement."""
+        prefill = self._prefills.get(request)
+        ends = [end for end in end_tokens if end is not None]
+        if prefill is None or not ends:
+            return
+        if not measures or prefill.step == self._step:
+            # Nothing is computed before the step that schedules it ends: these were there.
+            del self._prefills[request]
+            return
+        if prefill.start is None:
+            prefill.start = min(ends) - self._tokens_per_chunk
+        if not self._is_prompt_only:
+            del self._prefills[request]
+        chunks = self._chunks(max(ends) - prefill.start)
+        if chunks > 0:
+            now = self._clock()
+            self._computing.observe(chunks, now - prefill.began, now)
+            self._loaded = 0
+            self._compare()
+
+    def interrupt(self, request: str) -> None:
+        """Note that the request was preempted: the time until its next block says nothing."""
+        self._prefills.pop(request, None)
+
+    @property
+    def load_tokens_per_second(self) -> float:
+        """How fast a hit as long as the last one would be loaded; 0 before the first measurement."""
+        return self._tokens_per_second(self._loading.seconds(self._blocks(self._last_chunks)))
+
+    @property
+    def compute_tokens_per_second(self) -> float:
+        """How fast it would be computed; 0 before the first measurement."""
+        return self._tokens_per_second(self._computing.seconds(self._last_chunks))
+
+    @property
+    def break_even_tokens(self) -> int:
+        """Tokens from which on hits are loaded; 0 if all are, -1 if none of a length that was measured is."""
+        if not any(self._is_losing):
+            return self._min_chunks * self._tokens_per_chunk
+        first_winning = SIZES - self._is_losing[::-1].index(True)
+        above = range(first_winning, SIZES)
+        if all(self._loading.measured_at(self._blocks(1 << size), reach=0) == -math.inf for size in above):
+            return -1
+        return max(1 << first_winning, self._min_chunks) * self._tokens_per_chunk
+
+    def _find_verdict(self, chunks: int) -> Verdict:
+        if chunks < self._min_chunks:
+            return Verdict.SHORT
+        now = self._clock()
+        if self._is_losing[size_of(chunks)]:
+            return Verdict.LOAD_PROBE if self._is_load_probe_due(chunks, now) else Verdict.COMPUTE
+        return Verdict.COMPUTE_PROBE if self._is_compute_probe_due(now) else Verdict.LOAD
+
+    def _is_load_probe_due(self, chunks: int, now: float) -> bool:
+        age = now - self._loading.measured_at(self._blocks(chunks))
+        return self._refused[size_of(chunks)] + 1 >= PROBE_EVERY and age >= LOAD_PROBE_SECONDS
+
+    def _is_compute_probe_due(self, now: float) -> bool:
+        if not self._is_cost_aware or self._loaded + 1 < COMPUTE_PROBE_EVERY:
+            return False
+        return now - self._computing.measured_at(1, reach=SIZES) >= COMPUTE_PROBE_SECONDS
+
+    def _compare(self) -> None:
+        if not self._is_cost_aware:
+            return
+        for size, was_losing in enumerate(self._is_losing):
+            chunks = 3 << size >> 1
+            load, compute = self._loading.seconds(self._blocks(chunks)), self._computing.seconds(chunks)
+            # Only where loads of about that size were seen: what was never tried is tried.
+            is_known = self._loading.measured_at(self._blocks(chunks)) > -math.inf
+            self._is_losing[size] = (
+                is_known
+                and load is not None
+                and compute is not None
+                and load > compute * (1 / HYSTERESIS if was_losing else HYSTERESIS)
+            )
+
+    def _blocks(self, chunks: int) -> int:
+        return max(1, round(chunks * self._blocks_per_chunk))
+
+    def _chunks(self, tokens: int) -> int:
+        return tokens // self._tokens_per_chunk
+
+    def _tokens_per_second(self, seconds: float | None) -> float:
+        return self._last_chunks * self._tokens_per_chunk / seconds if seconds else 0.0

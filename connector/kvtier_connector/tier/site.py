@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One directory on the volume as an engine uses it, with the movers of its blocks: an engine leaves it as a whole.
+
+Made and left by the scheduler's thread. What is left is closed on a thread of its own, which a volume that hangs may
+hold up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from kvtier_connector.contract import ConnectorConfig
+from kvtier_connector.movers.dispatch import MoversSettings
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.rows import Region
+from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.layout import Home
+from kvtier_connector.store.mode import Mode
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.admission import Admission, Offers
+from kvtier_connector.tier.facts import engine_facts
+from kvtier_connector.tier.packing import Declared
+from kvtier_connector.tier.requests import TierRequests
+from kvtier_connector.tier.transfers import Transfers
+from kvtier_connector.tier.volume import Volume
+from kvtier_connector.tier.weights import Weights, can_change_unseen, join
+
+logger = init_logger("vllm.kvtier.site")
+
+CLOSE_WAIT_SECONDS = 5.0
+PROBE_DEADLINE_SECONDS = 2.0
+"""A probe is a few system calls; a volume that needs longer for them is slower than computing."""
+
+_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
+
+
+class Rows(NamedTuple):
+    """The CPU tier."""
+
+    view: memoryview
+    number: int
+    length: int
+    """Of one, in bytes."""
+    fd: int | None
+    """The file behind them, if other processes can map it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine takes along to the next directory."""
+
+    rows: Rows
+    breaker: Breaker
+    requests: TierRequests
+    admission: Admission
+    offers: Offers
+    stats: metrics.Stats
+
+
+class Site:
+    """See the module."""
+
+    def __init__(self, config: ConnectorConfig, parts: Parts, fs: FileSystem, *, generation: str) -> None:
+        """Prepare; `volume.start` and `movers.start` begin."""
+        self._parts = parts
+        self.volume = Volume(config, fs, generation=generation)
+        self.store = self.volume.store
+        rows = parts.rows
+        self.movers = Movers(
+            _movers_settings(config),
+            store=self.store,
+            breaker=parts.breaker,
+            rows=rows.view,
+            regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
+            fs=fs,
+        )
+        self.transfers = Transfers(
+            self.movers,
+            self.store,
+            parts.requests,
+            admission=parts.admission,
+            offers=parts.offers,
+            stats=parts.stats,
+            row_bytes=rows.length,
+        )
+
+    def observe(self, now: float, *, waiting: int) -> None:
+        """Set the metrics that change without an event; `waiting` requests wait for room in the CPU tier."""
+        stats, volume, transfers, movers = self._parts.stats, self.volume, self.transfers, self.movers
+        breaker, admission, row_bytes = self._parts.breaker, self._parts.admission, self._parts.rows.length
+        stats.set(metrics.ACTIVE, int(volume.is_readable))
+        if volume.refused_field:
+            stats.set(metrics.REFUSED, 1, label=volume.refused_field)
+        stats.set(metrics.KEY_MISSING, int(not volume.has_key))
+        stats.set(metrics.LOAD_BREAKER, _STATES[breaker.view(Direction.LOAD).state])
+        stats.set(metrics.STORE_BREAKER, _STATES[breaker.view(Direction.STORE).state])
+        stats.set(metrics.MODE, _MODES[volume.mode])
+        stats.set(metrics.KNOWN_BLOCKS, self.store.known_blocks)
+        if volume.is_counted:
+            stats.set(metrics.USED_BYTES, self.store.usage_bytes())
+        counts = movers.counts()
+        stats.set(metrics.STUCK_THREADS, counts.stuck)
+        stats.set(metrics.IO_PROCESSES, counts.processes)
+        stats.set(metrics.QUEUED_LOAD_BYTES, transfers.loading * row_bytes)
+        stats.set(metrics.QUEUED_STORE_BYTES, transfers.storing * row_bytes)
+        stats.set(metrics.QUEUED_JOBS, len(transfers))
+        began = transfers.oldest_began
+        stats.set(metrics.OLDEST_JOB_SECONDS, 0.0 if began is None else now - began)
+        stats.set(metrics.WAITING_REQUESTS, waiting)
+        stats.set(metrics.LOAD_PACE, admission.load_tokens_per_second)
+        stats.set(metrics.COMPUTE_PACE, admission.compute_tokens_per_second)
+        stats.set(metrics.BREAK_EVEN_TOKENS, admission.break_even_tokens)
+
+    def close(self) -> None:
+        """Stop within seconds, whatever the volume does: a mover that hangs is left behind and touches nothing."""
+        self.volume.close(CLOSE_WAIT_SECONDS)
+        if not self.movers.close(CLOSE_WAIT_SECONDS):
+            logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
+
+
+class Sites:
+    """The directories that an engine uses, one after the other: another one when its weights were replaced."""
+
+    def __init__(self, config: ConnectorConfig, parts: Parts, fs: FileSystem, *, generation: str) -> None:
+        """Prepare the generation's own directory; `open` begins."""
+        self._config = config
+        self._parts = parts
+        self._fs = fs
+        self._facts: dict[str, Any] = {}
+        self._left: list[threading.Thread] = []
+        self.weights = Weights(None, is_shared=True)
+        self.here = Site(config, parts, fs, generation=generation)
+        """The one in use."""
+
+    def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
+        """Begin to use a directory, and wait this long at most for the volume's first answer."""
+        config: VllmConfig | None = getattr(spec, "engine_config", None)
+        self.weights = Weights(join([each.weights for each in declared]), is_shared=not can_change_unseen(config))
+        revision = str(self._config.identity.get("model_revision", "main"))
+        self._facts = engine_facts(spec, declared, bytes_per_chunk=self._parts.rows.length, revision=revision)
+        if self.weights.epoch:
+            self._move()
+        self._start(wait_seconds)
+
+    def settle(self, found: Sequence[str | None]) -> bool:
+        """Take in which weights the workers have found; return whether that leads to another directory."""
+        before = self.weights.epoch
+        self.weights.settle(join(found))
+        is_another = self.weights.epoch != before
+        if is_another:
+            logger.warning("kvtier %s: other weights than before: blocks go to %s", self._config.tier, self._name)
+            self._move()
+            self._start(0.0)
+        return is_another
+
+    def close(self) -> None:
+        """Stop within seconds."""
+        self.here.close()
+        for thread in self._left:
+            thread.join(CLOSE_WAIT_SECONDS)
+
+    @property
+    def _name(self) -> str:
+        return str(Home(self._config.digest, self.weights.epoch))
+
+    def _move(self) -> None:
+        """Leave the directory for the one of these weights."""
+        leaving = threading.Thread(target=self.here.close, name="kvtier-leaving", daemon=True)
+        leaving.start()
+        self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
+        root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
+        config = replace(self._config, digest=self._name, root=root)
+        # Whether the engine was started for this generation was seen when it began.
+        self.here = Site(config, self._parts, self._fs, generation="")
+
+    def _start(self, wait_seconds: float) -> None:
+        self.here.movers.start()
+        claimed = {**self._config.identity, **self._facts, "engine.epoch": self.weights.epoch}
+        self.here.volume.start(claimed, wait_seconds)
+
+
+def _movers_settings(config: ConnectorConfig) -> MoversSettings:
+    return MoversSettings(
+        root=config.root,
+        direct=config.direct_io,
+        keys_dir=config.keys_dir,
+        processes=config.io_threads if config.io_processes is None else config.io_processes,
+        first_processes=len(os.sched_getaffinity(0)) if config.io_processes is None else 0,
+        threads=config.io_threads,
+        deadline_seconds=config.load_deadline_seconds,
+        probe_seconds=min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds),
+    )

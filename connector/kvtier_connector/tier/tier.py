@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared volume as a tier of vLLM: translation between its calls and the block files, nothing else.
+
+vLLM calls every method of `SharedVolumeTier` on the scheduler's thread, where a system call on a network mount could
+stop the engine. So each method only reads and writes memory, and hands what blocks to the movers. Whatever goes wrong,
+the engine computes instead of loading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.movers.tasks import MOST_PROBED, Done, Lane, Looked, Task
+from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.adapters import Adapters
+from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
+from kvtier_connector.tier.packing import Declared
+from kvtier_connector.tier.requests import TierRequest, TierRequests
+from kvtier_connector.tier.site import Parts, Rows, Sites
+from kvtier_connector.tier.transfers import POLL_SECONDS, Landed, shape_of_rows
+from kvtier_connector.tier.volume import read_config
+
+logger = init_logger("vllm.kvtier.tier")
+
+OPEN_WAIT_SECONDS = 10.0
+"""How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
+STORE_QUEUE_SHARE = 0.5
+"""Chunks that wait to be written hold their rows. While more than this share of the CPU tier waits, more is not
+written."""
+
+
+class SharedVolumeTier(SecondaryTierManager):
+    """Keeps chunks as block files on a volume that other engines share.
+
+    Fields are the scheduler's alone, except the objects that say otherwise themselves.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.DISK
+    fs: ClassVar[FileSystem] = LOCAL
+    """The system calls; tests derive a class with others."""
+    stats_seconds: ClassVar[float] = 0.2
+    """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
+
+    skew_seconds: ClassVar[float] = 2.0
+    """By how much the clock of a file server may be behind this one's."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        config_file: str,
+        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
+        locality: str | None = None,
+        backpressure_detector: BackpressureDetector | None = None,
+        generation: str = "",
+        **unknown: Any,
+    ) -> None:
+        """Build the tier; `open` begins to use the volume, and the engine starts even if that cannot be used.
+
+        Args:
+            offloading_spec: vLLM's settings of the engine; a `KVTierSpec` also knows the file behind the rows.
+            primary_kv_view: The rows of the CPU tier.
+            tier_type: The name under which vLLM knows this tier.
+            config_file: Path of the document that the operator wrote, see `contract`.
+            enable_kv_events: Publish a BlockStored event for each chunk written, if the engine publishes events.
+            locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
+            backpressure_detector: vLLM's, if configured; it sees how long stores take.
+            generation: Digest of the blocks that this engine is started for, if the document may have moved on.
+            unknown: Anything else in the tier's configuration, which is refused.
+
+        Raises:
+            ConfigInvalid: an option or the document cannot be used.
+        """
+        if unknown:
+            raise ConfigInvalid(
+                f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
+                "it takes config_file, generation, enable_kv_events, locality and backpressure"
+            )
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._spec = offloading_spec
+        self.locality = None if locality is None else Locality(locality)
+        config = read_config(config_file)
+        self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
+        self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
+        self.stats = metrics.Stats()
+        self._next_stats, self._was_idle = 0.0, False
+        self._adapters = Adapters(skew_seconds=self.skew_seconds)
+        self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self._adapters)
+        self._unread: dict[OffloadKey, TierRequest] = {}
+        """Chunks that wait until it is known which adapter they are of."""
+        self.admission = Admission(
+            is_cost_aware=config.cost_aware,
+            min_tokens=config.min_tokens,
+            tokens_per_chunk=self.requests.tokens[0],
+            is_prompt_only=offloading_spec.offload_prompt_only,
+            on_verdict=lambda verdict: self.stats.count(metrics.VERDICTS, cause=verdict.value),
+        )
+        self._offers = Offers(config.min_reuse)
+        self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] = []
+        self._asked: dict[OffloadKey, list[TierRequest]] = {}
+        """Chunks that a probe is under way for, with the requests that wait for its answer."""
+        self._unsent: list[tuple[OffloadKey, BlockKey]] = []
+        self._probes: dict[int, tuple[OffloadKey, ...]] = {}
+        self.waiting = 0
+        """Requests that wait for room in the CPU tier."""
+        self._is_storing_stuck = False
+        self._why_not_loading: str | None = metrics.INERT
+        self._is_closed = False
+        self._breaker = Breaker()
+        region_fd: int | None = getattr(offloading_spec, "region_fd", None)
+        parts = Parts(
+            rows=Rows(primary_kv_view, self.row_count, self.row_bytes, region_fd),
+            breaker=self._breaker,
+            requests=self.requests,
+            admission=self.admission,
+            offers=self._offers,
+            stats=self.stats,
+        )
+        self._sites = Sites(config, parts, self.fs, generation=generation)
+        self._take_place()
+
+    def open(self, declared: Sequence[Declared]) -> None:
+        """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
+        self._sites.open(self._spec, declared, OPEN_WAIT_SECONDS)
+        self._take_place()
+
+    def doubt_weights(self) -> None:
+        """Read and write nothing until the workers have told which weights there are: they may be replaced now."""
+        self._sites.weights.doubt()
+        self._why_not_loading = metrics.NEW_WEIGHTS
+
+    @property
+    def is_doubting(self) -> bool:
+        """Whether the workers are to tell which weights there are."""
+        return self._sites.weights.is_doubted
+
+    def settle_weights(self, found: Sequence[str | None]) -> None:
+        """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
+        if self._sites.settle(found):
+            # Nothing is under way in the directory that is left, but questions.
+            self._asked.clear()
+            self._unsent.clear()
+            self._probes.clear()
+            self._take_place()
+
+    def _take_place(self) -> None:
+        site = self._sites.here
+        self._volume, self._store, self._movers, self._transfers = site.volume, site.store, site.movers, site.transfers
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        # What is in the CPU tier already is offered again only if asked for, and would never count as used again.
+        policy = OffloadPolicy.REQUEST_LEVEL if self._offers.is_gated else OffloadPolicy.CHUNK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        presence = self.presence(key, self.requests.of(req_context))
+        if presence is Presence.PRESENT:
+            return LookupResult.HIT
+        return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
+
+    def presence(self, key: OffloadKey, request: TierRequest) -> Presence:
+        """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step."""
+        if key in request.missing:
+            return Presence.ABSENT
+        if cause := self._why_not_loading or request.read_refusal:
+            return self._miss(request, cause)
+        if (asking := self._asked.get(key)) is not None:
+            if request not in asking:
+                asking.append(request)
+            return Presence.UNKNOWN
+        name = request.block_key(key)
+        presence = self._store.state(name)
+        if presence is Presence.UNKNOWN:
+            self._asked[key] = [request]
+            self._unsent.append((key, name))
+        return self._miss(request, metrics.ABSENT) if presence is Presence.ABSENT else presence
+
+    def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
+        """Say whether a chunk of the request waits until its adapter is known; `is_asking` tells of it, too."""
+        if is_pending := request.is_pending:
+            self._unread[key] = request
+        return is_pending
+
+    def is_asking(self, key: OffloadKey) -> bool:
+        """Say whether it is not known yet whether there is the chunk."""
+        request = self._unread.get(key)
+        return key in self._asked or (request is not None and request.is_pending)
+
+    def count_computed(self, cause: str, chunks: int) -> None:
+        """Count chunks that the volume has and that are computed all the same."""
+        self.stats.count(metrics.MISSES, chunks, cause=cause)
+        self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self.load(job_metadata, is_urgent=True)
+
+    def load(self, order: TransferJob, *, is_urgent: bool) -> None:
+        """Read chunks into their rows; `take_landed` tells of each as it comes, `hasten` makes them urgent."""
+        self._transfers.load(order, is_urgent=is_urgent)
+
+    @property
+    def loading(self) -> int:
+        """How many chunks are being read."""
+        return self._transfers.loading
+
+    def hasten(self, keys: Collection[OffloadKey]) -> None:
+        """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
+        self._transfers.hasten(keys)
+
+    def take_landed(self) -> Sequence[Landed]:
+        """Return the chunks of loads that ended since the last call."""
+        self._collect()
+        return self._transfers.take_landed()
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._transfers.store(job_metadata, refusal=self._why_not_storing())
+
+    def store_again(self, order: TransferJob) -> None:
+        """Write chunks that `peek_shed` named and that are still in the CPU tier."""
+        self._transfers.store(order, refusal=self._why_not_storing(), is_again=True)
+
+    def peek_shed(self, most: int) -> list[OffloadKey]:
+        """Return chunks that were not written and could be now."""
+        shed = self._transfers.peek_shed(most)
+        return shed if shed and self._why_not_storing() is None else []
+
+    def forget_shed(self, keys: Iterable[OffloadKey]) -> None:
+        """Drop chunks that the CPU tier no longer has."""
+        self._transfers.forget_shed(keys)
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        # vLLM calls this in each step, before any lookup of the step.
+        self._collect()
+        movers = self._movers
+        self._is_storing_stuck = movers.is_stuck(Lane.STORE)
+        is_stuck = movers.is_stuck(Lane.LOAD) or movers.is_stuck(Lane.PROBE)
+        self._why_not_loading = (
+            metrics.NEW_WEIGHTS if self.is_doubting else why_not_loading(self._volume, self._breaker, is_stuck=is_stuck)
+        )
+        if self._volume.refused_field and self._transfers:
+            # The directory is somebody else's by now: what waits does not belong there.
+            self._transfers.withdraw(metrics.INERT)
+        return self._transfers.take_finished()
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._send_probes()
+        self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
+        self.admission.end_step()
+        for request in context.new_req_ids:
+            self.admission.begin_compute(request)
+        for request in context.preempted_req_ids:
+            self.admission.interrupt(request)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.requests.of(req_context).note_used(self._store, self.row_bytes)
+
+    @override
+    def has_pending_work(self) -> bool:
+        return bool(self._transfers or self._asked)
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        stored = self._transfers.take_stored()
+        if not stored or not self._is_publishing:
+            return ()
+        return (OffloadingEvent(keys=stored, medium=self.medium, removed=False, locality=self.locality),)
+
+    @override
+    def drain_jobs(self) -> None:
+        """Wait for every transfer, for as long as its deadline at most; then no mover touches the CPU tier."""
+        while self._transfers:
+            self._collect()
+            time.sleep(POLL_SECONDS)
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        is_idle = not self._transfers and not self.waiting
+        # At once, too, when the last transfer or wait has ended: vLLM may not ask again before the next request.
+        if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
+            return None
+        self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
+        self._sites.here.observe(now, waiting=self.waiting)
+        return self.stats.take()
+
+    @override
+    def shutdown(self) -> None:
+        """Stop within seconds, whatever the volume does: a mover that hangs is left behind and touches nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._transfers.withdraw(metrics.SHUTDOWN)
+        self._movers.withdraw(list(self._probes))
+        self.drain_jobs()
+        self._adapters.close()
+        self._sites.close()
+
+    def _why_not_storing(self) -> str | None:
+        if self.is_doubting:
+            return metrics.NEW_WEIGHTS
+        if cause := why_not_storing(self._volume, self._breaker, is_stuck=self._is_storing_stuck):
+            return cause
+        return metrics.QUEUE_FULL if self._transfers.storing > self._most_storing else None
+
+    def _miss(self, request: TierRequest, cause: str) -> Presence:
+        """Count a chunk that ends the prefix of a request: once, since vLLM asks again while an earlier one comes."""
+        if cause not in request.causes:
+            request.causes.add(cause)
+            self.stats.count(metrics.MISSES, cause=cause)
+        return Presence.ABSENT
+
+    def _collect(self) -> None:
+        """Take in what the movers did."""
+        for done in self._movers.collect():
+            if done.task in self._probes:
+                self._answer(done)
+            else:
+                self._transfers.end(done)
+
+    def _send_probes(self) -> None:
+        """Hand the questions of this step to the movers."""
+        tasks = []
+        for first in range(0, len(self._unsent), MOST_PROBED):
+            batch = self._unsent[first : first + MOST_PROBED]
+            number = self._transfers.number()
+            self._probes[number] = tuple(key for key, _ in batch)
+            tasks.append((number, Task(Lane.PROBE, tuple(name for _, name in batch))))
+        self._unsent.clear()
+        if tasks:
+            self._movers.submit(tasks)
+
+    def _answer(self, done: Done) -> None:
+        """Have those who wait for a probe ask the index, which knows by now what is there.
+
+        What it does not know is computed by the requests that asked, and not asked about in each step.
+        """
+        cause = metrics.ABSENT if isinstance(done.outcome, Looked) else metrics.LATE_PROBE
+        for key in self._probes.pop(done.task):
+            for request in self._asked.pop(key):
+                if self._store.state(request.block_key(key)) is not Presence.PRESENT:
+                    request.missing.add(key)
+                    self._miss(request, cause)

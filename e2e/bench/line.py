@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads over a line of exact latency and bandwidth: which part of the line's rate movers use.
+
+``python -m e2e.bench.line --milliseconds 0.1,1,5,20 --gigabits 1,5,20``. The files lie in memory. Each open, read and
+close takes the latency, and all reads of all processes share the bandwidth; nothing else is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from e2e.bench.contestants import Region
+
+from kvtier_connector.movers.dispatch import MoversSettings
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.rows import Region as Rows
+from kvtier_connector.movers.tasks import Done, Lane, Task
+from kvtier_connector.store.blockstore import BlockStore, Hit
+from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
+
+_STATE = struct.Struct("=d")
+_LATENCY, _BYTES_PER_SECOND, _FILE = "KVTIER_LINE_SECONDS", "KVTIER_LINE_RATE", "KVTIER_LINE_FILE"
+_CHUNK_BYTES = 8 << 20
+_FILES = 64
+_LOADED_SECONDS = 4.0
+"""A load is long enough that its beginning does not count; 512 chunks, a prompt of 32k tokens, at most."""
+_MOST_LOADED = 512
+
+
+class LineFs(FileSystem):
+    """Real system calls on files in memory, behind the line that the environment describes."""
+
+    def __init__(self) -> None:
+        """Join the others that use the line."""
+        self._latency = float(os.environ[_LATENCY])
+        self._rate = float(os.environ[_BYTES_PER_SECOND])
+        self._file = os.open(os.environ[_FILE], os.O_RDWR)
+        self._state = mmap.mmap(self._file, mmap.PAGESIZE)
+
+    def open(self, path: str, flags: int) -> int:
+        """Open after a round trip."""
+        time.sleep(self._latency)
+        return super().open(path, flags)
+
+    def close(self, fd: int) -> None:
+        """Close after a round trip."""
+        time.sleep(self._latency)
+        super().close(fd)
+
+    def stat(self, path: str) -> os.stat_result:
+        """Look after a round trip."""
+        time.sleep(self._latency)
+        return super().stat(path)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read, and return when the last byte has come over the line."""
+        count = super().preadv(fd, buffers, offset)
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            (free_at,) = _STATE.unpack_from(self._state)
+            free_at = max(free_at, time.monotonic() + self._latency) + count / self._rate
+            _STATE.pack_into(self._state, 0, free_at)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        time.sleep(max(0.0, free_at - time.monotonic()))
+        return count
+
+
+def measure(directory: Path, region: Region, *, seconds: float, gigabits: float) -> None:
+    """Load over one line and print a row."""
+    rate = gigabits * 1e9 / 8
+    line = directory / "line"
+    line.write_bytes(bytes(mmap.PAGESIZE))
+    os.environ.update({_LATENCY: str(seconds), _BYTES_PER_SECOND: str(rate), _FILE: str(line)})
+    store = SharedStore(directory / "0a1b", fs=LineFs())
+    store.measure_round_trip()
+    rows = region.view().cast("B", (region.blocks, region.block_bytes))
+    movers = Movers(
+        MoversSettings(
+            root=str(directory / "0a1b"),
+            direct=True,
+            processes=16,
+            first_processes=len(os.sched_getaffinity(0)),
+            threads=16,
+            deadline_seconds=600.0,
+            file_system="e2e.bench.line:LineFs",
+        ),
+        store=store,
+        breaker=Breaker(),
+        rows=rows,
+        regions=[Rows(region.file, 0, region.blocks)],
+    )
+    movers.start()
+    movers.submit([(1_000_000, Task(Lane.PROBE, (key(0),)))])
+    done: list[Done] = []
+    began = time.monotonic()
+    # What a load finds: the movers that the latency asks for, ready.
+    while not done or time.monotonic() - began < 3.0:  # noqa: PLR2004 - seconds
+        done += movers.collect()
+        if done and time.monotonic() - began < 2.0:  # noqa: PLR2004 - seconds
+            movers.submit([(1_000_000 + len(done), Task(Lane.PROBE, (key(0),)))])
+        time.sleep(0.01)
+    count = int(min(_MOST_LOADED, max(_FILES, _LOADED_SECONDS * rate / region.block_bytes)))
+    began = time.perf_counter()
+    movers.submit([(n, Task(Lane.LOAD, (key(n % _FILES),), n % _FILES)) for n in range(count)])
+    ended: list[Done] = []
+    while len(ended) < count:
+        ended += [each for each in movers.collect() if each.task < count]
+        time.sleep(0.001)
+    taken = time.perf_counter() - began
+    assert all(isinstance(each.outcome, Hit) for each in ended)
+    processes = movers.counts().processes
+    movers.close(10.0)
+    rows.release()
+    got = count * region.block_bytes / taken
+    print(
+        f"| {seconds * 1e3:g} ms | {gigabits:g} Gbit/s | {processes} | {count} | {got / 1e9:.2f} | {got / rate:.0%} |",
+        flush=True,
+    )
+
+
+def key(number: int) -> BlockKey:
+    """Return a name that no other number has."""
+    return BlockKey(number.to_bytes(32, "little"), 0)
+
+
+def main() -> None:
+    """Measure each line that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--milliseconds", type=_numbers, default=[0.1, 1.0, 5.0, 20.0])
+    parser.add_argument("--gigabits", type=_numbers, default=[1.0, 5.0, 20.0])
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="kvtier-line-", dir="/dev/shm"))
+    region = Region(_FILES, _CHUNK_BYTES)
+    try:
+        blocks = BlockStore(directory / "0a1b", direct=False)
+        for number in range(_FILES):
+            blocks.put(key(number), region.row(number))
+        print("| latency | line | movers | chunks | GB/s | of the line |\n|---|---|---|---|---|---|", flush=True)
+        for gigabits in options.gigabits:
+            for milliseconds in options.milliseconds:
+                measure(directory, region, seconds=milliseconds / 1e3, gigabits=gigabits)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

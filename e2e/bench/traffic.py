@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traffic benchmark on one GPU: conversations, short prompts, arrivals and shared prefixes, for each backend.
+
+A run is a list of stages, each an engine of one backend and the cells it serves, such as ``kvtier:traffic``. The
+stage ``restart`` is a new engine that finds on the volume what the stage ``traffic`` of its backend left there. A stage
+that fails is a record, and the next one begins. ``--device cpu`` plays the same with a tiny model on vLLM's CPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.bench import backends, journal, models, traffic_report, volumes, workloads
+from e2e.bench.engine_gpu import GRAPHS
+from e2e.bench.engines import Engine, EngineFailed
+from e2e.bench.workloads import Cell, Sizes
+
+GIB = 1 << 30
+GPU_BLOCK_TOKENS = 16
+CELL_LIMIT_SECONDS = 150.0
+STORE_LIMIT_SECONDS = 40.0
+USER_WAVES = 2
+QUIET_SECONDS = 1.5
+"""Nothing stored for so long: the backend has stored all it will."""
+PREPARE = "prepare"
+"""Puts on the volume what the cells after a restart ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An engine's memory, and what it serves."""
+
+    gpu_tokens: int
+    """What the GPU's prefix cache holds; 0 for all that there is room for."""
+    cpu_bytes: int
+    cells: tuple[str, ...]
+    keeps_volume: bool = False
+    """Finds what the stage before left."""
+
+
+STAGES = {
+    "traffic": Stage(131072, 16_000_000_000, (Cell.CONVERSATIONS, Cell.SHORT, PREPARE)),
+    "restart": Stage(0, 24_000_000_000, (Cell.ARRIVALS, Cell.SHARED, Cell.SINGLE, Cell.USERS), keeps_volume=True),
+    "fits": Stage(98304, 40_000_000_000, (Cell.FITTING,)),
+    "all-in-gpu": Stage(0, 0, (Cell.CONVERSATIONS, Cell.SHORT)),
+}
+TINY_STAGES = {
+    "traffic": Stage(2304, 32 << 20, STAGES["traffic"].cells),
+    "restart": Stage(0, 64 << 20, STAGES["restart"].cells, keeps_volume=True),
+    "fits": Stage(2304, 256 << 20, STAGES["fits"].cells),
+    "all-in-gpu": Stage(0, 0, STAGES["all-in-gpu"].cells),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is the same for every stage."""
+
+    work: Path
+    volume: Path
+    repository: Path
+    lifeboat: Path | None
+    sizes: Sizes
+    stages: Mapping[str, Stage]
+    engine: Mapping[str, Any]
+    is_cpu_build: bool
+    block_tokens: int
+    block_bytes: int
+    vocabulary: int
+    kvtier: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
+    """What is special about this run, for the report."""
+    rounds: int = 1
+    """How often conversations and short prompts are played, each time others."""
+    profiled: Sequence[str] = ()
+    """Cells around whose calls clocks are put."""
+    traced: Sequence[str] = ()
+    """Cells of which it is recorded when each call began and ended."""
+    sampler: str = ""
+    """Command of a sampling profiler, with `{pid}` and `{out}`."""
+    deadline: float = 0.0
+    """On the monotonic clock; 0 for none."""
+
+
+class Traffic:
+    """Plays stages and records each cell. One thread, one engine at a time."""
+
+    def __init__(self, settings: Settings, log: journal.Journal, start: Callable[..., Engine] = Engine) -> None:
+        """Store the settings, and what starts an engine."""
+        self._settings = settings
+        self._log = log
+        self._start = start
+        self._backend = ""
+        self._stage = ""
+
+    def play(self, backend: str, name: str, cells: Sequence[str]) -> None:
+        """Play one stage, with other cells than its own if some are given."""
+        settings, stage = self._settings, self._settings.stages[name]
+        self._backend, self._stage = backend, name
+        blocks = settings.volume / backend
+        if stage.keeps_volume:
+            volumes.forget_pages(blocks)
+        else:
+            volumes.clear(blocks)
+        if self._remaining() <= 0:
+            self._log.write(self._record("skipped"), f"{backend} {name}: no time left")
+            return
+        try:
+            with self._engine(backend, name, stage, blocks) as engine:
+                self._ask(engine, workloads.warm_up(settings.sizes))
+                engine.forget()
+                self._ask(engine, workloads.warm_up(settings.sizes))
+                for cell in cells or stage.cells:
+                    if cell != PREPARE or backends.has_volume(backend):
+                        self._cell(engine, cell, blocks)
+        except EngineFailed as error:
+            self._log.write({**self._record("failed"), "error": str(error)}, f"{backend} {name}: {error}")
+
+    def _cell(self, engine: Engine, cell: str, blocks: Path) -> None:
+        played = {
+            Cell.CONVERSATIONS: self._conversations,
+            Cell.FITTING: self._conversations,
+            Cell.SHORT: self._short,
+            Cell.ARRIVALS: self._at_once,
+            Cell.SHARED: self._at_once,
+            Cell.SINGLE: self._single,
+            Cell.USERS: self._users,
+            Cell.DAMAGED: self._damaged,
+            Cell.NEVER: self._never,
+            PREPARE: self._prepare,
+        }
+        played[cell](engine, cell, blocks)
+
+    def _conversations(self, engine: Engine, cell: str, blocks: Path) -> None:
+        sizes = self._settings.sizes
+        count = sizes.conversations if cell == Cell.CONVERSATIONS else sizes.fitting_conversations
+        for number in range(self._settings.rounds):
+            requests = workloads.conversations(sizes, count, first=number * count)
+            self._measure(engine, cell, requests, at_a_time=sizes.conversations_at_a_time)
+            self._empty(blocks)
+
+    def _short(self, engine: Engine, cell: str, blocks: Path) -> None:
+        sizes = self._settings.sizes
+        for number in range(self._settings.rounds):
+            requests = workloads.short_prompts(sizes, first=number * sizes.short_prompts)
+            self._measure(engine, f"{cell} first", requests, at_a_time=sizes.short_at_a_time)
+            self._settle(blocks, requests)
+            self._measure(engine, cell, requests, at_a_time=sizes.short_at_a_time)
+            self._empty(blocks)
+
+    def _prepare(self, engine: Engine, cell: str, blocks: Path) -> None:
+        sizes = self._settings.sizes
+        requests = [
+            *workloads.arrivals(sizes),
+            *workloads.shared_prefix(sizes),
+            *workloads.singles(sizes),
+            *workloads.users(sizes),
+        ]
+        self._ask(engine, [{**request, "start": 0.0} for request in requests], at_a_time=2)
+        self._settle(blocks, requests)
+        self._log.say(f"{self._backend} {cell}: done")
+
+    def _at_once(self, engine: Engine, cell: str, _: Path) -> None:
+        make = workloads.arrivals if cell == Cell.ARRIVALS else workloads.sharers
+        self._measure(engine, cell, make(self._settings.sizes))
+
+    def _single(self, engine: Engine, cell: str, blocks: Path) -> None:
+        requests = workloads.singles(self._settings.sizes)
+        for request in requests:
+            self._measure(engine, f"{cell} first", [request])
+            engine.forget()
+            self._measure(engine, f"{cell} again", [request])
+            self._measure(engine, f"{cell} in GPU", [request])
+        self._settle(blocks, requests)
+
+    def _users(self, engine: Engine, cell: str, _: Path) -> None:
+        for _wave in range(USER_WAVES):
+            self._measure(engine, cell, workloads.users(self._settings.sizes))
+            engine.forget(cpu_tier=True)
+
+    def _damaged(self, engine: Engine, cell: str, blocks: Path) -> None:
+        for request in workloads.damaged(self._settings.sizes):
+            before = self._files(blocks)
+            self._measure(engine, f"{cell} first", [request])
+            self._measure(engine, f"{cell} in GPU", [request])
+            self._settle(blocks, [request], beside=len(before))
+            engine.forget(cpu_tier=True)
+            files = sorted(self._files(blocks) - before, key=lambda path: path.stat().st_mtime_ns)
+            with files[len(files) // 2].open("r+b") as file:
+                file.seek(self._settings.block_bytes // 2)
+                file.write(b"damaged")
+            self._measure(engine, cell, [request])
+
+    def _files(self, blocks: Path) -> set[Path]:
+        return {Path(entry.path) for entry in volumes.block_files(blocks, at_least=self._settings.block_bytes)}
+
+    def _never(self, engine: Engine, cell: str, blocks: Path) -> None:
+        sizes = self._settings.sizes
+        name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
+        self._ask(engine, workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
+        for number in range(sizes.never_rounds):
+            self._empty(blocks)
+            self._measure(engine, name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
+
+    def _measure(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
+        name = cell.partition(" ")[0]
+        is_traced = name in self._settings.traced
+        is_profiled = is_traced or name in self._settings.profiled
+        if is_profiled:
+            engine.call("start_step_profile", is_traced)
+        with self._sampling(engine, cell):
+            answer = self._ask(engine, requests, at_a_time=at_a_time)
+        profile = {"profile": engine.call("stop_step_profile")} if is_profiled else {}
+        record = {**self._record("cell"), "cell": cell, **answer, **profile}
+        self._log.write(record, traffic_report.one_line(record))
+
+    def _ask(self, engine: Engine, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
+        limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
+        return engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
+
+    def _settle(self, blocks: Path, requests: list[workloads.Request], *, beside: int = 0) -> None:
+        if not backends.has_volume(self._backend):
+            return
+        expected = beside + workloads.block_count(requests, self._settings.block_tokens)
+        found = volumes.wait_for_blocks(
+            blocks,
+            at_least=self._settings.block_bytes,
+            expected=expected,
+            quiet_seconds=QUIET_SECONDS,
+            limit_seconds=max(0.0, min(STORE_LIMIT_SECONDS, self._remaining())),
+        )
+        if found < expected:
+            line = f"{self._backend}: {found} of {expected} blocks are on the volume"
+            self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
+
+    def _empty(self, blocks: Path) -> None:
+        """Make room for the next cell, which asks for nothing of this one."""
+        volumes.remove_blocks(blocks, at_least=self._settings.block_bytes)
+
+    def _engine(self, backend: str, name: str, stage: Stage, blocks: Path) -> Engine:
+        settings = self._settings
+        offload = backends.Offload(
+            cpu_bytes=stage.cpu_bytes,
+            block_tokens=settings.block_tokens,
+            is_cpu_build=settings.is_cpu_build,
+            kvtier=settings.kvtier,
+        )
+        arguments = dict(settings.engine)
+        if stage.gpu_tokens:
+            block_tokens = settings.block_tokens if settings.is_cpu_build else GPU_BLOCK_TOKENS
+            arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens
+        engine = self._start(
+            f"{name}-{backend}-{settings.variant}",
+            {
+                "engine": arguments,
+                "transfer": backends.transfer_config(backend, blocks, offload),
+                "seeds_weights": not settings.is_cpu_build,
+                "vocabulary": settings.vocabulary,
+            },
+            backends.environment(backend, settings.repository, settings.lifeboat),
+            settings.work / "engines",
+        )
+        line = f"{backend} {name}: serves after {engine.facts['seconds']:.1f} s, {engine.facts}"
+        self._log.write({**self._record("engine"), **engine.facts}, line)
+        return engine
+
+    @contextlib.contextmanager
+    def _sampling(self, engine: Engine, cell: str) -> Iterator[None]:
+        if not self._settings.sampler:
+            yield
+            return
+        out = self._settings.work / f"{self._backend}-{self._settings.variant}-{cell.replace(' ', '-')}.stacks"
+        pid = engine.call("process_id")
+        command = self._settings.sampler.format(pid=pid, out=out)
+        with subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL) as sampler:
+            yield
+            sampler.send_signal(signal.SIGINT)
+
+    def _record(self, kind: str) -> journal.Record:
+        return {"kind": kind, "backend": self._backend, "stage": self._stage, "variant": self._settings.variant}
+
+    def _remaining(self) -> float:
+        deadline = self._settings.deadline
+        return deadline - time.monotonic() if deadline else float("inf")
+
+
+def main() -> None:
+    """Play the stages that the command line names."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = options.work or Path(tempfile.mkdtemp(prefix="kvtier-traffic-"))
+    work.mkdir(parents=True, exist_ok=True)
+    log = journal.Journal(options.out / "traffic.jsonl")
+    log.write(journal.describe_run(runs=options.runs, kvtier=options.kvtier, variant=options.variant))
+    volume = options.volume or volumes.make_tmpfs(work / "tmpfs", GIB if options.device == "cpu" else 90 * GIB)
+    if options.device != "cpu":
+        volumes.enlarge_shared_memory(60 * GIB, log.say)
+    traffic = Traffic(_settings(options, work, volume), log)
+    try:
+        for run in options.runs:
+            backend, stage, *cells = run.split(":")
+            traffic.play(backend, stage, cells)
+    finally:
+        if options.volume is None:
+            volumes.release_tmpfs(volume)
+        print(traffic_report.write(options.out))
+    log.say("done")
+
+
+def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings:
+    is_cpu = options.device == "cpu"
+    shape = models.TINY if is_cpu else models.LLAMA_8B
+    block_tokens = 128 if is_cpu else 64
+    model = work / "model"
+    engine = models.engine_arguments(model)
+    if is_cpu:
+        # The CPU build repacks the weights while loading, so they come from a file.
+        models.write_model(model, shape)
+        engine |= {"max_model_len": 2176, "gpu_memory_utilization": 0.15}
+    else:
+        models.write_config(model, shape)
+        engine |= {
+            "load_format": "dummy",
+            "max_model_len": 66560,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 64,
+            "gpu_memory_utilization": 0.9,
+            **({} if options.eager else GRAPHS),
+        }
+    lifeboat = backends.unpack_lifeboat(options.lifeboat, work / "lifeboat")
+    return Settings(
+        work=work,
+        volume=volume,
+        repository=Path(__file__).resolve().parents[2],
+        lifeboat=lifeboat,
+        sizes=workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES,
+        stages=TINY_STAGES if is_cpu else STAGES,
+        engine=engine | options.engine,
+        is_cpu_build=is_cpu,
+        block_tokens=block_tokens,
+        block_bytes=shape.kv_bytes_per_token * block_tokens,
+        vocabulary=shape.vocabulary,
+        kvtier=options.kvtier,
+        variant=options.variant,
+        rounds=options.rounds,
+        profiled=options.profile,
+        traced=options.trace,
+        sampler=options.sampler,
+        deadline=time.monotonic() + options.time_limit if options.time_limit else 0.0,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="BACKEND:STAGE[:CELL...], with a stage of " + ", ".join(STAGES))
+    parser.add_argument(
+        "--out", type=Path, required=True, help="for traffic.jsonl, tables and charts; continued if there"
+    )
+    parser.add_argument("--work", type=Path, help="for the model, logs and the mounted tmpfs (default: in /tmp)")
+    parser.add_argument(
+        "--volume", type=Path, help="directory for the blocks (default: a tmpfs that is mounted for it)"
+    )
+    parser.add_argument("--lifeboat", type=Path, help="wheel of lifeboatcache")
+    parser.add_argument("--kvtier", type=json.loads, default={}, help="fields of ConnectorConfig as JSON")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
+    parser.add_argument("--variant", default="", help="name of what is special about this run")
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of A, B and C, each with other prompts")
+    parser.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
+    parser.add_argument("--profile", nargs="+", default=[], metavar="CELL", help="put clocks around these cells' calls")
+    parser.add_argument("--trace", nargs="+", default=[], metavar="CELL", help="record each of these cells' calls")
+    parser.add_argument("--sampler", default="", help="command of a sampling profiler, with {pid} and {out}")
+    parser.add_argument("--time-limit", type=float, default=0.0, help="end after so many seconds")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    options = parser.parse_args()
+    for run in options.runs:
+        backend, _, stage = run.partition(":")
+        if backend not in backends.KNOWN or stage.partition(":")[0] not in STAGES:
+            parser.error(f"not a backend and a stage: {run}")
+    return options
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    main()

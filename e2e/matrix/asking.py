@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts that every class of the matrix is asked. Pure: the same numbers in every process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+STEMS: Final = 4
+PROMPTS_A_STEM: Final = 8
+_STEM_TOKENS: Final = 768
+_FIRST_TOKEN: Final = 8
+"""Those below may have a meaning for the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, and what it is asked with."""
+
+    tokens: tuple[int, ...]
+    salt: str = ""
+    lora: str = ""
+    """Name of an adapter."""
+    image: int | None = None
+    """Seed of the picture that goes with the prompt."""
+    is_embedded: bool = False
+    """Whether the prompt is given as embeddings."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as another process reads it."""
+        return asdict(self)
+
+
+def tokens(count: int, vocabulary: int, *, seed: int) -> tuple[int, ...]:
+    """Return random tokens; those of one seed begin alike."""
+    chooser = random.Random(seed)
+    return tuple(chooser.randrange(_FIRST_TOKEN, vocabulary) for _ in range(count))
+
+
+def prompts(vocabulary: int) -> list[tuple[int, ...]]:
+    """Return prompts of differing lengths of which each shares its beginning with some others."""
+    made = []
+    for stem in range(STEMS):
+        trunk = tokens(_STEM_TOKENS, vocabulary, seed=stem)
+        for number in range(PROMPTS_A_STEM):
+            shared = trunk[: number * _STEM_TOKENS // PROMPTS_A_STEM]
+            own = tokens(140 + 23 * number + 11 * stem, vocabulary, seed=100 + stem * PROMPTS_A_STEM + number)
+            made.append(shared + own)
+    return made
+
+
+def pair(vocabulary: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two prompts of which the second has two thirds in common with the first."""
+    common = tokens(length * 2 // 3, vocabulary, seed=900)
+    rest = length - len(common)
+    return common + tokens(rest, vocabulary, seed=901), common + tokens(rest, vocabulary, seed=902)
+
+
+def plain(made: Sequence[tuple[int, ...]], **settings: Any) -> list[Request]:
+    """Return requests that differ in nothing but their prompts."""
+    return [Request(tokens=each, **settings) for each in made]
+
+
+def twins(vocabulary: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two prompts that end alike after beginnings that differ: a model that looks back answers differently."""
+    tail = tokens(100, vocabulary, seed=910)
+    return tokens(400, vocabulary, seed=911) + tail, tokens(400, vocabulary, seed=912) + tail

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of models and of requests that the matrix runs: what the engine is, what it is asked, what must hold.
+
+Pure data. A class that vLLM's CPU build cannot run names what it needs; the same script runs it on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from e2e.matrix import shapes
+from e2e.matrix.shapes import Shape
+
+CHUNK_TOKENS: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelClass:
+    """One row of the matrix."""
+
+    name: str
+    title: str
+    shape: Shape
+    args: tuple[str, ...] = ()
+    """Flags of both engines."""
+    reader_args: tuple[str, ...] = ()
+    """Flags of the engine that reads, beside those."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the tier, beside those of all classes."""
+    asks: str = "plain"
+    """How prompts are asked: plain, salted, embedded, lora or image."""
+    pair_tokens: int = 1200
+    """Of each of two prompts with two thirds in common."""
+    at_once: int = 1
+    """Requests that the reader has at a time."""
+    of: str = ""
+    """Class whose first engine wrote what this one reads; empty for one of its own."""
+    draft: Shape | None = None
+    """Of a draft model."""
+    needs: str = ""
+    """What the CPU build lacks for it; empty where it runs."""
+
+
+def _chunks(tokens: int) -> Mapping[str, Any]:
+    return {"disk": {"blockTokens": tokens, "admission": {"costAware": False}}}
+
+
+_SMALL: Final = _chunks(CHUNK_TOKENS)
+_STATES: Final[dict[str, Any]] = {"pair_tokens": 3600}
+"""Longer than a step."""
+
+CLASSES: Final[tuple[ModelClass, ...]] = (
+    ModelClass(name="dense", title="Dense (Llama)", shape=shapes.LLAMA, spec=_SMALL),
+    ModelClass(name="gqa", title="Grouped-query attention (Qwen3)", shape=shapes.GQA, spec=_SMALL),
+    ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, spec=_chunks(64)),
+    ModelClass(name="moe", title="Mixture of experts (Qwen3-MoE)", shape=shapes.MOE, spec=_SMALL),
+    ModelClass(name="gemma3", title="Sliding window (Gemma-3)", shape=shapes.GEMMA_3, spec=_SMALL),
+    ModelClass(name="gpt_oss", title="Sliding window and attention sinks (gpt-oss)", shape=shapes.GPT_OSS, spec=_SMALL),
+    ModelClass(name="qwen3_next", title="Gated delta net (Qwen3-Next)", shape=shapes.QWEN3_NEXT, **_STATES),
+    ModelClass(name="bamba", title="Mamba-2 hybrid (Bamba)", shape=shapes.BAMBA, **_STATES),
+    ModelClass(name="granite4", title="Mamba-2 hybrid with experts (Granite-4)", shape=shapes.GRANITE_4, **_STATES),
+    ModelClass(name="falcon_h1", title="Attention beside Mamba-2 (Falcon-H1)", shape=shapes.FALCON_H1, **_STATES),
+    ModelClass(name="jamba", title="Mamba-1 hybrid with experts (Jamba)", shape=shapes.JAMBA, **_STATES),
+    ModelClass(
+        name="preempted",
+        title="Dense, 16 requests at once in a KV cache of 40 blocks",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        of="dense",
+        reader_args=("--num-gpu-blocks-override=40",),
+        at_once=16,
+    ),
+    ModelClass(
+        name="small_prefill",
+        title="Dense, prompts computed in pieces of 160 tokens",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        of="dense",
+        reader_args=("--max-num-batched-tokens=160",),
+    ),
+    ModelClass(
+        name="salted",
+        title="Dense, cache salts: another salt misses",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        asks="salted",
+    ),
+    ModelClass(
+        name="ngram",
+        title="Speculation by n-grams",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        args=('--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":3}',),
+    ),
+    ModelClass(
+        name="draft",
+        title="Speculation by a draft model",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        draft={**shapes.LLAMA, "num_hidden_layers": 1},
+    ),
+    ModelClass(
+        name="fp8_kv",
+        title="fp8 KV cache",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        args=("--kv-cache-dtype=fp8",),
+    ),
+    ModelClass(
+        name="embedded",
+        title="Prompts given as embeddings",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        args=("--enable-prompt-embeds",),
+        asks="embedded",
+    ),
+    ModelClass(
+        name="async",
+        title="Asynchronous scheduling",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        args=("--async-scheduling",),
+        needs="vLLM's CPU platform turns it off",
+    ),
+)

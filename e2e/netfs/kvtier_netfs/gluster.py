@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GlusterFS: two bricks on xfs, and two clients; files spread over the bricks, or each on both.
+
+Bricks and clients are GlusterFS's own programs with the translators that ``gluster volume create`` gives them. What is
+left out is glusterd, which distributes their settings: there is one of it a host, and it may be in use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier_netfs.volume import ADDRESS, SharedVolume, wait_for
+
+_PORTS = (24101, 24102)
+
+_BRICK = """
+volume posix
+    type storage/posix
+    option directory {directory}
+end-volume
+volume access-control
+    type features/access-control
+    subvolumes posix
+end-volume
+volume locks
+    type features/locks
+    subvolumes access-control
+end-volume
+volume upcall
+    type features/upcall
+    subvolumes locks
+end-volume
+volume io-threads
+    type performance/io-threads
+    subvolumes upcall
+end-volume
+volume index
+    type features/index
+    option xattrop-pending-watchlist trusted.afr.kv-
+    option xattrop-dirty-watchlist trusted.afr.dirty
+    option index-base {directory}/.glusterfs/indices
+    subvolumes io-threads
+end-volume
+volume brick
+    type debug/io-stats
+    subvolumes index
+end-volume
+volume server
+    type protocol/server
+    option transport-type tcp
+    option transport.socket.bind-address {address}
+    option transport.socket.listen-port {port}
+    option auth.addr.brick.allow {address}
+    subvolumes brick
+end-volume
+"""
+_REMOTE = """
+volume kv-client-{number}
+    type protocol/client
+    option transport-type tcp
+    option remote-host {address}
+    option remote-port {port}
+    option remote-subvolume brick
+    option ping-timeout {ping_seconds}
+end-volume
+"""
+_DISTRIBUTE = """
+volume spread
+    type cluster/distribute
+    subvolumes kv-client-0 kv-client-1
+end-volume
+"""
+_REPLICATE = """
+volume spread
+    type cluster/replicate
+    option afr-pending-xattr kv-client-0,kv-client-1
+    option data-self-heal on
+    option metadata-self-heal on
+    option entry-self-heal on
+    subvolumes kv-client-0 kv-client-1
+end-volume
+"""
+_CLIENT = """
+volume utime
+    type features/utime
+    option noatime on
+    subvolumes spread
+end-volume
+volume write-behind
+    type performance/write-behind
+    subvolumes utime
+end-volume
+volume open-behind
+    type performance/open-behind
+    subvolumes write-behind
+end-volume
+volume quick-read
+    type performance/quick-read
+    subvolumes open-behind
+end-volume
+volume md-cache
+    type performance/md-cache
+    subvolumes quick-read
+end-volume
+volume kv
+    type debug/io-stats
+    subvolumes md-cache
+end-volume
+"""
+
+
+class GlusterDistribute(SharedVolume):
+    """Each file is on one of the bricks."""
+
+    name = "glusterfs-distribute"
+    commands: ClassVar[dict[str, str]] = {
+        "glusterfsd": "glusterfs-server",
+        "glusterfs": "glusterfs-client",
+        "mkfs.xfs": "xfsprogs",
+    }
+    serving = ("brick0", "brick1")
+    disk_mib: ClassVar[int] = 4096
+    """Of each brick."""
+    ping_seconds: ClassVar[int] = 42
+    """After so long a client gives up on a brick that does not answer; GlusterFS's default."""
+    _spread: ClassVar[str] = _DISTRIBUTE
+
+    def brick(self, number: int) -> Path:
+        """Return where a brick keeps its files."""
+        return self.base / f"disk{number}/files"
+
+    def _up(self) -> None:
+        for number, (server, port) in enumerate(zip(self.serving, _PORTS, strict=True)):
+            self._image(f"disk{number}", mib=self.disk_mib)
+            # The directory of bookkeeping, which glusterd makes.
+            (self.brick(number) / ".glusterfs").mkdir(parents=True)
+            self._serve(
+                server, self._command("glusterfsd", server, _BRICK.format(directory=self.brick(number), **at(port)))
+            )
+        wait_for(lambda: all(self.servers.listens(port) for port in _PORTS), "the bricks listen")
+        remotes = "".join(
+            _REMOTE.format(number=number, ping_seconds=self.ping_seconds, **at(port))
+            for number, port in enumerate(_PORTS)
+        )
+        for directory in (self.a, self.b):
+            name = f"client-{directory.name}"
+            command = self._command("glusterfs", name, remotes + self._spread + _CLIENT)
+            more = [f"--{option}" for option in self.options.split(",") if option]
+            self._mount(name, directory, [*command, *more, str(directory)])
+
+    def _command(self, program: str, name: str, settings: str) -> list[str]:
+        file = self.base / f"{name}.vol"
+        file.write_text(settings)
+        log, process = self.base / f"{name}.log", self.base / f"{name}.pid"
+        return [program, "-f", str(file), "-l", str(log), "-p", str(process), "--no-daemon"]
+
+
+class GlusterReplica(GlusterDistribute):
+    """Each file is on both bricks."""
+
+    name = "glusterfs-replica"
+    ping_seconds: ClassVar[int] = 2
+    """A brick that hangs is left out soon, so that a test of it is soon over."""
+    _spread: ClassVar[str] = _REPLICATE
+
+
+def at(port: int) -> dict[str, object]:
+    """Return how the settings name a port."""
+    return {"address": ADDRESS, "port": port}

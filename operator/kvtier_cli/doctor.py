@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verb ``doctor``: what a cluster needs for kvtier, what it has of that, and what to do about the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import click
+
+from kvtier_cli import answers, carried, targets
+from kvtier_cli.exits import FINE, FOUND
+from kvtier_operator import __version__, names
+from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing
+
+OLDEST_MINOR: Final = 29
+SHARED: Final = re.compile(
+    r"cephfs|nfs|efs|filestore|lustre|fsx|azurefile|file\.csi\.azure|glusterfs|weka|vast|beegfs|gpfs|spectrumscale|juicefs",
+    re.IGNORECASE,
+)
+"""Provisioners whose volumes several nodes can mount, as far as their names tell."""
+_ACCELERATORS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
+_MARKS: Final = {"ok": "green", "warning": "yellow", "missing": "red", "unknown": "cyan"}
+_RIGHTS: Final = (
+    (names.GROUP, names.PLURAL, "", "create", "apply tiers"),
+    (names.GROUP, names.PLURAL, "", "patch", "pause, mode and restart"),
+    ("", "pods", "exec", "create", "reach a tier's volume by the tier's name"),
+    ("", "pods", "log", "get", "report"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one look showed."""
+
+    what: str
+    state: str
+    """ok, warning, missing or unknown."""
+    message: str
+    remedy: str = ""
+
+
+@click.command
+@answers.output_option()
+@targets.cluster_options
+def doctor(*, output: str, **cluster: str) -> int:
+    """Look whether a cluster has what kvtier needs: its version, the CRD, an operator, storage, nodes, your rights.
+
+    Changes nothing. Exit code 1: something is missing.
+    """
+    found = examine(targets.Where(**cluster))
+    answers.show([asdict(each) for each in found], output, lambda: _page(found))
+    return FOUND if any(each.state == "missing" for each in found) else FINE
+
+
+def examine(where: targets.Where) -> list[Finding]:
+    """Return what each look shows; raises ClusterError where there is no cluster at all."""
+    version = where.person.ask("/version", "ask for the cluster's version")
+    looks: tuple[tuple[str, Callable[[targets.Where], Iterator[Finding]]], ...] = (
+        ("definition", _definition),
+        ("operator", _operators),
+        ("storage", _storage),
+        ("nodes", _nodes),
+        ("namespace", _namespace),
+        ("rights", _rights),
+    )
+    found = [_version(version)]
+    for what, look in looks:
+        try:
+            found += list(look(where))
+        except ClusterForbidden as error:
+            found.append(Finding(what=what, state="unknown", message=str(error), remedy="ask who may"))
+        except ClusterError as error:
+            found.append(Finding(what=what, state="unknown", message=str(error)))
+    return found
+
+
+def _version(version: names.Manifest) -> Finding:
+    minor = int(re.sub(r"\D", "", str(version["minor"])) or 0)
+    text = f"Kubernetes {version['gitVersion']}"
+    if minor < OLDEST_MINOR:
+        return Finding(
+            what="cluster",
+            state="missing",
+            message=f"{text} is older than 1.{OLDEST_MINOR}",
+            remedy="upgrade the cluster",
+        )
+    return Finding(what="cluster", state="ok", message=text)
+
+
+def _definition(where: targets.Where) -> Iterator[Finding]:
+    import yaml  # noqa: PLC0415  takes a while
+
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
+    remedy = "kvtier install generate | kubectl apply --server-side -f -"
+    try:
+        live = where.person.ask(path, f"read the definition of {names.KIND}")
+    except KindMissing:
+        message = f"the cluster does not know {names.KIND}"
+        yield Finding(what="definition", state="missing", message=message, remedy=remedy)
+        return
+    ours = yaml.safe_load(carried.find(carried.CRD).read_text())
+    if _fields(live) == _fields(ours):
+        yield Finding(what="definition", state="ok", message=f"{names.KIND} is that of kvtier {__version__}")
+    else:
+        message = f"{names.KIND} is of another release than this command ({__version__})"
+        yield Finding(what="definition", state="warning", message=message, remedy=remedy)
+
+
+def _fields(node: Any) -> Any:
+    """Return the names of all fields, which the API server leaves as they are."""
+    versions = node["spec"]["versions"]
+    return {each["name"]: _names(each["schema"]["openAPIV3Schema"]) for each in versions}
+
+
+def _names(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return None
+    below = {name: _names(each) for name, each in (schema.get("properties") or {}).items()}
+    return {**below, **({"[]": _names(schema["items"])} if "items" in schema else {})}
+
+
+def _operators(where: targets.Where) -> Iterator[Finding]:
+    selector = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=kvtier"
+    found = where.person.cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
+    for each in found:
+        name = f"{each['metadata']['namespace']}/{each['metadata']['name']}"
+        ready = each.get("status", {}).get("readyReplicas", 0)
+        image = each["spec"]["template"]["spec"]["containers"][0]["image"]
+        if not ready:
+            remedy = f"kubectl logs -n {each['metadata']['namespace']} deploy/{each['metadata']['name']}"
+            yield Finding(what="operator", state="missing", message=f"{name} is not ready", remedy=remedy)
+        elif not image.split("@")[0].endswith(f":{__version__}"):
+            message = f"{name} runs {image}, this command is {__version__}"
+            remedy = "use the command of the operator's release where verbs act by a tier's name"
+            yield Finding(what="operator", state="warning", message=message, remedy=remedy)
+        else:
+            yield Finding(what="operator", state="ok", message=f"{name} {__version__} is ready")
+    if not found:
+        yield from _held(where)
+
+
+def _held(where: targets.Where) -> Iterator[Finding]:
+    """Tell of an operator outside the cluster by the Lease that it holds in the namespace."""
+    leases = where.person.cluster.list(
+        names.COORDINATION, names.LEASE_KIND, namespace=where.asked_namespace, selector=""
+    )
+    holders = {
+        each["spec"]["holderIdentity"]
+        for each in leases
+        if each["metadata"]["name"].startswith("kvtier-tiers") and (each.get("spec") or {}).get("holderIdentity")
+    }
+    if holders:
+        message = f"none is installed; {', '.join(sorted(holders))} holds the tiers of {where.asked_namespace}"
+        yield Finding(what="operator", state="ok", message=message)
+        return
+    yield Finding(
+        what="operator",
+        state="missing",
+        message=f"none is installed, and none holds the tiers of {where.asked_namespace}",
+        remedy="helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
+    )
+
+
+def _storage(where: targets.Where) -> Iterator[Finding]:
+    found = where.person.ask("/apis/storage.k8s.io/v1/storageclasses", "list storage classes")["items"]
+    shared = [each["metadata"]["name"] for each in found if SHARED.search(each.get("provisioner", ""))]
+    default = [
+        each["metadata"]["name"]
+        for each in found
+        if (each["metadata"].get("annotations") or {}).get("storageclass.kubernetes.io/is-default-class") == "true"
+    ]
+    names_of_all = ", ".join(each["metadata"]["name"] for each in found)
+    if shared:
+        message = f"{', '.join(shared)}: shared by nodes, by their names; a Job tries each volume before engines use it"
+        yield Finding(what="storage", state="ok", message=message)
+    elif found:
+        yield Finding(
+            what="storage",
+            state="warning",
+            message=f"{names_of_all}: none is known to be shared by nodes (ReadWriteMany)",
+            remedy="one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx",
+        )
+    else:
+        remedy = "install one, or name a claim of yours in spec.volume.existingClaim"
+        yield Finding(what="storage", state="warning", message="no storage class", remedy=remedy)
+    if found and not default:
+        remedy = "set spec.volume.claim.storageClassName"
+        yield Finding(what="storage", state="warning", message="no storage class is the default one", remedy=remedy)
+
+
+def _nodes(where: targets.Where) -> Iterator[Finding]:
+    nodes = where.person.ask("/api/v1/nodes", "list nodes")["items"]
+    devices: dict[str, int] = {}
+    for node in nodes:
+        allocatable = node.get("status", {}).get("allocatable") or {}
+        for resource in _ACCELERATORS:
+            if int(allocatable.get(resource, 0)):
+                devices[resource] = devices.get(resource, 0) + int(allocatable[resource])
+    if devices:
+        listed = ", ".join(f"{count} {resource}" for resource, count in sorted(devices.items()))
+        yield Finding(what="nodes", state="ok", message=f"{len(nodes)} with {listed}")
+    else:
+        yield Finding(
+            what="nodes",
+            state="warning",
+            message=f"{len(nodes)}, none with an accelerator that is known",
+            remedy="a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build",
+        )
+
+
+def _namespace(where: targets.Where) -> Iterator[Finding]:
+    name = where.asked_namespace
+    labels = where.person.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
+    level = labels.get("pod-security.kubernetes.io/enforce", "none")
+    yield Finding(
+        what="namespace", state="ok", message=f"{name} enforces Pod Security {level}; kvtier's pods satisfy restricted"
+    )
+
+
+def _rights(where: targets.Where) -> Iterator[Finding]:
+    for group, resource, subresource, verb, purpose in _RIGHTS:
+        attributes = {"group": group, "resource": resource, "subresource": subresource, "verb": verb}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {**attributes, "namespace": where.asked_namespace}},
+        }
+        answer = where.person.post(
+            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review, "ask for your own rights"
+        )
+        full = f"{verb} {resource}{f'/{subresource}' if subresource else ''}"
+        if answer["status"]["allowed"]:
+            yield Finding(what="rights", state="ok", message=f"you may {full}: {purpose}")
+        else:
+            remedy = f"without it: no {purpose}"
+            yield Finding(what="rights", state="warning", message=f"you may not {full}", remedy=remedy)
+
+
+def _page(found: list[Finding]) -> str:
+    width = max(len(each.what) for each in found)
+    lines = []
+    for each in found:
+        state = click.style(f"{each.state:7}", fg=_MARKS[each.state])
+        lines.append(f"{state}  {each.what:{width}}  {each.message}")
+        if each.remedy:
+            lines.append(f"{'':7}  {'':{width}}  -> {each.remedy}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of the command line that need reading: sizes, times and shares, as the API takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from kvtier_connector.janitor import units
+
+
+class _Reading(click.ParamType[Any]):
+    """Reads a word with a function that raises ValueError for what it cannot read."""
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SECONDS = _Reading("time", units.parse_seconds)
+BYTES = _Reading("size", units.parse_size)
+SHARE = _Reading("share", units.parse_share)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a verb works on: a tier by name, through the pod that has its volume, or a directory that is mounted here.
+
+A chore gives the same document either way. A word with a slash, or that is a directory here, is a directory; with
+``-n`` every word is a tier's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE
+from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.janitor import chores
+from kvtier_connector.janitor.chores import Outcome
+from kvtier_connector.store.progress import Tell
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterUnavailable
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_MODULE: Final = "kvtier_connector.janitor.chores"
+_CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Which cluster and namespace a person named, if any."""
+
+    namespace: str = ""
+    context: str = ""
+    kubeconfig: str = ""
+
+    @cached_property
+    def person(self) -> Any:
+        """Return the connection; made when it is first asked for."""
+        # The client takes a second to import, which what needs no cluster does without.
+        from kvtier_operator.kube.person import Person  # noqa: PLC0415  takes a second
+
+        person = Person(kubeconfig=self.kubeconfig or None, context=self.context or None)
+        click.get_current_context().call_on_close(person.close)
+        return person
+
+    @property
+    def asked_namespace(self) -> str:
+        """Return the namespace that was named, or that of the context."""
+        namespace: str = self.namespace or self.person.namespace
+        return namespace
+
+
+def cluster_options(function: Function) -> Function:
+    """Give a verb ``-n``, ``--context`` and ``--kubeconfig``, as kubectl has them."""
+    options = (
+        click.option("-n", "--namespace", default="", help="namespace of the tier (default: that of the context)"),
+        click.option("--context", default="", help="context of the kubeconfig"),
+        click.option("--kubeconfig", default="", type=click.Path(), help="file to use instead of $KUBECONFIG"),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def is_directory(target: str, where: Where) -> bool:
+    """Tell whether a word means a directory and not a tier.
+
+    Raises:
+        UsageError: it looks like a directory, and there is none.
+    """
+    if where.namespace:
+        return False
+    if Path(target).is_dir():
+        return True
+    if "/" in target or target == ".":
+        raise click.UsageError(f"{target} is no directory; a tier is named without a slash, and its namespace by -n")
+    return False
+
+
+def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> Outcome:
+    """Do a chore on a tier or a directory.
+
+    Raises:
+        ConnectorError: it cannot be done.
+        ClusterError: the tier, or its janitor, cannot be reached.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    if is_directory(target, where):
+        return chores.do(verb, Path(target), options, tell)
+    if verb == "gc":
+        # A tier's own limits, which are those of its janitor.
+        options = {"config": _CONFIG, **options}
+    return _do_in_pod(target, where, {"verb": verb, "config": _CONFIG, "options": options}, tell)
+
+
+def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> Outcome:
+    pod = janitor_pod(tier, where)
+    answers: list[dict[str, Any]] = []
+    stray: list[str] = []
+
+    def on_line(line: str) -> None:
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            stray.append(line)
+            return
+        if "progress" in answer:
+            tell(*answer["progress"])
+        else:
+            answers.append(answer)
+
+    command = ["python3", "-m", _MODULE, json.dumps(request)]
+    code, complaint = where.person.execute(pod, names.JANITOR_CONTAINER, command, on_line)
+    if not answers:
+        said = " ".join([*stray, complaint]).strip()[-500:] or "nothing"
+        raise ClusterUnavailable(
+            f"the janitor of {tier} ({pod['metadata']['name']}) ended with {code} and said {said}; an image of another "
+            "release may not know this verb, and one that was killed may need more memory: spec.janitor.resources"
+        )
+    answer = answers[-1]
+    if "error" in answer:
+        raise ConfigInvalid(answer["error"])
+    return Outcome(answer["status"], answer["document"])
+
+
+def janitor_pod(tier: str, where: Where) -> names.Manifest:
+    """Return the running janitor of a tier.
+
+    Raises:
+        ClusterError: there is no such tier, or it has none.
+    """
+    namespace = where.asked_namespace
+    body = where.person.tier(namespace, tier)
+    for pod in where.person.pods(namespace, tier, names.COMPONENT_JANITOR):
+        is_running = pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+        if is_running:
+            found: names.Manifest = pod
+            return found
+    if not (body["spec"].get("janitor") or {}).get("enabled", True):
+        raise ClusterUnavailable(
+            f"tier {tier} has no janitor (spec.janitor.enabled: false), through whose pod its volume is reached: run "
+            "this on a directory, where the volume is mounted"
+        )
+    raise ClusterUnavailable(
+        f"the janitor of tier {tier}, through whose pod its volume is reached, does not run now: kubectl get pods -n "
+        f"{namespace} -l {names.LABEL_TIER}={tier}"
+    )

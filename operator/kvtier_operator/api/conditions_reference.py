@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write or check docs/conditions.md: ``python -m kvtier_operator.api.conditions_reference --write``.
+
+The conditions, their reasons and what a reason means are taken from the code that reports them; what to do is written
+here, in a sentence, because the message of the condition has the details.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from kvtier_connector import generated_page
+from kvtier_operator.api.api_reference import CONDITIONS
+from kvtier_operator.api.reasons import Reason
+
+REFERENCE: Final = Path(__file__).parents[3] / "docs" / "conditions.md"
+
+_HEAD: Final = """\
+<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Written by python -m kvtier_operator.api.conditions_reference --write; do not edit. -->
+# Conditions, and what to do about them
+
+`kubectl describe kvt NAME` shows them; `kubectl wait --for=condition=Ready kvt/NAME` waits for the summary. The message
+of a condition names the pod, the field or the object, and the remedy; this page says what each reason stands for.
+
+| You want to know | Watch |
+|---|---|
+| whether requests are answered, for alerts | `Available`: True while one engine serves, through rollouts and scaling |
+| whether all is well and a rollout is through | `Ready`: False from an edit of the engines until all run it |
+| how many engines serve | `EnginesReady`, `status.readyReplicas` |
+| whether somebody clears the volume | `JanitorHealthy` |
+| whether tiers on one claim may take more than it holds | the reason of `ClaimShared`: `BudgetsOverlap` |
+| whether engines wait for a restart: the operator was upgraded, or somebody wrote into their pods | `UpToDate` |
+
+`Ready` takes its reason from the first problem below: a janitor that is dead is one, for then nobody clears the volume;
+scaling a tier up that was ready, or replacing an engine whose node was lost, is none. `Available`, `UpToDate`,
+`ClaimShared` and `DiskEffective` do not take it away. `Unknown` means that nobody can tell yet, and is no problem by
+itself. Flux reads `Reconciling` and `Stalled` (kstatus), and so
+does Argo CD [once it was taught](install.md#argo-cd-and-flux): `Stalled` means that nothing more happens until a
+person acts.
+
+Two annotations on the resource act at once: `kvtier.dev/restart` with any new value replaces every engine once, and
+takes up what a newer operator renders, which otherwise waits for an edit of the spec; `kvtier.dev/paused: "true"` stops
+every change, like `spec.paused`.
+"""
+
+_ANY: Final = (Reason.NOT_CHECKED,)
+
+REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
+    "Ready": (Reason.READY, Reason.SPEC_INVALID, Reason.OBJECT_NOT_OURS, Reason.APPLY_FAILED, Reason.BLOCKS_NOT_WHOLE),
+    "Available": (Reason.SERVING, Reason.UNAVAILABLE, Reason.SCALED_TO_ZERO),
+    "VolumeBound": (
+        Reason.BOUND,
+        Reason.CLAIM_EXPANDING,
+        Reason.CLAIM_PENDING,
+        Reason.CLAIM_MISSING,
+        Reason.CLAIM_TERMINATING,
+        Reason.CLAIM_LOST,
+        Reason.CLAIM_NOT_SHARED,
+        Reason.CLAIM_IMMUTABLE,
+        Reason.CLAIM_CANNOT_SHRINK,
+    ),
+    "SizingFits": (
+        Reason.FITS,
+        Reason.DOES_NOT_FIT,
+        Reason.NO_NODE_MATCHES,
+        Reason.NODES_UNKNOWN,
+        Reason.DEVICE_MISSING,
+        Reason.NO_ENGINES,
+    ),
+    "EnginesReady": (
+        Reason.ENGINES_READY,
+        Reason.ENGINES_STARTING,
+        Reason.ENGINES_ADDED,
+        Reason.NOT_SCHEDULED,
+        Reason.PODS_REFUSED,
+        Reason.RUNTIME_CLASS_MISSING,
+        Reason.IMAGE_PULL_FAILED,
+        Reason.CONFIG_MISSING,
+        Reason.MULTI_ATTACH,
+        Reason.VOLUME_NOT_MOUNTED,
+        Reason.INSTALL_FAILED,
+        Reason.OUT_OF_MEMORY,
+        Reason.SHM_TOO_SMALL,
+        Reason.STALE_SHM,
+        Reason.TOKEN_REFUSED,
+        Reason.MODEL_NOT_FOUND,
+        Reason.DEVICE_MISSING,
+        Reason.DEVICE_OUT_OF_MEMORY,
+        Reason.ARGS_REFUSED,
+        Reason.ADAPTER_REFUSED,
+        Reason.CONFIG_REFUSED,
+        Reason.ENGINE_CRASHED,
+        Reason.CONTAINER_CRASHED,
+        Reason.ROLLOUT_STALLED,
+    ),
+    "HashSeedConsistent": (Reason.SEEDS_AGREE, Reason.SEEDS_DIFFER, Reason.NO_ENGINES),
+    "StorageChecked": (
+        Reason.PREFLIGHT_PASSED,
+        Reason.PREFLIGHT_RUNNING,
+        Reason.PREFLIGHT_FAILED,
+        Reason.PREFLIGHT_OFF,
+    ),
+    "DiskWithinBudget": (
+        Reason.WITHIN_BUDGET,
+        Reason.OVER_BUDGET,
+        Reason.BRAKED,
+        Reason.VOLUME_FULL,
+        Reason.COUNTING,
+        Reason.JANITOR_STARTING,
+        Reason.JANITOR_WAITING,
+        Reason.JANITOR_DISABLED,
+    ),
+    "DiskHealthy": (
+        Reason.HEALTHY,
+        Reason.JANITOR_HINDERED,
+        Reason.STRANGER,
+        Reason.DETACHED,
+        Reason.KEY_MISSING,
+        Reason.JANITOR_STARTING,
+        Reason.JANITOR_WAITING,
+        Reason.JANITOR_DISABLED,
+    ),
+    "SharedCacheVerified": (
+        Reason.CANARY_LOADED,
+        Reason.CANARY_FOUND,
+        Reason.CANARY_PENDING,
+        Reason.CANARY_MISSED,
+        Reason.CANARY_NOT_STORED,
+        Reason.CANARY_BUSY,
+        Reason.CANARY_UNANSWERED,
+        Reason.CANARY_LOCKED,
+        Reason.CANARY_OFF,
+        Reason.SINGLE_REPLICA,
+    ),
+    "DiskEffective": (
+        Reason.LOADING_PAYS,
+        Reason.LOADING_LOSES,
+        Reason.NO_DISK_HITS,
+        Reason.NOT_MEASURED,
+        Reason.EFFECT_PENDING,
+    ),
+    "UpToDate": (
+        Reason.CURRENT,
+        Reason.PODS_CHANGED,
+        Reason.ENGINES_OUTDATED,
+        Reason.VLLM_UNTESTED,
+        Reason.ENGINES_REPLACED,
+    ),
+    "JanitorHealthy": (
+        Reason.JANITOR_RUNS,
+        Reason.JANITOR_FAILING,
+        Reason.JANITOR_IMAGE_PULL_FAILED,
+        Reason.JANITOR_NOT_SCHEDULED,
+        Reason.JANITOR_REFUSED,
+        Reason.JANITOR_HINDERED,
+        Reason.JANITOR_STARTING,
+        Reason.JANITOR_WAITING,
+        Reason.JANITOR_DISABLED,
+    ),
+    "ClaimShared": (Reason.CLAIM_ALONE, Reason.BUDGETS_FIT, Reason.BUDGETS_OVERLAP),
+    "Paused": (Reason.ACTIVE, Reason.PAUSED),
+    "Reconciling": (Reason.IDLE, Reason.PROGRESSING),
+    "Stalled": (Reason.NOT_STALLED,),
+}
+"""Condition to the reasons that belong to it first; `Stalled` repeats the reason of what holds it up."""
+
+REMEDIES: Final[Mapping[Reason, str]] = {
+    Reason.SPEC_INVALID: "Correct the field that the message names.",
+    Reason.OBJECT_NOT_OURS: "Delete or rename that object, or create the tier under another name.",
+    Reason.APPLY_FAILED: "Read the API server's words: a quota, a policy, or a missing right of the operator.",
+    Reason.BLOCKS_NOT_WHOLE: "Set the number that the message gives, or leave `spec.disk.blockTokens` out.",
+    Reason.CLAIM_PENDING: "`kubectl describe pvc` says why; see that the storage class exists and can be shared.",
+    Reason.CLAIM_MISSING: "Create the claim; it is noticed at once.",
+    Reason.CLAIM_TERMINATING: "Save what you need, then set `spec.replicas` to 0 to let it go.",
+    Reason.CLAIM_LOST: "Delete the claim, so that a new one is made; what was cached is lost.",
+    Reason.CLAIM_EXPANDING: "Nothing, mostly; `kvtier.dev/restart` if the file system waits for a new mount.",
+    Reason.CLAIM_NOT_SHARED: "Use a ReadWriteMany claim, or one replica.",
+    Reason.CLAIM_IMMUTABLE: "Restore the old value, or make another tier for the new claim.",
+    Reason.CLAIM_CANNOT_SHRINK: "Restore the size; limit `spec.disk.budget.maxBytes` instead.",
+    Reason.BUDGETS_OVERLAP: "Lower `spec.disk.budget.maxBytes` of these tiers, or let the claim grow.",
+    Reason.DOES_NOT_FIT: "Lower `spec.cpu.size` or `spec.engine.memory`, or add a larger node.",
+    Reason.NO_NODE_MATCHES: "Correct the node selector, tolerations or accelerator, or add such a node.",
+    Reason.NODES_UNKNOWN: "Give the operator the right to list nodes, or set `spec.cpu.size`.",
+    Reason.NOT_SCHEDULED: "Change `spec.engine.podTemplate`, or add a node.",
+    Reason.PODS_REFUSED: "Raise the quota, or change what admission refused.",
+    Reason.RUNTIME_CLASS_MISSING: "Correct `runtimeClassName`, or install that runtime on the nodes.",
+    Reason.IMAGE_PULL_FAILED: "Correct the image, or add `imagePullSecrets`.",
+    Reason.CONFIG_MISSING: "Create the Secret or ConfigMap that the message names.",
+    Reason.MULTI_ATTACH: "Use a storage class whose volumes several nodes can mount.",
+    Reason.VOLUME_NOT_MOUNTED: "Check the storage driver on that node, and the way to its server.",
+    Reason.INSTALL_FAILED: "Read the log of the container `install-connector`.",
+    Reason.OUT_OF_MEMORY: "Raise `spec.engine.memory`, or lower `spec.cpu.size`.",
+    Reason.SHM_TOO_SMALL: "Lower `spec.cpu.size` if something else in the pod uses shared memory.",
+    Reason.STALE_SHM: "Delete the pod.",
+    Reason.TOKEN_REFUSED: "Check the Secret of `spec.model.tokenSecretRef` and the account's access to the model.",
+    Reason.MODEL_NOT_FOUND: "Correct `spec.model.name` or `spec.model.revision`.",
+    Reason.DEVICE_MISSING: "Check the device plugin and driver, or ask for fewer devices.",
+    Reason.DEVICE_OUT_OF_MEMORY: "Lower `--max-model-len`, use more devices, or larger ones.",
+    Reason.ARGS_REFUSED: "Correct `spec.engine.args` for this vLLM.",
+    Reason.ADAPTER_REFUSED: "Correct or remove the adapter that the message names in `spec.model.loras`, or raise "
+    "`spec.model.maxLoraRank`.",
+    Reason.CONFIG_REFUSED: "Set `kvtier.dev/restart`, so that connector and configuration are of one release.",
+    Reason.ENGINE_CRASHED: "`kubectl logs --previous` says why.",
+    Reason.CONTAINER_CRASHED: "Correct it in `spec.engine.podTemplate.containers`.",
+    Reason.ROLLOUT_STALLED: "See what the newest pods wait for.",
+    Reason.PODS_CHANGED: "Set `kvtier.dev/restart` to have it taken back, or set it in `spec.engine`.",
+    Reason.SEEDS_DIFFER: "Wait for the rollout; if it stays, find what sets PYTHONHASHSEED in these pods.",
+    Reason.PREFLIGHT_FAILED: "Do what the message says; the volume is tried again every few minutes.",
+    Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
+    Reason.UNAVAILABLE: "See the reason of `Ready`.",
+    Reason.ENGINES_OUTDATED: "Set `kvtier.dev/restart` when it suits you: the message has the command.",
+    Reason.VLLM_UNTESTED: "Set `spec.engine.image` to a release that the message names.",
+    Reason.JANITOR_FAILING: "`kubectl logs --previous` of the pod says why; often `spec.janitor.resources.memory`.",
+    Reason.JANITOR_IMAGE_PULL_FAILED: "Correct `spec.janitor.image`, or add `imagePullSecrets`.",
+    Reason.JANITOR_NOT_SCHEDULED: "Make room on a node, or lower `spec.janitor.resources`.",
+    Reason.JANITOR_REFUSED: "Raise the quota, or change what admission refused.",
+    Reason.JANITOR_HINDERED: "Read the janitor's log.",
+    Reason.BRAKED: "Raise the budget, or let the claim grow.",
+    Reason.VOLUME_FULL: "Let the claim grow, or remove what else is on it.",
+    Reason.STRANGER: "Compare `tier.json` on the volume with the engine; another model must use another directory.",
+    Reason.DETACHED: "See that the volume is mounted, reachable and writable; engines take it up by themselves.",
+    Reason.KEY_MISSING: "Put the active key into the Secret.",
+    Reason.CANARY_MISSED: "Compare `vllm:kvtier_disk_misses_total` of both pods; see that they mount one volume.",
+    Reason.CANARY_NOT_STORED: "`vllm:kvtier_disk_shed_stores_total` says why; or set `spec.disk.mode` to ReadWrite.",
+    Reason.CANARY_BUSY: "Add `--enable-prompt-tokens-details` to `spec.engine.args`.",
+    Reason.CANARY_UNANSWERED: "Let the operator reach port 8000 of the pods, or turn the canary off.",
+    Reason.CANARY_LOCKED: "Let the operator [read the key](privacy.md#keys-of-the-api), or turn the canary off.",
+    Reason.SINGLE_REPLICA: "Two replicas can prove it.",
+    Reason.LOADING_LOSES: "Use faster storage, a larger CPU tier, or `spec.disk.mode: Bypass`.",
+}
+"""What to do about a reason, where there is something to do."""
+
+
+def render() -> str:
+    """Return the document."""
+    parts = [_HEAD]
+    for kind, claim in CONDITIONS.items():
+        parts.append(f"\n## {kind}\n\n{claim}\n\n| Reason | Meaning | What to do |\n|---|---|---|\n")
+        parts += [f"| `{each.value}` | {each.doc} | {REMEDIES.get(each, '')} |\n" for each in REASONS[kind]]
+    common = ", ".join(f"`{each.value}`: {each.doc}" for each in _ANY)
+    parts.append(f"\nAny condition can also be Unknown with {common}\n")
+    return "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the document, or say whether it is up to date."""
+    return generated_page.run(arguments, prog="conditions_reference", file=REFERENCE, render=render)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate the CustomResourceDefinition and its reference page from the models of the API.
+
+``python -m kvtier_operator.api.crd --write DIR`` writes both files, ``--check DIR`` prints a diff and exits with 1 when
+they are stale. `definition` is pure; only `main` touches files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from kvtier_operator import names
+from kvtier_operator.api import api_reference
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.rules import ApiModel
+from kvtier_operator.api.status_schema import TierStatus
+from kvtier_operator.api.tier_spec import NAME_FITS_CHILDREN, TierSpec
+
+Schema = dict[str, Any]
+
+HEADER: Final = (
+    "# SPDX-License-Identifier: Apache-2.0\n"
+    "# Generated from operator/kvtier_operator/api: edit the models there, then run\n"
+    "# python -m kvtier_operator.api.crd --write crds\n"
+)
+
+# In the order in which they are written; what is not listed (titles, closed-object marks) has no place in a structural
+# schema.
+_KEPT: Final = (
+    "description",
+    "type",
+    "format",
+    "enum",
+    "pattern",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "maxProperties",
+    "default",
+    "x-kubernetes-list-type",
+    "x-kubernetes-list-map-keys",
+    "x-kubernetes-int-or-string",
+    "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-validations",
+    "required",
+    "properties",
+    "additionalProperties",
+    "items",
+)
+
+
+def definition() -> Schema:
+    """Return the CustomResourceDefinition."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{names.PLURAL}.{names.GROUP}"},
+        "spec": {
+            "group": names.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": names.KIND,
+                "listKind": f"{names.KIND}List",
+                "plural": names.PLURAL,
+                "singular": names.KIND.lower(),
+                "shortNames": ["kvt"],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": names.VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "additionalPrinterColumns": _columns(),
+                    "schema": {"openAPIV3Schema": _resource()},
+                }
+            ],
+        },
+    }
+
+
+def structural_schema(model: type[ApiModel]) -> Schema:
+    """Return the structural schema of one model, with everything it refers to written out in place."""
+    schema = model.model_json_schema(by_alias=True)
+    return _structural(schema, schema.get("$defs", {}))
+
+
+def render(crd: Schema) -> str:
+    """Return the definition as the YAML file that is committed."""
+    return HEADER + yaml.dump(crd, Dumper=_Plain, sort_keys=False, width=118, allow_unicode=True)
+
+
+def generate() -> dict[str, str]:
+    """Return every generated file: name to text."""
+    crd = definition()
+    reasons = {reason.value: reason.doc for reason in Reason}
+    return {"kvcachetier.yaml": render(crd), "API.md": api_reference.render(crd, reasons=reasons)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the generated files, or tell whether those on disk are what would be written."""
+    parser = argparse.ArgumentParser(prog="python -m kvtier_operator.api.crd", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", metavar="DIR", type=Path, help="write the files into DIR")
+    action.add_argument("--check", metavar="DIR", type=Path, nargs="?", const=Path("crds"), help="compare them (crds)")
+    options = parser.parse_args(arguments)
+    files = generate()
+    if options.write is not None:
+        for name, text in files.items():
+            (options.write / name).write_text(text, encoding="utf-8")
+        return 0
+    stale = [diff for name, text in files.items() if (diff := _diff(options.check / name, text))]
+    sys.stdout.write("".join(stale))
+    return 1 if stale else 0
+
+
+def _diff(path: Path, wanted: str) -> str:
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = difflib.unified_diff(
+        found.splitlines(keepends=True), wanted.splitlines(keepends=True), str(path), f"{path} (generated)"
+    )
+    return "".join(lines)
+
+
+def _columns() -> list[Schema]:
+    def condition(field: str, kind: str = "Ready") -> str:
+        return f'.status.conditions[?(@.type=="{kind}")].{field}'
+
+    return [
+        {"name": "Ready", "type": "string", "jsonPath": condition("status")},
+        {"name": "Available", "type": "string", "jsonPath": condition("status", "Available")},
+        {"name": "Model", "type": "string", "jsonPath": ".spec.model.name"},
+        {"name": "Replicas", "type": "integer", "jsonPath": ".spec.replicas"},
+        {"name": "Engines", "type": "integer", "jsonPath": ".status.readyReplicas", "description": "Ready engines."},
+        {"name": "CPU-Tier", "type": "string", "jsonPath": ".status.sizing.cpuSize"},
+        {"name": "Disk", "type": "string", "jsonPath": '.status.tiers[?(@.name=="disk")].used'},
+        {
+            "name": "Up-To-Date",
+            "type": "string",
+            "jsonPath": condition("status", "UpToDate"),
+            "description": "Whether engines are as the operator that runs would make them.",
+        },
+        {"name": "Reason", "type": "string", "jsonPath": condition("reason")},
+        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+        {"name": "Generation", "type": "string", "jsonPath": ".status.generation.current", "priority": 1},
+        {
+            "name": "Volume",
+            "type": "string",
+            "jsonPath": condition("reason", "VolumeBound"),
+            "priority": 1,
+        },
+        {"name": "Janitor", "type": "string", "jsonPath": condition("reason", "JanitorHealthy"), "priority": 1},
+        {"name": "Shared", "type": "string", "jsonPath": condition("reason", "ClaimShared"), "priority": 1},
+        {"name": "Message", "type": "string", "jsonPath": condition("message"), "priority": 1},
+    ]
+
+
+def _resource() -> Schema:
+    return {
+        "description": "A group of vLLM engines whose KV cache outlives them: kept in host memory and on a shared "
+        "volume, so that any replica, and any later restart, reads what one replica computed.",
+        "type": "object",
+        "x-kubernetes-validations": [NAME_FITS_CHILDREN.to_schema()],
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"description": f"`{names.API_VERSION}`.", "type": "string"},
+            "kind": {"description": f"`{names.KIND}`.", "type": "string"},
+            "metadata": {"type": "object"},
+            "spec": structural_schema(TierSpec),
+            "status": structural_schema(TierStatus),
+        },
+    }
+
+
+def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """Return one schema without references, nulls, titles and defaults that say nothing."""
+    found = _resolve(node, definitions)
+    if found.get("additionalProperties") is True:
+        found["x-kubernetes-preserve-unknown-fields"] = True
+    if not isinstance(found.get("additionalProperties"), Mapping):
+        found.pop("additionalProperties", None)
+    if "x-kubernetes-validations" in found:
+        found["x-kubernetes-validations"] = [
+            {key: rule[key] for key in ("rule", "message", "fieldPath") if key in rule}
+            for rule in found["x-kubernetes-validations"]
+        ]
+    if "description" in found:
+        found["description"] = " ".join(found["description"].split())
+    if "default" in found:
+        _simplify_default(found)
+    if "properties" in found:
+        found["properties"] = {name: _structural(child, definitions) for name, child in found["properties"].items()}
+    for name in ("items", "additionalProperties"):
+        if name in found:
+            found[name] = _structural(found[name], definitions)
+    return {key: found[key] for key in _KEPT if key in found}
+
+
+def _resolve(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """Return a schema with what it refers to in its place; what stands beside a reference wins."""
+    found = dict(node)
+    if "$ref" in found:
+        found = {**definitions[found.pop("$ref").rsplit("/", 1)[-1]], **found}
+    if "anyOf" in found:
+        # The only unions of the API are "this or absent".
+        (chosen,) = (option for option in found.pop("anyOf") if option != {"type": "null"})
+        found = {**_resolve(chosen, definitions), **found}
+    return found
+
+
+def _simplify_default(schema: Schema) -> None:
+    """Reduce a default to what the API server cannot work out by itself."""
+    if schema["default"] in (None, [], {}):
+        del schema["default"]
+    elif schema["type"] == "object":
+        # The fields of the object have defaults of their own, which the API server fills in below this one.
+        schema["default"] = {}
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes everything out in place: anchors in a file for people are puzzles."""
+
+    def ignore_aliases(self, _: object) -> bool:
+        return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.disk``, ``spec.generations`` and ``spec.janitor`` of a KVCacheTier: the volume, and who keeps it. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, StringConstraints
+
+from kvtier_connector import contract
+from kvtier_operator import quantity
+from kvtier_operator.api.rules import ApiModel, Checked, Rule
+from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, ObjectName, Word
+from kvtier_operator.api.tenants import Tenants
+
+
+class Admission(ApiModel):
+    """Which blocks are worth writing to the volume and reading from it."""
+
+    min_reuse: Annotated[StrictInt, Field(ge=1, le=100, json_schema_extra={"format": "int32"})] = 1
+    """Write a block when an engine offers it for this many-th time. `1` writes every block. `2` writes a fraction,
+    which pays only where the budget holds a small part of what is used, or where writes are scarce: what is not written
+    the first time cannot be read the second time."""
+    cost_aware: StrictBool = True
+    """Whether an engine computes a prompt again where it measures that this is quicker than reading it. It measures
+    both while it serves, and tries the other way now and then. `false` always reads."""
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=10_000_000, json_schema_extra={"format": "int32"})] = 0
+    """Hits on the volume of fewer tokens are computed again. `0` leaves it to `costAware` alone."""
+
+
+_PERCENTAGE: Final = re.compile(r"^(100|[1-9][0-9]?)%$")
+_SHARE: Final = re.compile(r"^[1-9]?[0-9]%$")
+_DURATION: Final = re.compile(r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$")
+
+IS_PERCENTAGE: Final = Rule(
+    cel=f"self.matches('{_PERCENTAGE.pattern}')",
+    message='is not a percentage; write a whole number from 1 to 100 and the sign, such as "90%"',
+    check=lambda text: _PERCENTAGE.fullmatch(text) is not None,
+)
+
+IS_FREE_SPACE: Final = Rule(
+    cel=f"self.matches('{_SHARE.pattern}') || isQuantity(self)",
+    message='is neither a percentage below 100% nor a quantity; write such as "5%" or "50Gi"',
+    check=lambda text: _SHARE.fullmatch(text) is not None or quantity.is_quantity(text),
+)
+
+AT_LEAST_ONE_MEBIBYTE_FREE: Final = Rule(
+    cel="!isQuantity(self) || quantity(self).compareTo(quantity('1Mi')) >= 0",
+    message='must be at least 1Mi where it is no percentage: write the sign or the unit, such as "5%" or "50Gi"; "0%" '
+    "leaves it to others",
+    check=lambda text: not quantity.is_quantity(text) or quantity.parse_quantity(text) >= 1 << 20,
+)
+
+IS_DURATION: Final = Rule(
+    cel=f"self.matches('{_DURATION.pattern}')",
+    message='is not a duration; write hours, minutes or seconds, such as "168h" (seven days) or "90m"',
+    check=lambda text: _DURATION.fullmatch(text) is not None,
+)
+
+AT_LEAST_ONE_MINUTE: Final = Rule(
+    cel=f"!self.matches('{_DURATION.pattern}') || duration(self) >= duration('1m')",
+    message="must be at least 1m, or blocks would be gone before anybody reads them; to keep them for good, write a "
+    'long time, such as "87600h" (ten years)',
+    check=lambda text: _DURATION.fullmatch(text) is None or quantity.parse_seconds(text) >= 60,  # noqa: PLR2004  1m
+)
+
+_KEY_ID: Final = re.compile(f"^{contract.KEY_ID_PATTERN}$")
+
+IS_KEY_ID: Final = Rule(
+    cel=f"self.matches('{_KEY_ID.pattern}')",
+    message="must be the name of an entry of the Secret, of letters, digits, '.', '_' and '-', starting with a letter "
+    "or a digit, such as 2026-11",
+    check=lambda text: _KEY_ID.fullmatch(text) is not None,
+)
+
+WHOLE_BLOCKS: Final = Rule(
+    cel="self % 16 == 0",
+    message="must be a multiple of 16, the smallest block of vLLM",
+    check=lambda tokens: tokens % 16 == 0,
+)
+
+_ShortText = Annotated[StrictStr, StringConstraints(min_length=2, max_length=24)]
+
+Percentage = Annotated[_ShortText, Checked((IS_PERCENTAGE,))]
+"""A whole percentage, from 1% to 100%."""
+
+FreeSpace = Annotated[
+    StrictStr,
+    StringConstraints(min_length=1, max_length=32),
+    Checked((IS_FREE_SPACE, AT_LEAST_ONE_MEBIBYTE_FREE)),
+]
+"""A whole percentage, from 0% to 99%, or an amount of storage."""
+
+Duration = Annotated[_ShortText, Checked((IS_DURATION, AT_LEAST_ONE_MINUTE))]
+"""A time of at least a minute."""
+
+
+def _percent(text: str) -> int:
+    return int(text.removesuffix("%"))
+
+
+def _bytes(text: str | None) -> int | None:
+    return None if text is None else quantity.parse_bytes(text)
+
+
+class Budget(ApiModel):
+    """How much of the volume the blocks may take, and for how long."""
+
+    max_size: Annotated[ByteQuantity | None, Field(alias="maxBytes")] = None
+    """Storage that the blocks of this tier may take, of all generations together, such as `1800Gi`; at most the size of
+    the claim. Engines stop storing there. No limit if left out: then `minFree` is.
+    Changing it restarts nothing."""
+    high_watermark: Percentage = "90%"
+    """Share of `maxBytes` above which the janitor evicts blocks, the least recently used first."""
+    low_watermark: Percentage = "75%"
+    """Share of `maxBytes` down to which it evicts. Less than `highWatermark`."""
+    ttl: Duration = "168h"
+    """Age at which a block is removed, however often it is read: the longest that anything derived from a prompt is
+    kept."""
+    min_free: FreeSpace = "5%"
+    """What stays free of the volume, whoever fills it, as a share such as `5%` or an amount such as `50Gi`: the janitor
+    evicts when less is left, and has engines stop storing where that does not help. `0%` leaves it to others."""
+    min_size: Annotated[ByteQuantity | None, Field(alias="minBytes")] = None
+    """Share that this tier keeps when others fill the volume: for the sake of `minFree`, the janitor does not evict
+    below it. At most `maxBytes`."""
+
+    rules = (
+        Rule(
+            cel="!has(self.highWatermark) || !has(self.lowWatermark) "
+            f"|| !self.highWatermark.matches('{_PERCENTAGE.pattern}') "
+            f"|| !self.lowWatermark.matches('{_PERCENTAGE.pattern}') "
+            "|| int(self.lowWatermark.replace('%', '')) < int(self.highWatermark.replace('%', ''))",
+            message="must be less than spec.disk.budget.highWatermark: lower it, so that an eviction makes room for "
+            "more than the next block",
+            check=lambda budget: _percent(budget.low_watermark) < _percent(budget.high_watermark),
+            field=".lowWatermark",
+        ),
+        Rule(
+            cel="!has(self.minBytes) || !has(self.maxBytes) || !isQuantity(self.minBytes) "
+            "|| !isQuantity(self.maxBytes) || quantity(self.minBytes).compareTo(quantity(self.maxBytes)) <= 0",
+            message="is more than spec.disk.budget.maxBytes, which the tier may never take: lower minBytes or raise "
+            "maxBytes",
+            check=lambda budget: (
+                budget.min_bytes is None or budget.max_bytes is None or budget.min_bytes <= budget.max_bytes
+            ),
+            field=".minBytes",
+        ),
+    )
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Return `max_size` in bytes; None is no limit."""
+        return _bytes(self.max_size)
+
+    @property
+    def min_bytes(self) -> int | None:
+        """Return `min_size` in bytes; None is no share."""
+        return _bytes(self.min_size)
+
+    @property
+    def high_fraction(self) -> float:
+        """Return `high_watermark` as a fraction."""
+        return _percent(self.high_watermark) / 100
+
+    @property
+    def low_fraction(self) -> float:
+        """Return `low_watermark` as a fraction."""
+        return _percent(self.low_watermark) / 100
+
+    @property
+    def min_free_fraction(self) -> float:
+        """Return `min_free` as a fraction of the volume; 0 where it is an amount."""
+        return _percent(self.min_free) / 100 if self.min_free.endswith("%") else 0.0
+
+    @property
+    def min_free_bytes(self) -> int:
+        """Return `min_free` in bytes; 0 where it is a share."""
+        return 0 if self.min_free.endswith("%") else quantity.parse_bytes(self.min_free)
+
+    @property
+    def ttl_seconds(self) -> int:
+        """Return `ttl` in seconds."""
+        return quantity.parse_seconds(self.ttl)
+
+
+class Encryption(ApiModel):
+    """Encryption of the blocks on the volume, with AES-256-GCM."""
+
+    secret_name: ObjectName
+    """Secret in the same namespace with a key in each entry: 32 bytes, as they are, or in hexadecimal or base64. Blocks
+    are read with whichever of them they were written with. Without the Secret no engine starts."""
+    active_key: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((IS_KEY_ID,))]
+    """Entry of the Secret that new blocks are written with. To rotate, add an entry and name it here: nothing restarts,
+    and the old entry can go when no block needs it any more, after `budget.ttl` at the latest."""
+
+
+class Disk(ApiModel):
+    """The tier on the volume."""
+
+    mode: Literal["ReadWrite", "ReadOnly", "Bypass"] = "ReadWrite"
+    """What engines use the volume for: `ReadOnly` loads and stores nothing, `Bypass` does not touch it. Engines follow
+    within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
+    budget: Budget = Budget()
+    """How much of the volume the blocks may take, and for how long."""
+    block_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_BLOCKS,))] | None = None
+    """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
+    or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
+    admission: Admission = Admission()
+    """Which blocks are worth writing to the volume and reading from it."""
+    tenants: Tenants = Tenants()
+    """Who the requests come from, so that each has a directory and a quota of its own on the volume."""
+    encryption: Encryption | None = None
+    """Encryption of the blocks on the volume. Without it they lie there as they are."""
+
+
+class Generations(ApiModel):
+    """What becomes of the blocks of earlier specs."""
+
+    keep_previous: Annotated[StrictInt, Field(ge=0, le=32, json_schema_extra={"format": "int32"})] = 1
+    """How many earlier generations stay on the volume, so that going back to one finds its blocks. Older ones are
+    removed. Whatever is kept counts towards the budget, and goes before blocks of the current one."""
+
+
+class JanitorResources(ApiModel):
+    """What the janitor's container asks for."""
+
+    cpu: CpuQuantity = "100m"
+    """Processors that it asks for; it may use more when others do not."""
+    memory: ByteQuantity = "512Mi"
+    """Memory that it requests and is limited to. A million blocks take less than 300Mi."""
+
+
+class Janitor(ApiModel):
+    """The process that keeps the volume inside its budget: one small pod per tier."""
+
+    enabled: StrictBool = True
+    """Whether it runs. Without it nothing is ever removed from the volume, and engines stop storing at `maxBytes`."""
+    image: Word | None = None
+    """Image with the janitor in it; the operator's own choice if left out."""
+    resources: JanitorResources = JanitorResources()
+    """What its container asks for."""

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one reader of raw KVCacheTier bodies: their spec, and what people ask for with annotations. Pure.
+
+Kept apart from the models so that what a user reads about a wrong type is written in one place, in the words of the API
+and not of the library that found it. A restart and a pause are annotations and not only fields because they are of the
+moment: whoever keeps the spec in git need not touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from kvtier_operator import names
+from kvtier_operator.api import suggestions
+from kvtier_operator.api.rules import RULE_BROKEN
+from kvtier_operator.api.tier_spec import NAME_FITS_CHILDREN, TierSpec
+from kvtier_operator.errors import SpecInvalid
+
+_TYPES: Final = {
+    "string_type": "a string (in YAML, a number or a boolean needs quotes to be one)",
+    "int_type": "a whole number without quotes",
+    "bool_type": "true or false without quotes",
+    "tuple_type": "a list",
+    "model_type": "an object",
+    "mapping_type": "an object",
+    "dict_type": "an object",
+}
+
+
+def parse(body: Mapping[str, Any]) -> TierSpec:
+    """Read a KVCacheTier body.
+
+    Raises:
+        SpecInvalid: names the first field that we cannot honour, and the remedy.
+    """
+    found = _read(body)
+    if isinstance(found, TierSpec):
+        return found
+    raise found[0]
+
+
+def problems(body: Mapping[str, Any]) -> tuple[SpecInvalid, ...]:
+    """Return every field of a KVCacheTier body that we cannot honour, with its remedy."""
+    found = _read(body)
+    return () if isinstance(found, TierSpec) else found
+
+
+def _read(body: Mapping[str, Any]) -> TierSpec | tuple[SpecInvalid, ...]:
+    metadata = body.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    found: list[SpecInvalid] = []
+    if isinstance(name, str) and NAME_FITS_CHILDREN.check is not None and not NAME_FITS_CHILDREN.check(name):
+        found.append(SpecInvalid("metadata.name", NAME_FITS_CHILDREN.message))
+    spec = body.get("spec")
+    if not isinstance(spec, Mapping):
+        return (*found, SpecInvalid("spec", "must be an object with at least model, cpu and volume"))
+    try:
+        read = TierSpec.model_validate(dict(spec))
+    except ValidationError as invalid:
+        return (*found, *(SpecInvalid(_path(each), _message(each)) for each in invalid.errors(include_url=False)))
+    return tuple(found) or read
+
+
+_UNKNOWN: Final = "is not a field of KVCacheTier; "
+
+
+def unknown_fields(body: Mapping[str, Any]) -> tuple[SpecInvalid, ...]:
+    """Return the fields of a KVCacheTier body that there are not, each with what may be meant."""
+    return tuple(each for each in problems(body) if each.message.startswith(_UNKNOWN))
+
+
+def _path(error: ErrorDetails) -> str:
+    """Write the place of an error as the API server does: ``spec.engine.args[0]``."""
+    path = "spec"
+    for part in error["loc"]:
+        # The key of a map stands between brackets in the place of an error about the key itself.
+        if part != "[key]":
+            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path + (error["ctx"]["field"] if error["type"] == RULE_BROKEN else "")
+
+
+def _message(error: ErrorDetails) -> str:
+    """Say in a user's words what is wrong."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "is required"
+    if kind == "extra_forbidden":
+        meant = suggestions.hint(_path(error))
+        return f"{_UNKNOWN}{meant or 'see kubectl explain kvcachetier.spec'}"
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}"
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}"
+    # The other messages are sentences about the value ("Input should be less than or equal to 64").
+    return error["msg"].replace("Input should be", "must be", 1)
+
+
+LONGEST_RESTART: Final = 253
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the annotations ask for."""
+
+    restart: str = ""
+    """Any text; another one rolls the engines once."""
+    is_paused: bool = False
+
+
+def read_annotations(body: Mapping[str, Any]) -> Asked:
+    """Read the annotations of a KVCacheTier body.
+
+    Raises:
+        SpecInvalid: names the annotation that cannot be honoured.
+    """
+    metadata = body.get("metadata")
+    found = (metadata.get("annotations") if isinstance(metadata, Mapping) else None) or {}
+    restart, paused = (str(found.get(key, "")) for key in (names.ANNOTATION_RESTART, names.ANNOTATION_PAUSED))
+    if len(restart) > LONGEST_RESTART:
+        raise SpecInvalid(
+            f"metadata.annotations[{names.ANNOTATION_RESTART}]", f"must be at most {LONGEST_RESTART} characters"
+        )
+    if paused.lower() not in {"", "true", "false"}:
+        raise SpecInvalid(
+            f"metadata.annotations[{names.ANNOTATION_PAUSED}]", f'must be "true" or "false", found {paused!r}'
+        )
+    return Asked(restart=restart, is_paused=paused.lower() == "true")

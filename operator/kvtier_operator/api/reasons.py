@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed set of condition reasons. Pure.
+
+Alerts and scripts match on these words: one is added freely, and renamed only with a line in the changelog.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Self
+
+
+class Reason(enum.Enum):
+    """Every reason a condition can carry, with the sentence that explains it."""
+
+    doc: str
+    """The sentence."""
+
+    def __new__(cls, value: str, doc: str) -> Self:
+        """Make a member whose value is the reason and which knows its sentence."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.doc = doc
+        return member
+
+    READY = "Ready", "Every engine serves and shares the volume."
+    NOT_CHECKED = "NotChecked", "Something that stands before this check already failed."
+    BOUND = "Bound", "The claim is bound."
+    FITS = "Fits", "Every engine found a node with room for it."
+    ENGINES_READY = "EnginesReady", "As many engines of this spec are ready as were asked for."
+    PODS_CHANGED = "PodsChanged", "Somebody else has added fields to the pods of the engines."
+    SEEDS_AGREE = "SeedsAgree", "Every engine hashes blocks with the seed and algorithm of the spec."
+    NO_ENGINES = "NoEngines", "There is no engine to judge by."
+    SERVING = "Serving", "At least one engine serves."
+    UNAVAILABLE = "Unavailable", "No engine serves."
+    SCALED_TO_ZERO = "ScaledToZero", "spec.replicas is 0, so no engine is to serve."
+    CURRENT = "Current", "Engines are as this operator makes them, and of a vLLM that the connector is tested with."
+    ENGINES_OUTDATED = "EnginesOutdated", "Engines run as an earlier release of the operator made them."
+    ENGINES_REPLACED = "EnginesReplaced", "Engines of an earlier spec are being replaced."
+    VLLM_UNTESTED = "VllmUntested", "The connector is not tested with the vLLM of spec.engine.image."
+    IDLE = "Idle", "Nothing goes on; where Stalled or Paused is True, that says why."
+    NOT_STALLED = "NotStalled", "Nothing waits for a person."
+    ACTIVE = "Active", "The operator acts on changes."
+    PAUSED = "Paused", "spec.paused or the annotation kvtier.dev/paused is true: nothing is changed until it is not."
+    PROGRESSING = "Progressing", "The cluster is on its way to this spec."
+    SPEC_INVALID = "SpecInvalid", "A field cannot be honoured; the message names it."
+    OBJECT_NOT_OURS = "ObjectNotOurs", "An object that the tier needs to make exists and belongs to somebody else."
+    APPLY_FAILED = "ApplyFailed", "The API server did not accept what was applied; it is tried again."
+    CLAIM_MISSING = "ClaimMissing", "The claim does not exist."
+    CLAIM_TERMINATING = "ClaimTerminating", "Somebody deleted the claim; it goes when no pod uses it."
+    CLAIM_LOST = "ClaimLost", "The volume behind the claim is gone."
+    CLAIM_PENDING = "ClaimPending", "No volume is bound to the claim yet."
+    CLAIM_EXPANDING = "ClaimExpanding", "The claim is bound and on its way to the size that was asked for."
+    CLAIM_NOT_SHARED = "ClaimNotShared", "Several replicas need a claim that is ReadWriteMany."
+    CLAIM_IMMUTABLE = "ClaimImmutable", "The spec asks for a change of the claim that Kubernetes does not allow."
+    CLAIM_CANNOT_SHRINK = "ClaimCannotShrink", "The spec asks for less storage than the claim has."
+    CLAIM_ALONE = "ClaimAlone", "No other tier is on the claim."
+    BUDGETS_FIT = "BudgetsFit", "Other tiers are on the claim, and the budgets of all fit it."
+    BUDGETS_OVERLAP = (
+        "BudgetsOverlap",
+        "Other tiers are on the claim, and together they may take more than it holds.",
+    )
+    DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
+    BLOCKS_NOT_WHOLE = "BlocksNotWhole", "spec.disk.blockTokens is no multiple of the engine's own block."
+    NO_NODE_MATCHES = "NoNodeMatches", "No node has the labels, devices and absence of taints that an engine needs."
+    NODES_UNKNOWN = "NodesUnknown", "A share of a node was asked for, and the operator may not look at nodes."
+    NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."
+    PODS_REFUSED = "PodsRefused", "Engine pods cannot be created (quota or admission)."
+    IMAGE_PULL_FAILED = "ImagePullFailed", "An image of an engine pod cannot be pulled."
+    CONFIG_MISSING = "ConfigMissing", "An engine pod refers to a Secret or ConfigMap that is not there."
+    INSTALL_FAILED = "InstallFailed", "The init container could not install the connector."
+    OUT_OF_MEMORY = "OutOfMemory", "An engine was killed because it used more memory than its limit."
+    TOKEN_REFUSED = "TokenRefused", "The model hub refuses the token, or its account may not have the model."
+    MODEL_NOT_FOUND = "ModelNotFound", "There is no model of this name and revision."
+    SHM_TOO_SMALL = "SharedMemoryTooSmall", "An engine found too little room in /dev/shm."
+    STALE_SHM = "StaleSharedMemory", "What a dead engine left in /dev/shm keeps the next one from starting."
+    DEVICE_MISSING = "DeviceMissing", "An engine found no accelerator, or no node has one left."
+    DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory", "The model and its KV cache do not fit the accelerator."
+    ARGS_REFUSED = "ArgsRefused", "vLLM does not take the flags that it was given."
+    ADAPTER_REFUSED = "AdapterRefused", "vLLM cannot use an adapter of `spec.model.loras`."
+    CONFIG_REFUSED = "ConfigRefused", "The connector in the pod does not take its configuration."
+    MULTI_ATTACH = "MultiAttach", "The volume is attached to another node and can be attached to one only."
+    VOLUME_NOT_MOUNTED = "VolumeNotMounted", "A node cannot mount a volume of an engine pod."
+    RUNTIME_CLASS_MISSING = "RuntimeClassMissing", "A node does not have the container runtime that was asked for."
+    ENGINE_CRASHED = "EngineCrashed", "An engine ended by itself."
+    CONTAINER_CRASHED = "ContainerCrashed", "A container that the user added to the pods ended by itself."
+    ROLLOUT_STALLED = "RolloutStalled", "New engines did not become ready within their startup budget."
+    ENGINES_ADDED = (
+        "EnginesAdded",
+        "Engines are added to, or replaced in, a tier that was ready; it stays Ready meanwhile.",
+    )
+    ENGINES_STARTING = "EnginesStarting", "Engines are on their way: scheduling, pulling, pinning memory, loading."
+    PREFLIGHT_PASSED = "PreflightPassed", "The volume was tried and can be used."
+    PREFLIGHT_RUNNING = "PreflightRunning", "The volume is being tried."
+    PREFLIGHT_FAILED = "PreflightFailed", "The volume was tried and cannot be used."
+    PREFLIGHT_OFF = (
+        "PreflightOff",
+        "Nobody tries the volume: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
+    )
+    WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
+    HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
+    JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
+    JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
+    JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."
+    JANITOR_RUNS = "JanitorRuns", "The janitor runs and reports."
+    JANITOR_FAILING = "JanitorFailing", "The janitor does not stay up, so nothing is removed from the volume."
+    JANITOR_IMAGE_PULL_FAILED = "JanitorImagePullFailed", "The janitor's image cannot be pulled."
+    JANITOR_NOT_SCHEDULED = "JanitorNotScheduled", "No node takes the janitor."
+    JANITOR_REFUSED = "JanitorRefused", "The janitor's pod cannot be created (quota or admission)."
+    JANITOR_HINDERED = "JanitorHindered", "The janitor cannot read, remove or write what it must."
+    COUNTING = "Counting", "The janitor has not seen every file of the volume yet."
+    OVER_BUDGET = "OverBudget", "The blocks take more than spec.disk.budget.maxBytes."
+    BRAKED = "Braked", "The janitor asked the engines to stop storing, since eviction alone does not make room."
+    VOLUME_FULL = "VolumeFull", "Less of the volume is free than spec.disk.budget.minFree asks for."
+    STRANGER = (
+        "Stranger",
+        "An engine was refused by the directory of its generation, which belongs to another identity.",
+    )
+    DETACHED = "Detached", "An engine serves without the volume, which did not answer it when it started."
+    KEY_MISSING = "KeyMissing", "The active key of spec.disk.encryption is missing or is not one, so nothing is stored."
+    CANARY_LOADED = "CanaryLoaded", "A replica loaded from the volume what another one had computed."
+    CANARY_FOUND = "CanaryFound", "A replica found on the volume what another one had computed, and computed it anyway."
+    CANARY_PENDING = "CanaryPending", "No canary prompt has been sent to these engines yet."
+    CANARY_MISSED = "CanaryMissed", "A replica does not find on the volume what another one has stored."
+    CANARY_NOT_STORED = "CanaryNotStored", "Engines store nothing on the volume."
+    CANARY_BUSY = "CanaryBusy", "Other requests blur what a canary prompt did."
+    CANARY_UNANSWERED = "CanaryUnanswered", "An engine does not answer the operator's canary prompt."
+    CANARY_LOCKED = "CanaryLocked", "Engines ask for a key that the operator does not have."
+    CANARY_OFF = "CanaryOff", "spec.proof.canary.enabled is false."
+    SINGLE_REPLICA = "SingleReplica", "One replica cannot show that it shares with another."
+    LOADING_PAYS = "LoadingPays", "Loading from the volume was quicker than computing again, over the last hour."
+    LOADING_LOSES = "LoadingLoses", "Computing again was quicker than loading from the volume, over the last hour."
+    NO_DISK_HITS = "NoDiskHits", "Too little was found on the volume to judge by."
+    NOT_MEASURED = "NotMeasured", "Engines have not measured both ways yet."
+    EFFECT_PENDING = "EffectPending", "Engines have not been watched for an hour yet."
+    SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A legal "no" to a spec that is valid by itself: what is wrong in this cluster, and what to do about it."""
+
+    reason: Reason
+    message: str

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.volume`` of a KVCacheTier: the shared volume that holds the blocks. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, StrictStr
+
+from kvtier_operator import quantity
+from kvtier_operator.api.rules import ApiModel, Checked, Rule
+from kvtier_operator.api.scalars import ByteQuantity, ObjectName
+
+SHARED: Final = "ReadWriteMany"
+
+_MOVE: Final = "create another KVCacheTier for the new place and delete this one when its blocks are no longer needed"
+
+_PATH: Final = re.compile(r"^([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?$")
+
+PATH_IS_RELATIVE: Final = Rule(
+    cel=f"self.matches('{_PATH.pattern}')",
+    message="must be a relative path inside the claim, of letters, digits, '.', '_' and '-', without '..': such as "
+    "team-a/kv",
+    check=lambda path: _PATH.fullmatch(path) is not None,
+)
+
+
+def _constant(field: str, *, cel: str = "self == oldSelf") -> Rule:
+    return Rule(cel=cel, message=f"{field} cannot change after creation: {_MOVE}", check=None)
+
+
+class Claim(ApiModel):
+    """A PersistentVolumeClaim that the operator makes."""
+
+    storage_class_name: ObjectName | None = None
+    """StorageClass of the claim; the cluster's default if left out. Cannot change."""
+    size: Annotated[
+        ByteQuantity,
+        Checked(
+            (
+                Rule(
+                    cel="!isQuantity(self) || !isQuantity(oldSelf) || quantity(self).compareTo(quantity(oldSelf)) >= 0",
+                    message="cannot shrink, because a PersistentVolumeClaim cannot: restore the old size; to use less "
+                    "of it, set spec.disk.budget.maxBytes",
+                    check=None,
+                ),
+            )
+        ),
+    ]
+    """Storage to ask for, such as `2Ti`. May grow where the StorageClass allows it; cannot shrink."""
+    access_modes: Annotated[
+        tuple[Literal["ReadWriteMany", "ReadWriteOnce"], ...],
+        Field(min_length=1, max_length=2),
+        Checked(
+            (
+                _constant(
+                    "spec.volume.claim.accessModes",
+                    cel="self.size() == oldSelf.size() && self.all(mode, mode in oldSelf)",
+                ),
+            )
+        ),
+    ] = (SHARED,)
+    """How pods mount the claim. More than one replica needs `ReadWriteMany`; `ReadWriteOnce` does for one. Cannot
+    change."""
+
+    rules = (
+        _constant(
+            "spec.volume.claim.storageClassName",
+            cel="has(self.storageClassName) == has(oldSelf.storageClassName) && (!has(self.storageClassName) || "
+            "self.storageClassName == oldSelf.storageClassName)",
+        ),
+    )
+
+    @property
+    def size_bytes(self) -> int:
+        """Return `size` in bytes."""
+        return quantity.parse_bytes(self.size)
+
+
+class Volume(ApiModel):
+    """The volume that all replicas share: exactly one of `claim` and `existingClaim`."""
+
+    claim: Claim | None = None
+    """A PersistentVolumeClaim that the operator makes."""
+    existing_claim: Annotated[ObjectName, Checked((_constant("spec.volume.existingClaim"),))] | None = None
+    """Name of a PersistentVolumeClaim in the same namespace, which the operator never changes or deletes. Cannot
+    change."""
+    path: Annotated[
+        StrictStr,
+        Field(max_length=256),
+        Checked((PATH_IS_RELATIVE, _constant("spec.volume.path"))),
+    ] = ""
+    """Directory inside the volume, for a claim that holds other things too; its root if left out. Cannot change."""
+    deletion_policy: Literal["Retain", "Delete"] = "Retain"
+    """What happens to the claim when this resource is deleted: `Retain` keeps it with its blocks, `Delete` removes a
+    claim that the operator made."""
+
+    rules = (
+        Rule(
+            cel="has(self.claim) != has(self.existingClaim)",
+            message="give exactly one of spec.volume.claim (the operator makes a claim) and spec.volume.existingClaim "
+            "(the name of yours)",
+            check=lambda volume: (volume.claim is None) != (volume.existing_claim is None),
+        ),
+        _constant(
+            "the choice between spec.volume.claim and spec.volume.existingClaim",
+            cel="has(self.claim) == has(oldSelf.claim)",
+        ),
+        Rule(
+            cel="self.deletionPolicy != 'Delete' || !has(self.existingClaim)",
+            message="Delete removes only a claim that the operator made: with spec.volume.existingClaim set "
+            "spec.volume.deletionPolicy to Retain and delete your claim yourself",
+            check=lambda volume: volume.deletion_policy != "Delete" or volume.existing_claim is None,
+            field=".deletionPolicy",
+        ),
+    )

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write what the parts of a tier want, each as far as nothing holds it up.
+
+A part that fails or is held up holds up those that need it, and no others; what engines follow while they run goes out
+in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvtier_operator import names, parts
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.ownership import added_by_others, stands
+from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.parts import claim
+from kvtier_operator.parts.connector_config import with_live_settings
+from kvtier_operator.plan import Refusal, TierPlan
+from kvtier_operator.snapshot import Live, Snapshot
+
+
+@dataclass
+class Done:
+    """What a pass has done to the parts of a tier so far."""
+
+    written: list[ObjectKey] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    failures: list[ClusterError] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    """Parts that cannot be relied on by those that need them."""
+
+
+def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, done: Done, *, starts_engines: bool) -> None:
+    """Apply each part that is not held up, then delete what is not rendered any more."""
+    rendered: set[ObjectKey] = set()
+    for part in parts.PARTS:
+        objects = part.objects(plan)
+        rendered |= set(map(names.key_of, objects))
+        if part.name == parts.ENGINE and names.engine_key(plan.tier) not in snapshot.live and not starts_engines:
+            continue  # what keeps them from starting is the preflight's to tell
+        if part.name == parts.CONFIG and "claim" in done.missing and names.engine_key(plan.tier) in snapshot.live:
+            # Engines stay what they are, and so does what they were made for.
+            apply_live_settings(cluster, plan.spec, snapshot, done)
+            continue
+        refusal = parts.refuse_foreign(objects, snapshot) or part.refuse(plan.spec, snapshot)
+        unreadable = [kind for kind in part.kinds if kind in snapshot.unreadable and (objects or part.serves_as_it_was)]
+        done.failures += [snapshot.unreadable[kind] for kind in sorted(unreadable)]
+        if refusal is not None and not unreadable:
+            done.refusals.append(refusal)
+        if refusal is not None or unreadable or done.missing & set(part.needs):
+            is_lost = unreadable or refusal is None or refusal.reason in _LEAVES_NOTHING
+            done.missing |= {part.name} if is_lost else set()
+            continue
+        if not _apply(cluster, objects, snapshot, done) and not _serves(part, objects, snapshot):
+            done.missing.add(part.name)
+        if sum(isinstance(each, ClusterUnavailable) for each in done.failures) > _MOST_OUTAGES:
+            return  # nobody is there: each further part would only wait
+    try:
+        for key in _obsolete(snapshot, rendered):
+            cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
+            done.written.append(key)
+    except ClusterError as error:
+        done.failures.append(error)
+
+
+_LEAVES_NOTHING: Final = claim.UNUSABLE | {Reason.OBJECT_NOT_OURS}
+"""Refusals of what others need; any other one leaves a part as it was, and that serves."""
+
+_MOST_OUTAGES: Final = 2
+
+
+def _serves(part: parts.Part, objects: tuple[Manifest, ...], snapshot: Snapshot) -> bool:
+    return part.serves_as_it_was and all(names.key_of(each) in snapshot.live for each in objects)
+
+
+def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot, done: Done) -> bool:
+    """Apply the objects of one part in their order, up to the first that fails, and tell whether none did."""
+    for manifest in manifests:
+        key = names.key_of(manifest)
+        live = snapshot.live.get(key)
+        if live is not None and key.kind == names.LEASE_KIND:
+            continue  # its holder renews it all the time, and there is nothing of ours in it
+        try:
+            applied = live.content if live is not None and stands(manifest, live.content) else None
+            applied = applied or cluster.apply(manifest, over=None if live is None else live.uid)
+        except ClusterError as error:
+            done.failures.append(error)
+            return False
+        if live is None or not _is_as_before(live, applied):
+            done.written.append(key)
+        try:
+            _take_back(cluster, manifest, live, applied, done)
+        except ClusterError as error:
+            done.failures.append(error)
+    return True
+
+
+_TAKEN_BACK: Final = {
+    "ConfigMap": ("/data/", "/binaryData/"),
+    "Deployment": ("/spec/",),
+    "PodDisruptionBudget": ("/spec/",),
+    "Service": ("/spec/selector/",),
+}
+"""Where nobody else has any business, by kind. Providers of load balancers write into Services, and providers of
+credentials into ServiceAccounts."""
+
+_PODS: Final = "/spec/template/"
+
+
+def _take_back(cluster: Cluster, manifest: Manifest, before: Live | None, applied: Manifest, done: Done) -> None:
+    """Remove what others have added; from engines where they are replaced anyway, for that is not worth a restart."""
+    key = names.key_of(applied)
+    is_janitor = applied["metadata"]["labels"].get(names.LABEL_COMPONENT) == names.COMPONENT_JANITOR
+    are_replaced = is_janitor or (before is not None and _template(before.content) != _template(applied))
+    for tries_left in reversed(range(3)):
+        pointers = [
+            each.pointer
+            for each in added_by_others(applied)
+            if each.pointer.startswith(_TAKEN_BACK.get(key.kind, ()))
+            and (are_replaced or not each.pointer.startswith(_PODS))
+        ]
+        if not pointers:
+            return
+        try:
+            cleaned = cluster.remove_fields(applied, pointers)
+        except ClusterConflict:
+            # A controller was first, as it is after each write; a later pass would not find the engines replaced.
+            if not tries_left:
+                raise
+            applied = cluster.apply(manifest, over=applied["metadata"]["uid"])
+            continue
+        if key not in done.written and cleaned["metadata"]["resourceVersion"] != applied["metadata"]["resourceVersion"]:
+            done.written.append(key)
+        return
+
+
+def _template(manifest: Mapping[str, Any]) -> object:
+    return (manifest.get("spec") or {}).get("template")
+
+
+def apply_live_settings(cluster: Cluster, spec: TierSpec, snapshot: Snapshot, done: Done) -> None:
+    """Tell engines that run what they are to follow at once, whatever else cannot be carried out."""
+    standing = snapshot.live.get(ObjectKey(api_version="v1", kind="ConfigMap", name=names.config(snapshot.tier)))
+    if standing is not None:
+        _apply(cluster, (with_live_settings(standing.content, spec, snapshot.tier),), snapshot, done)
+
+
+def _is_as_before(live: Live, applied: Manifest) -> bool:
+    """Tell whether applying changed nothing of ours: a controller may have written a status meanwhile."""
+    if applied["metadata"]["resourceVersion"] == live.resource_version:
+        return True
+    return _ours_of(live.content) == _ours_of(applied)
+
+
+def _ours_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations") or {}
+    return {
+        **{field: value for field, value in manifest.items() if field not in {"metadata", "status"}},
+        "labels": metadata.get("labels"),
+        "owners": metadata.get("ownerReferences"),
+        "annotations": {key: value for key, value in annotations.items() if key.startswith(f"{names.GROUP}/")},
+    }
+
+
+def _obsolete(snapshot: Snapshot, rendered: set[ObjectKey]) -> list[ObjectKey]:
+    """Return what we own and render no more. Never a claim: no edit of a tier may cost anybody their data."""
+    return sorted(key for key in snapshot.live if key not in rendered and key.kind != names.CLAIM_KIND)

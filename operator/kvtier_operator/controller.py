@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The triggers: whatever happens to a tier or to one of its objects puts the tier into the work queue.
+
+What to do is decided by a pass over the tier as it then is, never from the event.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Final
+
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, OperatorError
+from kvtier_operator.inventory import Inventory
+from kvtier_operator.kube.cache import NODES, Cache
+from kvtier_operator.kube.cached_cluster import CachedCluster
+from kvtier_operator.kube.client import KubernetesCluster
+from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.namespace_leases import NamespaceLeases
+from kvtier_operator.kube.workqueue import Done, WorkQueue
+from kvtier_operator.metrics import OperatorMetrics
+from kvtier_operator.names import Manifest, TierName
+from kvtier_operator.proof.api_keys import read_key
+from kvtier_operator.proof.asker import Asker
+from kvtier_operator.proof.monitor import Proofs
+from kvtier_operator.proof.probes import Probes
+from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+EVERY_TIER: Final = TierName(namespace="", name="")
+"""Key of the pass that counts all tiers."""
+
+COUNT_SECONDS: Final = 60.0
+"""How often all tiers are listed and counted."""
+
+STUCK_SECONDS: Final = 600.0
+"""After how long without any progress the operator calls itself dead; longer than any pass can take."""
+
+DEAF_SECONDS: Final = 300.0
+"""For how long a kind may not be followed though nothing forbids it."""
+
+LET_GO_SECONDS: Final = 5.0
+"""How long the Leases of namespaces may take to be given back; the others run out."""
+
+
+class Operator:
+    """Connects what the watches tell with passes over tiers.
+
+    Threads: kopf's and those of the informers only add keys; the queue's threads do the work.
+    """
+
+    def __init__(  # noqa: PLR0913  what it is wired to
+        self,
+        settings: Settings,
+        *,
+        cluster: KubernetesCluster,
+        metrics: OperatorMetrics,
+        health: Health | None = None,
+        leases: NamespaceLeases | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """Store what a pass needs; `start_reading` and `begin` start everything."""
+        self._settings = settings
+        self._leases = leases
+        self._cluster = cluster
+        self._metrics = metrics
+        self._clock = clock
+        self._has_begun = False
+        self._cache = Cache(
+            cluster,
+            self._told,
+            namespaces=settings.namespaces,
+            list_seconds=min(COUNT_SECONDS, settings.resync_seconds),
+        )
+        self._wait_for_nodes: set[TierName] = set()
+        # A Role in a few namespaces gives no right to look at nodes.
+        self._inventory = Inventory(
+            CachedCluster(cluster, self._cache, EVERY_TIER),
+            is_allowed=not settings.namespaces,
+            clock=time.monotonic,
+            node_stamp=lambda: self._cache.stamp(NODES),
+        )
+        self._queue: WorkQueue[TierName] = WorkQueue(
+            self._pass,
+            workers=settings.workers,
+            resync_seconds=settings.resync_seconds,
+            settle_seconds=settings.settle_seconds,
+        )
+        self._asker = Asker()
+        self._probes: Probes[TierName] = Probes(self._asker, self._queue.add, interval_seconds=settings.probe_seconds)
+        self._proofs = Proofs(
+            self._asker,
+            self._queue.add,
+            # Past what is remembered of objects: nothing of a key is to stay.
+            read_key=lambda tier, source: read_key(cluster, tier, source),
+            settle_seconds=settings.canary_settle_seconds,
+        )
+        metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
+        if health is not None:
+            health.alive_if("queue", self._stuck_queue)
+            health.alive_if("watches", self._deaf_watch)
+            health.ready_if("tiers", self._unreadable_tiers)
+
+    def start_reading(self) -> None:
+        """Begin to read into memory."""
+        self._cache.start()
+
+    def stop_reading(self) -> None:
+        """Read nothing more."""
+        self._cache.close()
+
+    def is_read(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until everything was read once, as far as it may be; what is known in part would be taken for all."""
+        return self._cache.wait(is_over)
+
+    def begin(self) -> None:
+        """Begin to look after tiers, unless that was begun."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._asker.start()
+        self._queue.start()
+        if self._leases is not None:
+            self._leases.start(self._queue.add)
+        self._queue.add(EVERY_TIER)
+
+    def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
+        """Take in what the watch of the tiers tells."""
+        self._cache.heard(tier, is_deleted=is_deleted)
+
+    def end(self) -> None:
+        """Look after no tier any more; passes that run may end."""
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        if not self._asker.close(timeout=self._settings.stop_seconds):
+            logger.warning("Stopped while a pod was being asked; the next operator asks again.")
+        if not self._queue.close(timeout=self._settings.stop_seconds):
+            logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
+        if self._leases is not None:
+            self._leases.close(timeout=LET_GO_SECONDS)
+
+    def _stuck_queue(self) -> str | None:
+        overdue = self._queue.seconds_overdue()
+        return f"no pass has ended for {overdue:.0f} s although tiers wait" if overdue > STUCK_SECONDS else None
+
+    def _deaf_watch(self) -> str | None:
+        age, why = self._cache.trouble()
+        return f"changes have not been heard of for {age:.0f} s: {why}" if age > DEAF_SECONDS else None
+
+    def readable_scopes(self) -> tuple[str, ...]:
+        """Return the namespaces whose tiers may be read; the empty one is all of them."""
+        return tuple(each for each in self._settings.namespaces or ("",) if self._is_readable(each))
+
+    def _is_readable(self, namespace: str) -> bool:
+        try:
+            self._cache.shelf(names.API_VERSION, names.KIND, namespace)
+        except ClusterError:
+            return False
+        return True
+
+    def _unreadable_tiers(self) -> str | None:
+        """Return which right is missing without which nothing can be done; a restart would not help."""
+        try:
+            for namespace in self._settings.namespaces or ("",):
+                self._cache.shelf(names.API_VERSION, names.KIND, namespace)
+        except (ClusterForbidden, KindMissing) as error:
+            return str(error)
+        except ClusterError:
+            return None  # it waits for the lead, or the API server is away, which passes
+        return None
+
+    def _told(self, kind: str, tiers: frozenset[TierName]) -> None:
+        """Have the tiers looked at that a change concerns."""
+        for tier in self._wait_for_nodes.copy() if kind == NODES.kind else tiers:
+            self._queue.add(tier)
+
+    def _pass(self, key: TierName, attempt: int) -> Done:
+        """Do one pass; the one place where an outcome becomes what the queue does next."""
+        try:
+            return self._count_tiers() if key == EVERY_TIER else self._reconcile(key, attempt)
+        except OperatorError as error:
+            logger.warning("%s", error)
+            return Done(retry_after=error.retry_after or STUCK_SECONDS)
+
+    def _count_tiers(self) -> Done:
+        self._metrics.count_tiers(self._cache.tiers.all())
+        return Done(again_after=min(COUNT_SECONDS, self._settings.resync_seconds))
+
+    def _reconcile(self, key: TierName, attempt: int) -> Done:
+        start = time.monotonic()
+        outcome = reconcile(
+            CachedCluster(self._cluster, self._cache, key),
+            key,
+            connector_image=self._settings.connector_image,
+            janitor_image=self._settings.janitor_image,
+            listen_host=self._settings.listen_host,
+            clock=self._clock,
+            inventory=self._inventory,
+            proofs=self._proofs,
+            attempt=attempt,
+            probes=self._probes,
+            may_work=lambda body: self._may_work(key, body),
+        )
+        if self._leases is not None and not outcome.exists:
+            self._leases.forget(key)
+        (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
+        if not outcome.exists:
+            self._cache.unfollow(key)
+        self._count(outcome, time.monotonic() - start)
+        if outcome.written:
+            logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))
+        if outcome.failure is not None:
+            logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
+            return Done(retry_after=outcome.failure.retry_after)
+        return Done(is_gone=not outcome.exists, again_after=outcome.again_after)
+
+    def _may_work(self, key: TierName, body: Manifest) -> bool:
+        spec = body.get("spec")
+        wanted = spec.get("operatorClassName") if isinstance(spec, Mapping) else None
+        if (wanted or "") != self._settings.operator_class:
+            return False
+        return self._leases is None or self._leases.admits(key)
+
+    def _count(self, outcome: Outcome, seconds: float) -> None:
+        ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"
+        if outcome.failure is not None:
+            ended = "failed"
+        kinds = tuple(key.kind for key in outcome.written)
+        self._metrics.count_pass(outcome=ended, seconds=seconds, written_kinds=kinds)

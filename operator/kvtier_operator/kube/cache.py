@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster as the watches tell it: a pass reads from memory, and only what it writes goes to the API server.
+
+Memory may lag behind the cluster; so before something is made, the API server is asked whether it is there, and
+what replaced an object of ours is never written: each write names the incarnation that it means.
+
+An object of somebody else under a name that a tier needs is followed by itself, so that its going is noticed at once.
+
+Thread-safe: informers tell what they see, workers read and write.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from kvtier_operator import names
+from kvtier_operator.kube.informer import Informer, Scope, Source
+from kvtier_operator.kube.shelf import Shelf, WatchCheck, Watched
+from kvtier_operator.names import Manifest, ObjectKey, TierName
+
+Told = Callable[[str, frozenset[TierName]], None]
+"""Told of which kind something changed, and which tiers that concerns."""
+
+
+def _budget(body: Mapping[str, Any]) -> str:
+    """Return what of a tier matters to the others on its claim."""
+    spec = body.get("spec")
+    disk = spec.get("disk") if isinstance(spec, Mapping) else None
+    return str(disk.get("budget")) if isinstance(disk, Mapping) else ""
+
+
+def _node(body: Manifest) -> Manifest:
+    """Keep what decides whether a pod fits; a node that only says that it lives has not changed."""
+    metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+    ready = [
+        {"type": each["type"], "status": each.get("status")}
+        for each in status.get("conditions") or ()
+        if each.get("type") == "Ready"
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {name: metadata[name] for name in ("name", "uid", "labels") if name in metadata},
+        "spec": {name: spec[name] for name in ("taints", "unschedulable") if name in spec},
+        "status": {"allocatable": status.get("allocatable") or {}, "conditions": ready},
+    }
+
+
+TIERS: Final = Watched(
+    api_version=names.API_VERSION,
+    kind=names.KIND,
+    query=(),
+    is_followed=False,
+    group=names.claim_of,
+    matters=_budget,
+)
+"""Not followed here: kopf watches them, see `Cache.heard`."""
+NODES: Final = Watched(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
+WATCHED: Final = (
+    TIERS,
+    # Without a selector: a tier may use a claim that carries no label of ours.
+    Watched(api_version="v1", kind=names.CLAIM_KIND, query=()),
+    *(
+        Watched(api_version=api_version, kind=kind)
+        for api_version, kind in (
+            ("v1", "ConfigMap"),
+            ("v1", "Pod"),
+            ("v1", "Service"),
+            ("v1", "ServiceAccount"),
+            ("apps/v1", "Deployment"),
+            ("batch/v1", "Job"),
+            ("policy/v1", "PodDisruptionBudget"),
+            (names.RBAC, "Role"),
+            (names.RBAC, "RoleBinding"),
+        )
+    ),
+    # Their holders renew them all the time, and there is nothing of ours in them but that they are there.
+    Watched(api_version=names.COORDINATION, kind=names.LEASE_KIND, is_followed=False),
+)
+"""What a tier is made of: a change of any of it, by anybody, is looked at."""
+
+
+class Cache:
+    """All kinds in memory, and the informers that keep them so."""
+
+    def __init__(
+        self, source: Source, told: Told, *, namespaces: tuple[str, ...] = (), list_seconds: float = 60.0
+    ) -> None:
+        """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
+
+        Args:
+            source: where objects are read.
+            told: told what changed.
+            namespaces: those that are read; none is all.
+            list_seconds: how often tiers are listed, in case their watch has missed one.
+        """
+        self._source = source
+        self._told = told
+        self._shelves: dict[tuple[str, str], Shelf] = {}
+        self._informers: dict[tuple[str, str], list[Informer]] = {}
+        self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, Shelf]] = {}
+        self._lock = threading.Lock()
+        for watched in WATCHED if namespaces else (*WATCHED, NODES):
+            key = (watched.api_version, watched.kind)
+            shelf = self._shelves[key] = Shelf(watched, self._teller(watched.kind))
+            if watched is TIERS:
+                self.tiers, self._check = shelf, WatchCheck(shelf)
+            self._informers[key] = [
+                Informer(
+                    source,
+                    Scope(*key, namespace=each, query=watched.query),
+                    self._check if watched is TIERS else shelf,
+                    is_followed=watched.is_followed,
+                    again_seconds=list_seconds if watched is TIERS else None,
+                )
+                for each in (namespaces if watched.is_namespaced else ()) or ("",)
+            ]
+
+    def start(self) -> None:
+        """Start to read everything."""
+        for informer in self._all():
+            informer.start()
+
+    def wait(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until everything was read once, as far as it may be; False where that is to be given up."""
+        while not is_over():
+            if all(informer.wait(0.05) for informer in self._all()):
+                return True
+        return False
+
+    def close(self) -> None:
+        """Read nothing more."""
+        informers = [*self._all(), *(informer for informer, _ in self._followed.values())]
+        for informer in informers:
+            informer.stop()
+        deadline = time.monotonic() + 5
+        for informer in informers:
+            informer.join(max(0.0, deadline - time.monotonic()))
+
+    def shelf(self, api_version: str, kind: str, namespace: str) -> Shelf | None:
+        """Return what is known of a kind; None where it is not kept.
+
+        Raises:
+            ClusterError: it is not known, because it may not be read.
+        """
+        for informer in self._informers.get((api_version, kind), ()):
+            if informer.scope.namespace in {"", namespace} and (refusal := informer.refusal()) is not None:
+                raise refusal
+        return self._shelves.get((api_version, kind))
+
+    def trouble(self) -> tuple[float, str]:
+        """Return for how many seconds a kind could not be followed, and why."""
+        return max(self._check.trouble(), *(informer.trouble() for informer in self._all()))
+
+    def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
+        """Take in what the watch of the tiers tells."""
+        self._check.heard(tier, is_deleted=is_deleted)
+
+    def stamp(self, watched: Watched) -> int:
+        """Return what changes whenever objects of a kind do."""
+        return self._shelves[watched.api_version, watched.kind].stamp
+
+    def follow(self, key: ObjectKey, tier: TierName, body: Manifest) -> None:
+        """Watch one object of somebody else, for that tier; this is how it stands now."""
+        scope = Scope(key.api_version, key.kind, tier.namespace, (("fieldSelector", f"metadata.name={key.name}"),))
+        shelf = Shelf(
+            Watched(api_version=key.api_version, kind=key.kind),
+            lambda *_: self._told(key.kind, frozenset({tier})),
+        )
+        with self._lock:
+            if (key, tier) in self._followed:
+                return
+            shelf.enter(body)
+            informer = Informer(self._source, scope, shelf)
+            self._followed[key, tier] = informer, shelf
+        informer.start()
+
+    def unfollow(self, tier: TierName, key: ObjectKey | None = None) -> None:
+        """Watch that object no more; without a key, nothing more for that tier."""
+        with self._lock:
+            over = [each for each in self._followed if each[1] == tier and key in {None, each[0]}]
+            informers = [self._followed.pop(each)[0] for each in over]
+        for informer in informers:
+            informer.stop()
+
+    def followed(self, key: ObjectKey, tier: TierName) -> Manifest | None:
+        """Return that object of somebody else, if it is followed and still there."""
+        with self._lock:
+            found = self._followed.get((key, tier))
+        return None if found is None else found[1].get(tier.namespace, key.name)
+
+    def _all(self) -> list[Informer]:
+        return [informer for informers in self._informers.values() for informer in informers]
+
+    def _teller(self, kind: str) -> Callable[[str, str, set[str]], None]:
+        def tell(namespace: str, name: str, groups: builtins.set[str]) -> None:
+            if not name:
+                found = {TierName(namespace=place, name=tier) for place, tier in self.tiers.places()}
+            else:
+                claims = {names.KIND: groups, names.CLAIM_KIND: {name}}.get(kind, set())
+                users = {tier for claim in claims for tier in self.tiers.names_of(namespace, claim)}
+                of_it = {name} if kind == names.KIND else groups
+                found = {TierName(namespace=namespace, name=tier) for tier in of_it | users if tier}
+            self._told(kind, frozenset(found))
+
+        return tell

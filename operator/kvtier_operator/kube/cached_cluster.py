@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster that is read from memory.
+
+One for each pass. Before its first write the tier is read anew, so that no pass acts for a tier that was deleted or
+edited since; before something is made, it is looked for. A pass in which nothing changed sends no request at all.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterConflict
+from kvtier_operator.kube.cache import Cache
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+
+
+class CachedCluster:
+    """What one pass over one tier is given for the cluster. One thread."""
+
+    def __init__(self, cluster: Cluster, cache: Cache, tier: TierName) -> None:
+        """Stand before that cluster, with what is known of it."""
+        self._cluster = cluster
+        self._cache = cache
+        self._tier = tier
+        self._tier_key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
+        self._given: Manifest | None = None
+        self._is_confirmed = False
+        self.post_event = cluster.post_event
+        self.events = cluster.events
+        self.pages = cluster.pages
+
+    def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        """Return the object as it stands, as far as is known."""
+        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
+        if shelf is None:
+            return self._cluster.get(key, namespace)
+        found = shelf.get(namespace, key.name) or self._cache.followed(key, self._tier)
+        if key == self._tier_key:
+            self._given = found
+        return found
+
+    def refresh(self, key: ObjectKey, namespace: str) -> Manifest | None:
+        """Return the object as it stands at this moment, and remember that."""
+        found = self._cluster.get(key, namespace)
+        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
+        is_watched = key.kind in _WATCHED_WHOLE or names.LABEL_TIER in (found or {}).get("metadata", {}).get(
+            "labels", {}
+        )
+        if shelf is not None and found is not None and is_watched:
+            shelf.enter(found)
+        elif shelf is not None:
+            shelf.forget(namespace, key.name)
+            if found is not None:
+                self._cache.follow(key, self._tier, found)
+        return found
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
+        """Return the objects that carry the labels of the selector, as far as is known."""
+        shelf = self._cache.shelf(api_version, kind, namespace)
+        if shelf is None:
+            return self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
+        wanted = dict(part.split("=", 1) for part in selector.split(",") if part)
+        found: Iterable[Manifest] = shelf.of(namespace, wanted[names.LABEL_TIER]) if wanted else shelf.all()
+        return [each for each in found if wanted.items() <= (each["metadata"].get("labels") or {}).items()]
+
+    def tiers_on(self, claim: str, namespace: str) -> builtins.list[Manifest]:
+        """Return the tiers that keep their blocks on a claim, as far as is known."""
+        return self._cache.tiers.of(namespace, claim)
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        """Create or update an object."""
+        key, namespace = names.key_of(manifest), manifest["metadata"]["namespace"]
+        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
+        self._confirm()
+        if over is None and self.refresh(key, namespace) is not None:
+            raise ClusterConflict(f"cannot make {key}: meanwhile there is one")
+        result = self._cluster.apply(manifest, over=over)
+        if shelf is not None:
+            shelf.enter(result)
+        self._cache.unfollow(self._tier, key)
+        return result
+
+    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
+        """Remove fields of an object as it stands."""
+        self._confirm()
+        result = self._cluster.remove_fields(live, pointers)
+        shelf = self._cache.shelf(live["apiVersion"], live["kind"], live["metadata"]["namespace"])
+        if shelf is not None:
+            shelf.enter(result)
+        return result
+
+    def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
+        """Delete that incarnation of the object; when it is gone, its watch tells."""
+        self._confirm()
+        self._cluster.delete(key, namespace, uid=uid)
+
+    def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> Manifest | None:
+        """Merge changes into the status of that incarnation of a tier, in that version."""
+        found = self._cluster.patch_status(tier, changes, resource_version=resource_version)
+        if found is None:
+            self._cache.tiers.forget(tier.namespace, tier.name)
+        else:
+            self._cache.tiers.enter(found)
+        return found
+
+    def _confirm(self) -> None:
+        """See that the tier is still what this pass takes it for."""
+        if self._is_confirmed:
+            return
+        found = self.refresh(self._tier_key, self._tier.namespace)
+        if found is None or self._given is None or _intent(found) != _intent(self._given):
+            raise ClusterConflict(f"{self._tier} was changed or deleted meanwhile")
+        self._is_confirmed = True
+
+
+_WATCHED_WHOLE: Final = frozenset({names.KIND, names.CLAIM_KIND})
+"""Kinds of which every object is watched, whatever its labels."""
+
+
+def _intent(tier: Manifest) -> tuple[object, ...]:
+    """Return what a person says with a tier."""
+    metadata = tier["metadata"]
+    return metadata["uid"], "deletionTimestamp" in metadata, tier.get("spec"), metadata.get("annotations")

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the objects of one kind in memory as the API server has them: a list, and then a watch that goes on from it.
+
+kopf watches the tiers; here they are only listed, again and again, for it does not tell what vanished between two of
+its lists. What a tier is made of is watched here, for kopf's indices keep what vanished, hold kilobytes of each object,
+and end the process where one kind may not be listed. The informer of the `kubernetes` package keeps objects whole, and
+tries again without a pause. Here, what a list shows no more is told as gone; a watch that fails is followed by a list;
+a connection on which nothing arrives is given up; and a kind that may not be read is a problem of that kind, asked for
+again until it may.
+
+Threads: one for each informer, which alone reads. What it tells, it tells from that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, Protocol
+
+from kvtier_operator.errors import ClusterError, ClusterExpired, ClusterForbidden, ClusterUnavailable, KindMissing
+from kvtier_operator.names import Manifest
+
+logger = logging.getLogger(__name__)
+
+PAGE: Final = 250
+"""Objects that are read of a list at a time: parsed, each takes some ten kilobytes."""
+
+WATCH_SECONDS: Final = 300
+"""After how long the API server is asked to end a watch; load balancers drop quiet connections without a word."""
+
+LONGEST_PAUSE_SECONDS: Final = 30.0
+SHORT_PAUSE_SECONDS: Final = 0.2
+
+
+class Scope(NamedTuple):
+    """Which objects: of one kind, in one namespace or (empty) in all, with these labels."""
+
+    api_version: str
+    kind: str
+    namespace: str = ""
+    query: tuple[tuple[str, str], ...] = ()
+    """Selectors, as the API server takes them."""
+
+    def __str__(self) -> str:
+        """Return what messages call it."""
+        return f"{self.kind} objects of {self.namespace or 'all namespaces'}"
+
+
+class Stream(Protocol):
+    """The events of one watch."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """Return events until the API server ends the watch."""
+        ...
+
+    def stop(self) -> None:
+        """End it, from another thread."""
+        ...
+
+
+class Source(Protocol):
+    """Where objects are read; every method may raise `ClusterError`."""
+
+    def read_all(self, scope: Scope, *, page: int) -> Iterable[tuple[list[Manifest], str]]:
+        """Return all objects, some at a time, with the version of the list."""
+        ...
+
+    def watch(self, scope: Scope, *, version: str, seconds: int) -> AbstractContextManager[Stream]:
+        """Follow what changes after a version, for so many seconds."""
+        ...
+
+
+class Listener(Protocol):
+    """Who is told what an informer sees."""
+
+    def seen(self, body: Manifest) -> object:
+        """An object stands like this."""
+        ...
+
+    def gone(self, body: Manifest) -> None:
+        """An object was deleted, or is none of the scope any more; this is how it last stood."""
+        ...
+
+    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
+        """A list is over: at that version, these objects stood and no others."""
+        ...
+
+    def readable(self, scope: Scope) -> None:
+        """What could not be read is read again."""
+        ...
+
+
+class Informer:
+    """One kind in one scope."""
+
+    def __init__(
+        self,
+        source: Source,
+        scope: Scope,
+        listener: Listener,
+        *,
+        is_followed: bool = True,
+        again_seconds: float | None = None,
+    ) -> None:
+        """Store; `start` starts.
+
+        Args:
+            source: where it is read.
+            scope: what is read.
+            listener: who is told.
+            is_followed: whether it is watched after it was read once.
+            again_seconds: after how long it is read again, where it is not watched here; None is never.
+        """
+        self.scope = scope
+        self._source = source
+        self._listener = listener
+        self._is_followed = is_followed
+        self._again_seconds = again_seconds
+        self._stopping = threading.Event()
+        self._told = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: Stream | None = None
+        self._problem: ClusterError | None = None
+        self._is_complete = False
+        self._well_at = time.monotonic()
+        name = f"watch-{scope.kind}-{scope.namespace}".rstrip("-")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start to read."""
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until everything was read once, or is known to be forbidden, and tell whether it is."""
+        return self._told.wait(seconds)
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        self._stopping.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.stop()
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join(seconds)
+
+    def refusal(self) -> ClusterError | None:
+        """Return why what is known of the objects is not to be relied on; None where it is."""
+        problem = self._problem
+        if problem is not None and (_is_refusal(problem) or not self._is_complete):
+            return problem
+        return None if self._is_complete else ClusterUnavailable(f"{self.scope} have not been read yet")
+
+    def trouble(self) -> tuple[float, str]:
+        """Return for how many seconds nothing could be followed though it may be, and why."""
+        problem = self._problem
+        if problem is None or _is_refusal(problem):
+            return 0.0, ""
+        return time.monotonic() - self._well_at, str(problem)
+
+    def _run(self) -> None:
+        version, failures = "", 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                version = version or self._read()
+                if not self._is_followed:
+                    self._well()
+                    if self._again_seconds is None:
+                        return
+                    version, failures = "", 0
+                    self._stopping.wait(self._again_seconds)
+                    continue
+                version = self._follow(version)
+                failures = 0 if time.monotonic() - began >= 1 else min(failures, 1)
+            except ClusterExpired:
+                version = ""
+            except ClusterError as error:
+                failures += 1
+                self._failed(error)
+                # What no watch tells, a list does.
+                version = version if failures < 2 else ""  # noqa: PLR2004  the first one may be a dropped connection
+            except Exception:
+                logger.exception("Watching %s failed unexpectedly; it begins anew.", self.scope)
+                version, failures = "", failures + 1
+            pause = min(SHORT_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS)
+            self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311  no secret
+
+    def _read(self) -> str:
+        uids, version = set[str](), ""
+        for page, of_list in self._source.read_all(self.scope, page=PAGE):
+            version = version or of_list
+            for body in page:
+                uids.add(body["metadata"]["uid"])
+                self._listener.seen(body)
+            if self._stopping.is_set():
+                raise ClusterUnavailable(f"reading {self.scope} was interrupted")
+        self._listener.complete(self.scope, frozenset(uids), version)
+        was_refused, self._is_complete = self._problem is not None and _is_refusal(self._problem), True
+        if was_refused:
+            logger.info("%s can be read again.", self.scope)
+            self._problem = None
+            self._listener.readable(self.scope)
+        self._told.set()
+        return version
+
+    def _follow(self, version: str) -> str:
+        """Tell what changes until the watch ends, and return from where to go on."""
+        with self._source.watch(self.scope, version=version, seconds=WATCH_SECONDS) as stream:
+            with self._lock:
+                self._stream = stream
+            try:
+                if self._stopping.is_set():
+                    return version
+                self._well()
+                for event in stream:
+                    body = event["object"]
+                    if event["type"] == "ERROR":
+                        raise _error_of(body, self.scope)
+                    version = body["metadata"]["resourceVersion"]
+                    if event["type"] == "DELETED":
+                        self._listener.gone(body)
+                    elif event["type"] != "BOOKMARK":
+                        self._listener.seen(body)
+                return version
+            finally:
+                with self._lock:
+                    self._stream = None
+
+    def _well(self) -> None:
+        self._problem, self._well_at = None, time.monotonic()
+
+    def _failed(self, error: ClusterError) -> None:
+        if self._stopping.is_set():
+            return
+        if type(error) is not type(self._problem):
+            logger.warning("%s", error)
+        if self._problem is None:
+            self._well_at = time.monotonic()
+        self._problem = error
+        if _is_refusal(error):
+            self._told.set()
+
+
+def _is_refusal(error: ClusterError) -> bool:
+    return isinstance(error, (ClusterForbidden, KindMissing))
+
+
+def _error_of(status: Mapping[str, Any], scope: Scope) -> ClusterError:
+    text = f"cannot watch {scope}: {status.get('code')} {status.get('message', '')}"
+    return ClusterExpired(text) if status.get("code") == 410 else ClusterUnavailable(text)  # noqa: PLR2004  Gone

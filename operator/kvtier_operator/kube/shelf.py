@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of one kind in memory: packed, found by what they belong to, the newest of what anybody said of them.
+
+What is kept of an object is what is used of it: some kilobytes for all that a tier is made of. What a write returns is
+entered at once and stays until the watch has caught up with it, so nobody reads what was before their own write.
+
+Thread-safe: informers tell what they see, workers read and write.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from kvtier_operator import names
+from kvtier_operator.kube.informer import Scope
+from kvtier_operator.names import Manifest
+
+
+def _of_label(body: Mapping[str, Any]) -> str:
+    return str((body["metadata"].get("labels") or {}).get(names.LABEL_TIER, ""))
+
+
+def _slim(body: Manifest) -> Manifest:
+    """Leave out what moves with each write, and who wrote which field, where that is of no use."""
+    metadata = {
+        name: value for name, value in body["metadata"].items() if name not in {"managedFields", "resourceVersion"}
+    }
+    fields = [
+        {name: value for name, value in each.items() if name != "time"}
+        for each in body["metadata"].get("managedFields") or ()
+        if each.get("subresource") != "status" and body["kind"] not in _NEVER_APPLIED
+    ]
+    return {**body, "metadata": {**metadata, **({"managedFields": fields} if fields else {})}}
+
+
+_NEVER_APPLIED: Final = frozenset({names.KIND, "Pod", "Job", names.LEASE_KIND})
+"""Kinds of which it does not matter who wrote which field: nothing is applied to them again and again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """One kind that is kept in memory."""
+
+    api_version: str
+    kind: str
+    query: tuple[tuple[str, str], ...] = (("labelSelector", names.LABEL_TIER),)
+    is_namespaced: bool = True
+    is_followed: bool = True
+    keep: Callable[[Manifest], Manifest] = _slim
+    group: Callable[[Mapping[str, Any]], str] = _of_label
+    """By what objects are found: the tier that they are of."""
+    matters: Callable[[Mapping[str, Any]], str] | None = None
+    """What of an object matters to those that it is found with; None is all of it."""
+
+
+class _Kept(NamedTuple):
+    uid: str
+    version: str
+    group: str
+    packed: bytes
+    mark: str = ""
+    """What of it matters to the others of its group."""
+
+
+class Shelf:
+    """The objects of one kind. Informers of several namespaces may fill one shelf."""
+
+    def __init__(self, watched: Watched, told: Callable[[str, str, builtins.set[str]], None]) -> None:
+        """Start empty; `told` is called with the namespace, the name and the groups of what changed."""
+        self._watched = watched
+        self._told = told
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._groups: dict[tuple[str, str], tuple[str, ...]] = {}
+        self.stamp = 0
+        """Changes with every change of what is kept."""
+
+    def seen(self, body: Manifest) -> bool:
+        """Keep an object as a watch or a list shows it, and tell whether that is news."""
+        where = _where(body)
+        change = self._enter(where, body)
+        if change is not None:
+            self._told(*where, change)
+        return change is not None
+
+    def enter(self, body: Manifest) -> None:
+        """Keep an object as a write of ours, or a look, returned it."""
+        self._enter(_where(body), body)
+
+    def gone(self, body: Manifest) -> None:
+        """Forget an object, unless it was written since."""
+        where, metadata = _where(body), body["metadata"]
+        with self._lock:
+            before = self._kept.get(where)
+            if (
+                before is None
+                or before.uid != metadata["uid"]
+                or _is_newer(before.version, metadata["resourceVersion"])
+            ):
+                return
+            self._take(where)
+        self._told(*where, {before.group})
+
+    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
+        """Forget what a list did not show any more, unless it was written since."""
+        with self._lock:
+            vanished = {
+                where: kept.group
+                for where, kept in self._kept.items()
+                if scope.namespace in {"", where[0]} and kept.uid not in uids and not _is_newer(kept.version, version)
+            }
+            for where in vanished:
+                self._take(where)
+        for where, group in vanished.items():
+            self._told(*where, {group})
+
+    def readable(self, _scope: Scope) -> None:
+        """Have everybody look again."""
+        self._told("", "", set())
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Forget what a look has shown to be gone."""
+        with self._lock:
+            if (namespace, name) in self._kept:
+                self._take((namespace, name))
+
+    def get(self, namespace: str, name: str) -> Manifest | None:
+        """Return an object as it stands, as far as is known."""
+        with self._lock:
+            kept = self._kept.get((namespace, name))
+        return None if kept is None else _unpack(kept)
+
+    def of(self, namespace: str, group: str) -> list[Manifest]:
+        """Return the objects of one group."""
+        with self._lock:
+            found = [self._kept[namespace, name] for name in self._groups.get((namespace, group), ())]
+        return [_unpack(each) for each in found]
+
+    def names_of(self, namespace: str, group: str) -> tuple[str, ...]:
+        """Return the names of the objects of one group."""
+        with self._lock:
+            return self._groups.get((namespace, group), ())
+
+    def places(self) -> list[tuple[str, str]]:
+        """Return namespace and name of everything that is kept."""
+        with self._lock:
+            return list(self._kept)
+
+    def all(self) -> Iterator[Manifest]:
+        """Return all objects, unpacked one at a time."""
+        for where in self.places():
+            found = self.get(*where)
+            if found is not None:
+                yield found
+
+    def _enter(self, where: tuple[str, str], body: Manifest) -> set[str] | None:
+        """Keep an object; return the groups that it is and was of, or None where that is no news."""
+        metadata = body["metadata"]
+        watched = self._watched
+        kept = _Kept(
+            metadata["uid"],
+            metadata["resourceVersion"],
+            watched.group(body),
+            _pack(watched.keep(body)),
+            "" if watched.matters is None else watched.matters(body),
+        )
+        with self._lock:
+            before = self._kept.get(where)
+            if before is not None and before.uid == kept.uid and not _is_newer(kept.version, before.version):
+                return None
+            if before is not None and (before.uid, before.packed) == (kept.uid, kept.packed):
+                self._kept[where] = kept
+                return None
+            self._take(where)
+            self._kept[where] = kept
+            if kept.group:
+                key = (where[0], kept.group)
+                self._groups[key] = (*self._groups.get(key, ()), where[1])
+            self.stamp += 1
+        if before is None:
+            return {kept.group}
+        is_only_its_own = watched.matters is not None and (before.group, before.mark) == (kept.group, kept.mark)
+        return set() if is_only_its_own else {kept.group, before.group}
+
+    def _take(self, where: tuple[str, str]) -> None:
+        before = self._kept.pop(where, None)
+        if before is None:
+            return
+        self.stamp += 1
+        rest = tuple(name for name in self._groups.pop((where[0], before.group), ()) if name != where[1])
+        if rest:
+            self._groups[where[0], before.group] = rest
+
+
+class WatchCheck:
+    """Notices that the watch of a kind is deaf: a list makes up for what it lost, and that is counted until it tells.
+
+    Stands before a shelf; to the informer that lists, it is its listener.
+    """
+
+    def __init__(self, shelf: Shelf, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with nothing unheard of."""
+        self._shelf = shelf
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unheard: dict[tuple[str, str], float] = {}
+        self._deleted: dict[str, str] = {}
+        """Namespaces by uid of what the watch told to be gone: a list that began before may still show it."""
+        self.gone = shelf.gone
+        self.readable = shelf.readable
+
+    def heard(self, body: Manifest, *, is_deleted: bool) -> None:
+        """Take in what the watch tells."""
+        metadata = body["metadata"]
+        with self._lock:
+            self._unheard.pop((metadata["namespace"], metadata["name"]), None)
+            if is_deleted:
+                self._deleted[metadata["uid"]] = metadata["namespace"]
+                self._shelf.gone(body)
+            else:
+                self._shelf.seen(body)
+
+    def seen(self, body: Manifest) -> None:
+        """Take in what a list shows."""
+        metadata = body["metadata"]
+        with self._lock:
+            if metadata["uid"] not in self._deleted and self._shelf.seen(body):
+                # An event on its way looks the same: only after minutes it says something.
+                self._unheard.setdefault((metadata["namespace"], metadata["name"]), self._clock())
+
+    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
+        """Forget what a list did not show; it may have gone between two watches, of which no event tells."""
+        self._shelf.complete(scope, uids, version)
+        with self._lock:
+            self._deleted = {uid: at for uid, at in self._deleted.items() if scope.namespace not in {"", at}}
+            self._unheard = {at: since for at, since in self._unheard.items() if self._shelf.get(*at) is not None}
+
+    def trouble(self) -> tuple[float, str]:
+        """Return for how many seconds a change stands that no event told of, and of what."""
+        with self._lock:
+            if not self._unheard:
+                return 0.0, ""
+            where, since = min(self._unheard.items(), key=lambda item: item[1])
+        return self._clock() - since, f"no watch has told that {'/'.join(where)} changed"
+
+
+def _where(body: Mapping[str, Any]) -> tuple[str, str]:
+    metadata = body["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def _pack(body: Manifest) -> bytes:
+    return zlib.compress(json.dumps(body, separators=(",", ":")).encode(), 1)
+
+
+def _unpack(kept: _Kept) -> Manifest:
+    body: Manifest = json.loads(zlib.decompress(kept.packed))
+    body["metadata"]["resourceVersion"] = kept.version
+    return body
+
+
+def _is_newer(version: str, than: str) -> bool:
+    """Compare versions; the API server promises since 1.35 what has always been so: they are numbers that grow."""
+    try:
+        return int(version) > int(than)
+    except ValueError:
+        return version != than

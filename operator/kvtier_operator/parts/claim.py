@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claim that holds the blocks: why it cannot be used or become what is asked for, and who else fills it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.names import Manifest
+from kvtier_operator.plan import SHARED, Refusal, TierPlan
+from kvtier_operator.problems import (
+    Condition,
+    Look,
+    Problem,
+    View,
+    as_before,
+    checked,
+    listed,
+    look_of,
+    met,
+    not_checked,
+    quoted,
+)
+from kvtier_operator.snapshot import Claim, Snapshot
+
+DELETE: Final = "Delete"
+
+UNUSABLE: Final = frozenset({Reason.CLAIM_MISSING, Reason.CLAIM_NOT_SHARED})
+"""With any other refusal the claim stays as it is, and serves."""
+
+
+def claim(plan: TierPlan) -> Manifest | None:
+    """Return the claim, or None where the user brings one: that is never applied, labelled or deleted."""
+    wanted = plan.spec.volume.claim
+    if wanted is None:
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": names.metadata(
+            plan.tier,
+            names.claim(plan.tier),
+            component=names.COMPONENT_VOLUME,
+            # The garbage collector deletes what the tier owns: a claim to be retained must not be owned.
+            is_owned=plan.spec.volume.deletion_policy == DELETE,
+        ),
+        "spec": {
+            "accessModes": list(wanted.access_modes),
+            "resources": {"requests": {"storage": wanted.size}},
+            **({"storageClassName": wanted.storage_class_name} if wanted.storage_class_name is not None else {}),
+            "volumeMode": "Filesystem",
+        },
+    }
+
+
+def refuse(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
+    """Return what Kubernetes would not let the claim become, or why no engine could use it."""
+    live = snapshot.claim
+    if spec.volume.claim is None:
+        return _refuse_existing(spec, snapshot)
+    return None if live is None else _refuse_change(spec, live)
+
+
+def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
+    live, name = snapshot.claim, spec.volume.existing_claim
+    if live is None:
+        return Refusal(
+            reason=Reason.CLAIM_MISSING,
+            message=f"spec.volume.existingClaim: no PersistentVolumeClaim {name!r} in namespace "
+            f"{snapshot.tier.namespace}: create it, or let the operator make one with spec.volume.claim",
+        )
+    if spec.replicas > 1 and SHARED not in live.access_modes:
+        return Refusal(
+            reason=Reason.CLAIM_NOT_SHARED,
+            message=f"spec.volume.existingClaim: {name!r} is {', '.join(live.access_modes) or 'without access modes'}, "
+            f"and {spec.replicas} replicas need {SHARED}: set spec.replicas to 1 or use a {SHARED} claim",
+        )
+    return None
+
+
+def _refuse_change(spec: TierSpec, live: Claim) -> Refusal | None:
+    wanted = spec.volume.claim
+    assert wanted is not None
+    differing = [
+        f"{field} is {found!r}, not {value!r}"
+        for field, found, value in (
+            ("accessModes", sorted(live.access_modes), sorted(wanted.access_modes)),
+            ("storageClassName", live.storage_class_name, wanted.storage_class_name or live.storage_class_name),
+        )
+        if found != value
+    ]
+    if differing:
+        return Refusal(
+            reason=Reason.CLAIM_IMMUTABLE,
+            message=f"spec.volume.claim: the claim {live.name!r} exists and its {'; '.join(differing)}; Kubernetes "
+            "cannot change that: restore the old value, or move to another claim with spec.volume.existingClaim",
+        )
+    if wanted.size_bytes < live.requested_bytes:
+        return Refusal(
+            reason=Reason.CLAIM_CANNOT_SHRINK,
+            message=f"spec.volume.claim.size: {wanted.size} is less than the "
+            f"{quantity.format_bytes(live.requested_bytes)} that claim {live.name!r} has, and a claim cannot shrink: "
+            "set that size, or limit spec.disk.budget.maxBytes; the claim stays as it is, and is used",
+        )
+    return None
+
+
+def claim_exists(look: Look) -> Problem | None:
+    """There is a claim, and nobody deleted it."""
+    if look.snapshot.claim is None:
+        name = look.spec.volume.existing_claim or names.claim(look.snapshot.tier)
+        return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")
+    if look.snapshot.claim.is_terminating:
+        return Problem(
+            reason=Reason.CLAIM_TERMINATING,
+            message=f"PersistentVolumeClaim/{look.snapshot.claim.name} was deleted and goes when no pod uses it: back "
+            "up what you need, then set spec.replicas to 0 to let it go",
+        )
+    return None
+
+
+def claim_is_bound(look: Look) -> Problem | None:
+    """A volume stands behind the claim."""
+    claim = look.snapshot.claim
+    if claim is None or claim.phase == "Bound":
+        return None
+    if claim.phase == "Lost":
+        return Problem(
+            reason=Reason.CLAIM_LOST,
+            message=f"the volume of PersistentVolumeClaim/{claim.name} is gone: delete the claim so that a new one can "
+            "be made; what was cached is lost",
+        )
+    return Problem(
+        reason=Reason.CLAIM_PENDING,
+        message=f"PersistentVolumeClaim/{claim.name} (storage class {claim.storage_class_name or 'by default'}) is "
+        f"{claim.phase}: `kubectl describe pvc {claim.name}` says why; a class with WaitForFirstConsumer binds when "
+        "the first engine is scheduled",
+    )
+
+
+def claim_has_its_size(look: Look) -> Problem | None:
+    """The volume is as large as was asked for; a claim that still grows serves meanwhile."""
+    claim = look.snapshot.claim
+    if claim is None or (not claim.resizing and not 0 < claim.capacity_bytes < claim.requested_bytes):
+        return None
+    has, wants = quantity.format_bytes(claim.capacity_bytes), quantity.format_bytes(claim.requested_bytes)
+    remedy = (
+        "the storage class's driver grows it when a pod mounts it next: set the annotation kvtier.dev/restart if it "
+        "stays so"
+        if "FileSystemResizePending" in claim.resizing
+        else f"`kubectl describe pvc {claim.name}` shows how far it is"
+    )
+    return Problem(
+        reason=Reason.CLAIM_EXPANDING,
+        message=f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}",
+        is_met=True,
+    )
+
+
+_SHARED: Final = "ClaimShared"
+
+
+def claim_is_shared(spec: TierSpec, snapshot: Snapshot) -> Problem:
+    """Other tiers keep their blocks on the same claim; whatever their paths, they share the room."""
+    found, wanted = snapshot.claim, spec.volume.claim
+    name = spec.volume.existing_claim or names.claim(snapshot.tier)
+    if not snapshot.neighbours:
+        return Problem(reason=Reason.CLAIM_ALONE, message=f"no other tier is on claim {name}")
+    budgets = {each.name: each.max_bytes for each in snapshot.neighbours}
+    budgets[snapshot.tier.name] = spec.disk.budget.max_bytes
+    others = listed([f"{each} ({_size(budgets[each])})" for each in budgets if each != snapshot.tier.name])
+    shared = f"claim {name} is shared with {others}"
+    room = 0 if wanted is None else wanted.size_bytes
+    room = room if found is None else found.capacity_bytes or found.requested_bytes
+    without, total = [each for each, most in budgets.items() if most is None], sum(filter(None, budgets.values()))
+    if without:
+        return met(
+            Reason.BUDGETS_OVERLAP,
+            f"{shared}, and nothing limits the blocks of {listed(sorted(without))}: set spec.disk.budget.maxBytes of "
+            "each, so that together they fit the claim",
+        )
+    sizes = f"their budgets are {quantity.format_bytes(total)} together"
+    if 0 < room < total:
+        return met(
+            Reason.BUDGETS_OVERLAP,
+            f"{shared}, and {sizes}, of {quantity.format_bytes(room)}: the volume is full before janitors make room; "
+            "lower spec.disk.budget.maxBytes of each, so that together they fit, or let the claim grow",
+        )
+    return met(Reason.BUDGETS_FIT, f"{shared}; {sizes}{f', of {quantity.format_bytes(room)}' if room else ''}")
+
+
+def _size(most: int | None) -> str:
+    return "no limit" if most is None else quantity.format_bytes(most)
+
+
+BOUND: Final = checked(
+    "VolumeBound", (claim_exists, claim_is_bound, claim_has_its_size), ok=Reason.BOUND, text="the claim is bound"
+)
+
+
+def _judge_sharing(view: View, previous: Mapping[str, Any]) -> Problem:
+    look = look_of(view)
+    if look is None or names.CLAIM_KIND in look.snapshot.unreadable:
+        return as_before(_SHARED, previous) or not_checked()
+    return claim_is_shared(look.spec, look.snapshot)
+
+
+SHARING: Final = Condition(_SHARED, _judge_sharing, counts=False)

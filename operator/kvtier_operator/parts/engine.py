@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Deployment of engine pods: stock vLLM, our connector beside it, and sizes that agree. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from kvtier_connector.contract import SUPPORTED_VLLM, vllm_release
+from kvtier_operator import names, quantity
+from kvtier_operator.api import containers
+from kvtier_operator.api.disk_spec import Encryption
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.names import Manifest
+from kvtier_operator.parts import loras, pod_settings
+from kvtier_operator.parts.connector_config import kv_transfer_config
+from kvtier_operator.parts.overlay import lay_over
+from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan.decisions import checkpoints_of
+from kvtier_operator.plan.pin import make_pin
+from kvtier_operator.problems import (
+    Condition,
+    Problem,
+    View,
+    as_before,
+    listed,
+    met,
+    not_checked,
+    unknown,
+)
+
+ENDPOINT_DRAIN_SECONDS: Final = 10
+"""How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
+
+REQUEST_DRAIN_SECONDS: Final = 60
+"""How long requests that run then may go on."""
+
+TEARDOWN_SECONDS: Final = 20
+"""What vLLM takes to end its workers, and the connector to finish the writes it has begun."""
+
+LONGEST_NOTE: Final = 192 << 10
+"""Bytes of the note on what the pods were made from: an object takes 256 KiB of annotations, and none beyond. Without
+it, the next version of the operator renders the pods anew."""
+
+_PROBE_PERIOD_SECONDS: Final = 5
+
+# python3 is there because the engine is started with it; a native sleep action needs Kubernetes 1.30, and a stock image
+# owes us no sleep command.
+_DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
+
+# With -S, the packages of the image, which take their time to be found, stay away.
+_READY_COMMAND: Final = ["python3", "-S", "-m", "kvtier_connector.ready", f"--state={names.ENGINE_STATE}"]
+
+
+def deployment(plan: TierPlan) -> Manifest:
+    """Return the Deployment of the tier's engines."""
+    rollout = plan.spec.engine.rollout
+    metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
+    template = _template(plan) if plan.pin is None else dict(plan.pin.template)
+    # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
+    metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
+    if plan.is_recorded:
+        pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
+        note = pin.encode()
+        if len(note) <= LONGEST_NOTE:
+            metadata["annotations"][names.ANNOTATION_RENDERED] = note
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata,
+        "spec": {
+            "replicas": plan.spec.replicas,
+            "selector": {"matchLabels": names.selector(plan.tier)},
+            # Accelerators, and host memory for a whole CPU tier, are scarce: a new pod gets the place of an old one.
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+            },
+            **({"minReadySeconds": rollout.min_ready_seconds} if rollout.min_ready_seconds else {}),
+            # A rollout is stuck only when a pod had its whole startup budget and time to be scheduled and pulled.
+            "progressDeadlineSeconds": _startup_seconds(plan) + rollout.min_ready_seconds + 600,
+            "revisionHistoryLimit": 3,
+            "template": template,
+        },
+    }
+
+
+def outdated(plan: TierPlan) -> tuple[str, ...]:
+    """Return what this operator would change in the pods at their next restart, in words; empty for nothing."""
+    if plan.pin is None or plan.fresh is None:
+        return ()
+    now = _template(replace(plan.fresh, listen_host=plan.listen_host))
+    found = list(_differences(plan.pin.template, json.loads(json.dumps(now))))
+    starts_anew = plan.fresh.generation.digest != plan.generation.digest
+    return (*found, *(("the cache generation, which starts empty",) if starts_anew else ()))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    pods = before["spec"], now["spec"]
+    for group in ("initContainers", "containers"):
+        old, new = ({each["name"]: each for each in pod.get(group) or ()} for pod in pods)
+        for name in sorted(old.keys() | new.keys()):
+            one, other = old.get(name, {}), new.get(name, {})
+            if one.get("image") != other.get("image"):
+                yield f"the image of {name} from {one.get('image')} to {other.get('image')}"
+            fields = sorted((one.keys() | other.keys()) - {"image"})
+            if changed := [field for field in fields if one.get(field) != other.get(field)]:
+                yield f"{' and '.join(changed)} of {name}"
+    for field in sorted((pods[0].keys() | pods[1].keys()) - {"initContainers", "containers"}):
+        if pods[0].get(field) != pods[1].get(field):
+            yield f"{field} of the pods"
+    if before["metadata"] != now["metadata"]:
+        yield "the connector's configuration"
+
+
+def _startup_seconds(plan: TierPlan) -> int:
+    """Return what a start may take: what we expect, or what the user's threshold of the probe allows."""
+    probe = containers.of_engine(plan.spec.engine.pod_template.containers).get("startupProbe") or {}
+    allowed = probe.get("failureThreshold", 0) * probe.get("periodSeconds", _PROBE_PERIOD_SECONDS)
+    return int(max(plan.sizing.startup_seconds, allowed + probe.get("initialDelaySeconds", 0)))
+
+
+def _template(plan: TierPlan) -> Manifest:
+    template = plan.spec.engine.pod_template
+    restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
+    return {
+        "metadata": {
+            "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
+            "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest, **restart},
+        },
+        "spec": _pod(plan),
+    }
+
+
+def _pod(plan: TierPlan) -> Manifest:
+    template = plan.spec.engine.pod_template
+    ours = {
+        "serviceAccountName": pod_settings.service_account(plan),
+        "automountServiceAccountToken": False,
+        # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
+        "securityContext": pod_settings.security_context(template),
+        # On the node's network, the node's own resolver knows no Service.
+        **({"dnsPolicy": "ClusterFirstWithHostNet"} if template.host_network else {}),
+        **template.pod_fields(),
+    }
+    beside = [pod_settings.of_user(each) for each in template.containers if each["name"] != containers.ENGINE]
+    return {
+        **ours,
+        "initContainers": [
+            _install_container(plan),
+            *(pod_settings.of_user(each) for each in template.init_containers),
+        ],
+        "containers": [_engine_container(plan, containers.of_engine(template.containers)), *beside],
+        "volumes": _volumes(plan),
+    }
+
+
+def _install_container(plan: TierPlan) -> Manifest:
+    return {
+        "name": names.INSTALL_CONTAINER,
+        "image": plan.connector_image,
+        "command": ["python3", "-m", "kvtier_connector.install"],
+        # What a crashed engine left in shared memory outlives its container, because the emptyDir is the pod's.
+        "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT],
+        "resources": {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"memory": "256Mi"},
+        },
+        # The end of a crashed container's log is the only thing that says why, to a person and in the status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": pod_settings.hardened(),
+        "volumeMounts": [
+            {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
+            {"name": "shm", "mountPath": names.SHM_MOUNT},
+            {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+        ],
+    }
+
+
+def _engine_container(plan: TierPlan, added: Mapping[str, Any]) -> Manifest:
+    engine, keys = plan.spec.engine, plan.spec.disk.encryption
+    ours = {
+        "name": names.ENGINE_CONTAINER,
+        "image": engine.image,
+        "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+        "args": _args(plan),
+        "env": _env(plan),
+        "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}],
+        "resources": pod_settings.engine_resources(plan),
+        # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
+        # fails later costs what is computed instead, and an engine that serves is not taken away for it.
+        "startupProbe": {
+            # At the address that the engine is told to listen on: to Linux, all addresses are this machine.
+            "exec": {"command": [*_READY_COMMAND, f"--host={plan.listen_host}", f"--port={names.HTTP_PORT}"]},
+            "periodSeconds": _PROBE_PERIOD_SECONDS,
+            # A start of Python on a node that is busy loading a model, and the engine's own answer.
+            "timeoutSeconds": 10,
+            "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
+        },
+        "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},
+        # /health answers 503 once the engine core has died. A busy front end may be slow to answer: that is no reason
+        # to throw away what it computed.
+        "livenessProbe": {**_health(), "timeoutSeconds": 10, "failureThreshold": 12},
+        "lifecycle": {"preStop": {"exec": {"command": list(_DRAIN_COMMAND)}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": pod_settings.hardened(added),
+        "volumeMounts": [
+            {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
+            {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
+            {"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True},
+            {"name": "shm", "mountPath": names.SHM_MOUNT},
+            {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+            *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
+            *loras.mounts(plan.spec.model),
+            *engine.pod_template.volume_mounts,
+        ],
+    }
+    return lay_over(ours, added)
+
+
+def _health() -> Manifest:
+    return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
+
+
+def _args(plan: TierPlan) -> list[str]:
+    model, engine = plan.spec.model, plan.spec.engine
+    return [
+        f"--model={model.name}",
+        # A directory has no revisions; vLLM would ask the hub for one.
+        *([] if model.name.startswith("/") else [f"--revision={model.revision}"]),
+        f"--host={plan.listen_host}",
+        f"--port={names.HTTP_PORT}",
+        f"--served-model-name={model.name}",
+        f"--tensor-parallel-size={engine.tensor_parallel}",
+        "--enable-prefix-caching",
+        f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
+        f"--shutdown-timeout={REQUEST_DRAIN_SECONDS}",
+        f"--kv-transfer-config={kv_transfer_config(plan)}",
+        *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
+        *loras.args(model),
+        *engine.args,
+    ]
+
+
+def _env(plan: TierPlan) -> list[Manifest]:
+    token = plan.spec.model.token_secret_ref
+    ours: list[Manifest] = [
+        # First, so that nothing that follows can be thought to change it: equal in every pod, or no block is found.
+        {"name": "PYTHONHASHSEED", "value": plan.spec.hash.seed},
+        {"name": "PYTHONPATH", "value": names.CONNECTOR_MOUNT},
+        # The root file system is read-only; everything that vLLM and its libraries write goes to the scratch volume.
+        {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
+        # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
+        {"name": "USER", "value": "kvtier"},
+        {"name": "HF_HOME", "value": names.MODEL_CACHE},
+        {"name": "XDG_CACHE_HOME", "value": f"{names.SCRATCH_MOUNT}/cache"},
+        {"name": "VLLM_CACHE_ROOT", "value": f"{names.SCRATCH_MOUNT}/vllm"},
+        {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
+        {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/torchinductor"},
+    ]
+    if token is not None:
+        ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
+    # Names are unique, as server-side apply demands. What must not be overridden was refused with the spec.
+    merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
+    return list(merged.values())
+
+
+def _volumes(plan: TierPlan) -> list[Manifest]:
+    shm = quantity.format_bytes(plan.sizing.shm_bytes)
+    return [
+        {"name": "blocks", "persistentVolumeClaim": {"claimName": plan.claim_name}},
+        {"name": "config", "configMap": {"name": names.config(plan.tier)}},
+        {"name": "connector", "emptyDir": {"sizeLimit": "64Mi"}},
+        # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        {"name": "scratch", "emptyDir": {}},
+        *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
+        *loras.volumes(plan.spec.model),
+        *plan.spec.engine.pod_template.volumes,
+    ]
+
+
+def _keys(encryption: Encryption) -> Manifest:
+    """Return the volume with the keys: readable for the pod's group, as its block files are, and for nobody else."""
+    secret = {"secretName": encryption.secret_name, "defaultMode": 0o440, "optional": False}
+    return {"name": "kvtier-keys", "secret": secret}
+
+
+def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+    """The pods are what this operator would make, and of a vLLM that the connector is tested with."""
+    if view.spec is None or view.snapshot is None or view.outdated is None:
+        return as_before(_UP_TO_DATE, previous) or not_checked()
+    restart = (
+        f"`kubectl annotate kvt {view.tier.name} -n {view.tier.namespace} --overwrite "
+        f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
+    )
+    added = {str(key): live.added for key, live in view.snapshot.live.items() if live.added}
+    if added:
+        fields = "; ".join(f"{key}: {listed(found)}" for key, found in sorted(added.items()))
+        return Problem(
+            reason=Reason.PODS_CHANGED,
+            message=f"somebody else has written into {fields}; it is taken back when pods are replaced next, which "
+            f"{restart} does; what is to stay belongs into spec.engine",
+        )
+    image = view.spec.engine.image
+    release = vllm_release(image.rsplit("/", 1)[-1].partition("@")[0].partition(":")[2])
+    if release is not None and release not in SUPPORTED_VLLM:
+        return Problem(
+            reason=Reason.VLLM_UNTESTED,
+            message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier is tested with "
+            f"{' and '.join(SUPPORTED_VLLM)}: engines may serve without the volume; set spec.engine.image to one of "
+            "these",
+        )
+    if view.outdated:
+        return Problem(
+            reason=Reason.ENGINES_OUTDATED,
+            message=f"engines are as an earlier operator made them, and this one would change "
+            f"{listed(view.outdated)}: {restart} replaces them, one at a time; so does the next edit of the spec",
+        )
+    engines = view.snapshot.engines
+    if engines.updated < engines.replicas:
+        return unknown(
+            Reason.ENGINES_REPLACED,
+            f"{engines.replicas - engines.updated} of {engines.replicas} engines are to be replaced",
+        )
+    return met(Reason.CURRENT, "engines are as this operator makes them")
+
+
+_UP_TO_DATE: Final = "UpToDate"
+UP_TO_DATE: Final = Condition(_UP_TO_DATE, _judge, counts=False)

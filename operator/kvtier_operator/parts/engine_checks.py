@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with the engines: the checks behind their conditions, in the order in which they are told. Pure.
+
+A check looks at one thing and returns the problem it found, with the remedy, or None. Its docstring is the claim that
+it tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.parts import crashes
+from kvtier_operator.plan import nodes, shares
+from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.problems import Check, Condition, Look, Problem, View, checked, listed, met, quoted
+from kvtier_operator.snapshot import Container, Pod, Snapshot
+
+
+def _alive(snapshot: Snapshot) -> list[Pod]:
+    """Return the engine pods that are meant to stay."""
+    return [pod for pod in snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+
+
+def engines_are_wanted(look: Look) -> Problem | None:
+    """There is something to find a node for: a tier scaled to nothing may have let its nodes go."""
+    if look.spec.replicas > 0 or _alive(look.snapshot):
+        return None
+    return Problem(reason=Reason.NO_ENGINES, message="spec.replicas is 0: nothing needs a node", is_known=False)
+
+
+def a_share_was_taken_of_a_node(look: Look) -> Problem | None:
+    """A share of a node was asked for, and there was a node to take it of."""
+    if look.assumed is None:
+        return None
+    return Problem(
+        reason=look.assumed.reason,
+        message=f"{look.assumed.message}; until then an engine asks for {quantity.show_bytes(look.sizing.cpu_bytes)}, "
+        "so that its pod waits and an autoscaler adds a node",
+    )
+
+
+def a_node_is_large_enough(look: Look) -> Problem | None:
+    """Some node could take an engine, were it empty. Told before a pod waits, and never against what was scheduled."""
+    found, spec = look.snapshot.nodes, look.spec
+    if found is None or any(pod.is_scheduled for pod in _alive(look.snapshot)):
+        return None
+    matching = nodes.matching(spec, found)
+    if not matching:
+        return Problem(
+            reason=Reason.NO_NODE_MATCHES,
+            message=f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
+            "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
+            "this passes",
+        )
+    beside, millis = nodes.beside(spec)
+    memory, millis = look.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
+    if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
+        return None
+    largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
+    return Problem(
+        reason=Reason.DOES_NOT_FIT,
+        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(look.sizing, beside)}) and "
+        f"{millis / 1000:g} CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
+        f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
+        f"most {quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes - beside))}, or "
+        "spec.engine.memory or spec.engine.cpu, or add a larger node",
+    )
+
+
+def _sum(sizing: Sizing, beside: int) -> str:
+    """Write the terms of the memory of a pod."""
+    each = "" if sizing.engines_per_pod == 1 else f"{sizing.engines_per_pod} x "
+    more = f" + {quantity.show_bytes(beside)} of spec.engine.podTemplate.containers" if beside else ""
+    return (
+        f"engine {quantity.show_bytes(sizing.engine_memory_bytes)} + CPU tier {each}"
+        f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM "
+        f"{quantity.show_bytes(sizing.shm_overhead_bytes)} + {quantity.show_bytes(sizing.mover_bytes)} to move blocks"
+        f"{more}"
+    )
+
+
+def _most_cpu_bytes(sizing: Sizing, memory_bytes: int) -> int:
+    """Return the largest CPU tier of one engine that a node with so much memory can hold."""
+    beside = sizing.engine_memory_bytes + sizing.shm_overhead_bytes + sizing.mover_bytes
+    return max(0, memory_bytes - beside) // sizing.engines_per_pod
+
+
+def engines_fit(look: Look) -> Problem | None:
+    """The scheduler found room for every engine it was asked about."""
+    waiting = [pod for pod in _alive(look.snapshot) if pod.is_scheduled is False]
+    short = next((pod for pod in waiting if "Insufficient" in pod.scheduling_message), None)
+    if short is None:
+        return None
+    device = look.spec.engine.accelerator.resource
+    if f"Insufficient {device}" in short.scheduling_message:
+        return Problem(
+            reason=Reason.DEVICE_MISSING,
+            message=f"pod {short.name} needs {look.spec.engine.accelerator.per_pod} {device} on one node: "
+            f"{short.scheduling_message}; add such a node, check that its device plugin runs, or lower "
+            "spec.engine.accelerator.perPod or spec.replicas",
+        )
+    memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
+    return Problem(
+        reason=Reason.DOES_NOT_FIT,
+        message=f"pod {short.name} needs {memory} of memory, {engine.cpu} CPUs and {engine.accelerator.per_pod} "
+        f"{engine.accelerator.resource}: {short.scheduling_message}; lower "
+        "spec.cpu.size, spec.engine.memory or spec.replicas, or add a node",
+    )
+
+
+def engines_were_scheduled(look: Look) -> Problem | None:
+    """At least one engine tells whether the sizes fit."""
+    if any(pod.is_scheduled for pod in _alive(look.snapshot)):
+        return None
+    return Problem(reason=Reason.NO_ENGINES, message="no engine has been scheduled yet", is_known=False)
+
+
+def pods_can_be_created(look: Look) -> Problem | None:
+    """Neither a quota nor admission stands in the way of the pods."""
+    if not look.snapshot.engines.problem:
+        return None
+    if "RuntimeClass" in look.snapshot.engines.problem:
+        return Problem(
+            reason=Reason.RUNTIME_CLASS_MISSING,
+            message=f"engine pods cannot be created: {look.snapshot.engines.problem}; correct "
+            "spec.engine.podTemplate.runtimeClassName, or create that RuntimeClass",
+        )
+    return Problem(
+        reason=Reason.PODS_REFUSED,
+        message=f"engine pods cannot be created: {look.snapshot.engines.problem}; raise the quota, or change what was "
+        "refused in spec.engine.podTemplate",
+    )
+
+
+def _of_containers(check: Callable[[Look, Pod, Container], Problem | None]) -> Check:
+    """Ask of each container of the engine pods that do not serve: what a pod got over is no problem any more."""
+
+    @functools.wraps(check)
+    def first_problem(look: Look) -> Problem | None:
+        unready = (
+            (pod, container) for pod in _alive(look.snapshot) if not pod.is_ready for container in pod.containers
+        )
+        return next(filter(None, (check(look, pod, container) for pod, container in unready)), None)
+
+    return first_problem
+
+
+_ADDED: Final = "spec.engine.podTemplate.containers or initContainers"
+_IMAGES: Final = {
+    names.ENGINE_CONTAINER: "spec.engine.image",
+    names.INSTALL_CONTAINER: "connectorImage of the operator's chart",
+}
+"""Container to what names its image; the user's own stand in the template."""
+
+
+@_of_containers
+def images_are_pulled(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """Every image of every engine pod is there."""
+    if container.waiting_reason not in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
+        return None
+    return Problem(
+        reason=Reason.IMAGE_PULL_FAILED,
+        message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
+        f"{quoted(container.waiting_message)}): correct {_IMAGES.get(container.name, _ADDED)}, or give "
+        "a pull secret in spec.engine.podTemplate.imagePullSecrets",
+    )
+
+
+@_of_containers
+def references_resolve(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """What containers take from Secrets and ConfigMaps exists."""
+    if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
+        return None
+    return Problem(
+        reason=Reason.CONFIG_MISSING,
+        message=f"container {container.name} of pod {pod.name} cannot be created"
+        f"{quoted(container.waiting_message)}: create the object it names, or correct "
+        "spec.model.tokenSecretRef or spec.engine.env",
+    )
+
+
+@_of_containers
+def connector_is_installed(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """The init container did its work."""
+    if container.name != names.INSTALL_CONTAINER or not container.exit_code:
+        return None
+    return Problem(
+        reason=Reason.INSTALL_FAILED,
+        message=f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
+        f"`kubectl logs {pod.name} -c {container.name}` says why",
+    )
+
+
+@_of_containers
+def engines_have_memory(look: Look, pod: Pod, container: Container) -> Problem | None:
+    """No engine was killed for its memory."""
+    if container.exit_reason != "OOMKilled":
+        return None
+    if container.name not in _IMAGES:
+        return Problem(
+            reason=Reason.OUT_OF_MEMORY,
+            message=f"container {container.name} of pod {pod.name} was killed at its limit of memory: raise it in "
+            f"{_ADDED}",
+        )
+    limit = quantity.format_bytes(look.sizing.memory_bytes)
+    return Problem(
+        reason=Reason.OUT_OF_MEMORY,
+        message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
+        f"(spec.engine.memory {look.spec.engine.memory} and the shared memory of the CPU tier): raise "
+        "spec.engine.memory, or lower spec.cpu.size",
+    )
+
+
+@_of_containers
+def engines_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """No engine ended by itself."""
+    has_ended = container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
+    return _crash(pod, container) if has_ended and container.name == names.ENGINE_CONTAINER else None
+
+
+def _crash(pod: Pod, container: Container) -> Problem:
+    cause = crashes.explain(container.exit_message, container.exit_code)
+    ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
+    log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
+    if cause is None:
+        return Problem(
+            reason=Reason.ENGINE_CRASHED,
+            message=f"{ended} and was restarted {container.restarts} times: {log} says why",
+        )
+    quote = f' ("{cause.quote}")' if cause.quote else ""
+    return Problem(reason=cause.reason, message=f"{ended}{quote}: {cause.remedy}; {log} says more")
+
+
+@_of_containers
+def added_containers_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | None:
+    """No container that a user added ended by itself."""
+    if container.name in _IMAGES or not (container.waiting_reason == "CrashLoopBackOff" or container.exit_code):
+        return None
+    return Problem(
+        reason=Reason.CONTAINER_CRASHED,
+        message=f"container {container.name} of pod {pod.name} ended with exit code {container.exit_code}"
+        f"{quoted(container.exit_message[-200:])}: correct it in {_ADDED}; `kubectl logs {pod.name} -c "
+        f"{container.name} --previous` says more",
+    )
+
+
+def volumes_are_mounted(look: Look) -> Problem | None:
+    """No pod waits for its node to mount what it needs."""
+    for pod in _alive(look.snapshot):
+        if pod.mount_problem and not pod.is_ready:
+            reason, remedy = crashes.explain_mount(pod.mount_problem)
+            return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
+    return None
+
+
+def engines_are_scheduled(look: Look) -> Problem | None:
+    """No engine waits for a node."""
+    for pod in _alive(look.snapshot):
+        if pod.is_scheduled is False:
+            return Problem(
+                reason=Reason.NOT_SCHEDULED,
+                message=f"no node takes pod {pod.name}{quoted(pod.scheduling_message)}: change "
+                "spec.engine.podTemplate (nodeSelector, tolerations, affinity) or add a node",
+            )
+    return None
+
+
+def rollout_progresses(look: Look) -> Problem | None:
+    """The Deployment has not given up."""
+    if not look.snapshot.engines.is_stalled:
+        return None
+    return Problem(
+        reason=Reason.ROLLOUT_STALLED,
+        message=f"new engines did not become ready in time: `kubectl logs "
+        f"deployment/{names.engine(look.snapshot.tier)}` and `kubectl describe pods` say why",
+    )
+
+
+def engines_are_ready(look: Look) -> Problem | None:
+    """As many engines of this very spec serve as were asked for, and no others are left."""
+    engines, wanted = look.snapshot.engines, look.spec.replicas
+    is_current = engines.generation > 0 and engines.observed_generation >= engines.generation
+    awaited = [
+        *(() if is_current else ("the latest change is yet to reach the pods",)),
+        *(() if engines.ready >= wanted else (f"{engines.ready} of {wanted} engines are ready",)),
+        *(() if engines.updated >= wanted else (f"{engines.updated} of {wanted} run the latest spec",)),
+        *(() if engines.replicas <= wanted else (f"{engines.replicas - wanted} more than {wanted} are yet to end",)),
+    ]
+    if not awaited and engines.ready == engines.updated == engines.replicas == wanted:
+        return None
+    return Problem(
+        reason=Reason.ENGINES_STARTING,
+        message=", ".join(awaited) or f"{wanted} engines are ready, and others are yet to end",
+    )
+
+
+def seeds_agree(look: Look) -> Problem | None:
+    """Every engine that runs hashes blocks the same way."""
+    alive = _alive(look.snapshot)
+    wanted = (look.spec.hash.seed, look.spec.hash.algorithm)
+    strays = [pod for pod in alive if (pod.hash_seed, pod.hash_algorithm) != wanted]
+    if strays:
+        found = listed([f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays])
+        return Problem(
+            reason=Reason.SEEDS_DIFFER,
+            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
+            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
+            "if they stay, something else sets PYTHONHASHSEED in these pods",
+        )
+    if not alive:
+        return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
+    return None
+
+
+_SIZING: Final[tuple[Check, ...]] = (
+    engines_are_wanted,
+    a_share_was_taken_of_a_node,
+    a_node_is_large_enough,
+    engines_fit,
+    engines_were_scheduled,
+)
+
+
+def _judge_sizes(view: View, previous: Mapping[str, Any]) -> Problem:
+    """Add what a person should know of sizes that fit."""
+    found = checked(_FITS, _SIZING, ok=Reason.FITS, text="engines found nodes with room").judge(view, previous)
+    if found.reason is not Reason.FITS or view.capacity is None:
+        return found
+    return met(Reason.FITS, "; ".join((found.message, *view.capacity.notes)))
+
+
+_FITS: Final = "SizingFits"
+
+FITS: Final = Condition(_FITS, _judge_sizes)
+READY: Final = checked(
+    "EnginesReady",
+    (
+        pods_can_be_created,
+        images_are_pulled,
+        references_resolve,
+        volumes_are_mounted,
+        connector_is_installed,
+        engines_have_memory,
+        engines_stay_up,
+        added_containers_stay_up,
+        engines_are_scheduled,
+        rollout_progresses,
+        engines_are_ready,
+    ),
+    ok=Reason.ENGINES_READY,
+    text="all engines are ready",
+)
+SEEDS: Final = checked("HashSeedConsistent", (seeds_agree,), ok=Reason.SEEDS_AGREE, text="all engines hash alike")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the janitor of a tier is told: the budget, the generations to keep, and where the blocks lie. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier_connector import contract_janitor
+from kvtier_operator import __version__, names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.names import TierRef
+from kvtier_operator.plan import digest
+
+JANITOR_IMAGE: Final = f"ghcr.io/kvtier/janitor:{__version__}"
+"""Where nobody names another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JanitorPlan:
+    """Everything the janitor's manifests need besides the tier."""
+
+    image: str
+    config_text: str
+    """Its document; a janitor that runs follows most of it."""
+    config_digest: str
+    """Digest of what needs a new process."""
+
+
+def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> JanitorPlan | None:
+    """Return the plan of the janitor, or None where the tier has none.
+
+    Args:
+        spec: what the user wants.
+        tier: whose janitor.
+        root: directory of the current generation, as pods see it.
+        image: image of janitors, where the spec names none.
+    """
+    if not spec.janitor.enabled:
+        return None
+    budget = spec.disk.budget
+    tier_dir, _, current = root.rpartition("/")
+    text = contract_janitor.encode(
+        contract_janitor.JanitorConfig(
+            tier=str(tier),
+            tier_dir=tier_dir,
+            current=current,
+            max_bytes=budget.max_bytes or 0,
+            high_watermark=budget.high_fraction,
+            low_watermark=budget.low_fraction,
+            min_free_fraction=budget.min_free_fraction,
+            min_free_bytes=budget.min_free_bytes,
+            min_bytes=budget.min_bytes or 0,
+            ttl_seconds=float(budget.ttl_seconds),
+            keep_previous=spec.generations.keep_previous,
+            quotas=spec.disk.tenants.quota_bytes,
+            default_quota_bytes=spec.disk.tenants.default_bytes,
+            lease_name=names.janitor(tier),
+            lease_namespace=tier.namespace,
+        )
+    )
+    document = json.loads(text)
+    fixed = {field: document[field] for field in ("version", *contract_janitor.FIXED_FIELDS)}
+    return JanitorPlan(image=spec.janitor.image or image, config_text=text, config_digest=digest.digest(fixed))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from e2e.bench import journal
+from e2e.bench.engines import EngineFailed
+from e2e.bench.models import TINY
+from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
+from e2e.bench.workloads import TINY_SIZES
+
+BLOCK_TOKENS = 128
+BLOCK_BYTES = 512
+
+
+class FakeEngine:
+    """Answers at once, stores a file for each block where its settings name a directory, and fails when told to."""
+
+    def __init__(self, settings: Mapping[str, Any], fails_at: int) -> None:
+        self.facts = {"seconds": 1.0, "gpu_blocks": settings["engine"].get("num_gpu_blocks_override", 0)}
+        self.asked: list[list[Mapping[str, Any]]] = []
+        self.calls: list[str] = []
+        self.is_closed = False
+        self._fails_at = fails_at
+        transfer = settings["transfer"]
+        tiers = transfer["kv_connector_extra_config"].get("secondary_tiers", []) if transfer else []
+        self._store = next((Path(tier["root_dir"]) for tier in tiers), None)
+
+    def run(self, requests: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
+        if len(self.asked) == self._fails_at:
+            raise EngineFailed("no answer")
+        self.asked.append(list(requests))
+        for request in requests if self._store else []:
+            prefix = ""
+            for seed, tokens in request["parts"]:
+                prefix += f"-{seed}"
+                for number in range(tokens // BLOCK_TOKENS):
+                    assert self._store is not None
+                    path = self._store / f"b{prefix}-{number}"
+                    if not path.exists():
+                        path.write_bytes(bytes(BLOCK_BYTES))
+        one = {"tokens": 129, "cached": 128, "at": 0.1, "first": 0.1, "seconds": 0.2, "output": [1, 2]}
+        return {"seconds": 1.0, "began": 0.0, "requests": [{**request, **one} for request in requests]}
+
+    def forget(self, *, cpu_tier: bool = False) -> None:
+        self.calls.append("forget all" if cpu_tier else "forget")
+
+    def call(self, method: str, *_: Any) -> Any:
+        self.calls.append(method)
+        return {"seconds": 1.0, "calls": {}, "cpu_seconds": {}, "trace": []}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    def __init__(self, directory: Path, *, fails_at: int = -1, **changes: Any) -> None:
+        self.engines: list[FakeEngine] = []
+        self.volume = directory / "volume"
+        self.log = journal.Journal(directory / "traffic.jsonl")
+        settings: dict[str, Any] = {
+            "work": directory,
+            "volume": self.volume,
+            "repository": directory,
+            "lifeboat": None,
+            "sizes": TINY_SIZES,
+            "stages": TINY_STAGES,
+            "engine": {"enforce_eager": True},
+            "is_cpu_build": False,
+            "block_tokens": BLOCK_TOKENS,
+            "block_bytes": BLOCK_BYTES,
+            "vocabulary": TINY.vocabulary,
+        }
+
+        def start(_: str, given: Mapping[str, Any], *__: Any) -> Any:
+            self.engines.append(FakeEngine(given, fails_at))
+            return self.engines[-1]
+
+        self.traffic = Traffic(Settings(**{**settings, **changes}), self.log, start)
+
+    def records(self, kind: str) -> list[journal.Record]:
+        return [record for record in journal.read(self.log.path) if record["kind"] == kind]
+
+    def stored(self) -> int:
+        return sum(1 for path in self.volume.rglob("b-*"))
+
+
+def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("none", "all-in-gpu", [])
+    assert [record["cell"] for record in rig.records("cell")] == ["A", "C first", "C"]
+    assert {(record["backend"], record["stage"]) for record in rig.records("cell")} == {("none", "all-in-gpu")}
+    assert rig.engines[0].is_closed
+
+
+def test_a_stage_that_fails_is_a_record_and_the_next_one_is_played(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, fails_at=2)
+    rig.traffic.play("none", "all-in-gpu", [])
+    rig.traffic.play("none", "all-in-gpu", ["E"])
+    assert [record["error"] for record in rig.records("failed")] == ["no answer", "no answer"]
+    assert [engine.is_closed for engine in rig.engines] == [True, True]
+
+
+def test_no_engine_is_started_when_the_time_is_up(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, deadline=time.monotonic() - 1)
+    rig.traffic.play("none", "all-in-gpu", [])
+    assert not rig.engines
+    assert len(rig.records("skipped")) == 1
+
+
+def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("fs", "traffic", [])
+    prepared = rig.stored()
+    prompts = [
+        *([TINY_SIZES.arrival_tokens] * TINY_SIZES.arrivals),
+        TINY_SIZES.shared_tokens,
+        *TINY_SIZES.single_tokens,
+        *([TINY_SIZES.user_tokens] * TINY_SIZES.users),
+    ]
+    assert prepared == sum(prompts) // BLOCK_TOKENS
+    rig.traffic.play("fs", "restart", ["D"])
+    assert rig.stored() >= prepared
+    assert not rig.records("missing")
+
+
+def test_a_new_run_of_a_backend_begins_with_an_empty_volume(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("fs", "traffic", ["prepare"])
+    rig.traffic.play("fs", "traffic", ["A"])
+    assert rig.stored() == 0
+
+
+def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, block_bytes=BLOCK_BYTES + 1)
+    rig.traffic.play("fs", "traffic", ["prepare"])
+    (missing,) = rig.records("missing")
+    assert missing["found"] == 0
+    assert missing["expected"] > 0
+
+
+def test_nothing_is_prepared_for_a_backend_without_a_volume(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("cpu", "traffic", ["prepare"])
+    warm_ups = 2
+    assert len(rig.engines[0].asked) == warm_ups
+
+
+@pytest.mark.parametrize(("backend", "stage", "blocks"), [("none", "traffic", 144), ("none", "all-in-gpu", 0)])
+def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, backend: str, stage: str, blocks: int) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play(backend, stage, ["C"])
+    assert rig.records("engine")[0]["gpu_blocks"] == blocks
+
+
+def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, rounds=2)
+    rig.traffic.play("none", "all-in-gpu", [])
+    seeds = [{request["parts"][0][0] for request in record["requests"]} for record in rig.records("cell")]
+    assert [record["cell"] for record in rig.records("cell")] == ["A", "A", "C first", "C", "C first", "C"]
+    assert not seeds[0] & seeds[1]
+    assert seeds[2] == seeds[3]
+    assert not seeds[3] & seeds[4]
+
+
+def test_a_profile_is_taken_of_the_cells_that_are_named(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, profiled=["C"])
+    rig.traffic.play("none", "all-in-gpu", [])
+    assert rig.engines[0].calls == ["forget", *["start_step_profile", "stop_step_profile"] * 2]
+    assert ["profile" in record for record in rig.records("cell")] == [False, True, True]
+
+
+def test_one_prompt_is_asked_of_each_tier_in_turn(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("none", "restart", ["single"])
+    cells = [record["cell"] for record in rig.records("cell")]
+    assert cells == ["single first", "single again", "single in GPU"] * len(TINY_SIZES.single_tokens)
+
+
+def test_users_come_twice_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("none", "restart", ["users"])
+    assert [record["cell"] for record in rig.records("cell")] == ["users", "users"]
+    assert rig.engines[0].calls[-2:] == ["forget all", "forget all"]
+
+
+def test_one_block_of_a_prompt_is_damaged_before_it_is_asked_for_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("fs", "fits", ["damaged"])
+    assert [record["cell"] for record in rig.records("cell")] == ["damaged first", "damaged in GPU", "damaged"]
+    damaged = [path for path in rig.volume.rglob("b-*") if b"damaged" in path.read_bytes()]
+    assert len(damaged) == 1
+    assert rig.engines[0].calls[-1] == "forget all"

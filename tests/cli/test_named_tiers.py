@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verbs on tiers by name: whom they reach from inside a pod, what they say of a paused tier, and what hinders them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typing_extensions import override
+
+from kvtier_cli.app import main
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.kube import kubeconfig as kubeconfig_module
+from kvtier_operator.kube import person as person_module
+from kvtier_operator.kube.client import KubernetesCluster
+from kvtier_operator.kube.person import Person
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[ApiServerThread]:
+    with ApiServerThread() as server:
+        server.create(yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text()))
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def file(api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    written: Path = api.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(written))
+    return written
+
+
+@pytest.fixture
+def in_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process find what the kubelet gives each pod; nobody listens at the address."""
+    for name, content in (("token", "t"), ("ca.crt", "c"), ("namespace", "tools\n")):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "9")
+    package = "kubernetes.config.incluster_config"
+    monkeypatch.setattr(f"{package}.SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(f"{package}.SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setattr(kubeconfig_module, "_NAMESPACE_FILE", tmp_path / "namespace")
+
+
+def make_tier(api: ApiServerThread, name: str, **spec: Any) -> None:
+    body = yaml.safe_load((ROOT / "crds" / "samples" / "minimal.yaml").read_text())
+    body["metadata"] = {"name": name, "namespace": "default"}
+    body["spec"] |= spec
+    api.create(body)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> Any:
+    assert main([*words, "-o", "json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_in_a_pod_the_variable_names_the_cluster() -> None:
+    assert Person().tiers("elsewhere") == []
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_in_a_pod_without_the_variable_the_namespace_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setattr("kubernetes.config.incluster_config.InClusterConfigLoader._load_config", lambda _loader: None)
+    monkeypatch.setattr(
+        "kubernetes.config.incluster_config.InClusterConfigLoader._set_config", lambda _loader, _settings: None
+    )
+    assert Person().namespace == "tools"
+
+
+class InThePod(Person):
+    """Runs here what would run in the pod, and remembers in which container."""
+
+    container = ""
+
+    @override
+    def execute(
+        self, pod: names.Manifest, container: str, command: Sequence[str], on_line: Callable[[str], None]
+    ) -> tuple[int, str]:
+        self.container = container
+        done = subprocess.run([sys.executable, *command[1:]], check=False, capture_output=True, text=True)
+        for line in done.stdout.splitlines():
+            on_line(line)
+        return done.returncode, done.stderr
+
+
+def make_pod(*containers: str) -> names.Manifest:
+    return {
+        "metadata": {"name": "p", "namespace": "default"},
+        "spec": {"containers": [{"name": each} for each in containers]},
+        "status": {"podIP": "127.0.0.1"},
+    }
+
+
+@pytest.mark.parametrize("ours", [names.ENGINE_CONTAINER, names.JANITOR_CONTAINER])
+def test_a_pod_is_asked_in_our_container_and_not_by_way_of_a_proxy(
+    ours: str, api: ApiServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    person = InThePod()
+    found = person.fetch(make_pod("istio-proxy", ours), int(api.url.rpartition(":")[2]), "/version")
+    assert "gitVersion" in found
+    assert person.container == ours
+
+
+class _Ended:
+    """The package's socket of a command whose end has no exit code in it."""
+
+    sock = type("Sock", (), {"shutdown": lambda _self: None})()
+
+    def is_open(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Do nothing: it is closed."""
+
+    @property
+    def returncode(self) -> int:
+        return int({"details": {"causes": []}}["details"]["causes"][0])
+
+
+def test_a_command_that_ends_without_an_exit_code_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(person_module, "stream", lambda *_, **__: _Ended())
+    with pytest.raises(ClusterUnavailable, match="without an exit code"):
+        Person().execute(make_pod("engine"), "engine", ["true"], print)
+
+
+def test_verbs_on_a_paused_tier_say_what_they_wait_for(
+    api: ApiServerThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tier(api, "asleep")
+    answer(capsys, "pause", "asleep", code=0)
+    assert answer(capsys, "mode", "asleep", "Bypass", code=1)["waits"] == "kvtier pause asleep --off"
+    assert answer(capsys, "restart", "asleep", "--yes", code=1)["waits"] == "kvtier pause asleep --off"
+    assert main(["mode", "asleep", "ReadOnly"]) == 1
+    assert "paused: no engine follows until kvtier pause asleep --off" in capsys.readouterr().out
+    answer(capsys, "pause", "asleep", "--off", code=0)
+    assert answer(capsys, "mode", "asleep", "Bypass", code=0)["waits"] == ""
+    assert answer(capsys, "restart", "asleep", "--yes", code=0)["waits"] == ""
+
+
+def test_a_tier_paused_by_its_spec_names_the_field(api: ApiServerThread, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tier(api, "held", paused=True)
+    assert answer(capsys, "restart", "held", "--yes", code=1)["waits"] == "spec.paused is false"
+
+
+class WithoutPods(KubernetesCluster):
+    """The cluster of a person who may not list pods."""
+
+    @override
+    def list(self, api_version: str, kind: str, **scope: Any) -> list[names.Manifest]:
+        if kind == "Pod":
+            raise ClusterUnavailable("pods is forbidden")
+        return super().list(api_version, kind, **scope)
+
+
+def test_a_report_is_made_where_pods_cannot_be_listed(
+    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tier(api, "shy")
+    monkeypatch.setattr(person_module, "KubernetesCluster", WithoutPods)
+    file = tmp_path / "report.tar.gz"
+    found = answer(capsys, "report", "shy", "--file", str(file), code=1)
+    assert "default.shy: metrics and logs of its pods: pods is forbidden" in found["unread"]
+    with tarfile.open(file) as archive:
+        assert "kvtier-report/default.shy/tier.yaml" in archive.getnames()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves a cluster in a report: no value that may be secret, no prompt, no tenant's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier_cli import redaction
+
+SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdWIiOiIx.sig", "once upon a time", "acme")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "using token hf_abcdefghijkl for the hub",
+        "api_key: sk-abcdefghijkl",
+        "Authorization: Bearer eyJhbGciOiJI.eyJzdWIiOiIx.sig",
+        "fetching https://user:hunter2@example.org/x",
+        "password=hunter2",
+        "Received request cmpl-1: prompt: 'once upon a time'",
+        '{"prompt": "once upon a time"}',
+        'kvtier_janitor_tenant_used_bytes{tenant="acme"} 5',
+        "/var/lib/kvtier/a/tenants/acme/blocks/000/00/x.kvb: No such file",
+    ],
+)
+def test_a_line_loses_what_is_secret(line: str) -> None:
+    assert not any(secret in redaction.line(line) for secret in SECRETS)
+
+
+LEAKS = ("s3cret", "abc", "pw1", "patient")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export VLLM_API_KEY=s3cret; export AWS_SECRET_ACCESS_KEY=s3cret",
+        "MY_KEY=s3cret vllm serve",
+        '{"api_key": "s3cret","token":"abc"}',
+        r'"{\"api_key\": \"s3cret and more s3cret\"}"',
+        'args: [sh, -c, "vllm serve m --api-key s3cret"]',
+        "argv: ['--api-key', 's3cret']",
+        "non-default args: {'api_key': ['s3cret', 'abc'], 'port': 8000}",
+        "Namespace(ssl_keyfile_password='pw1')",
+        "password: 'one s3cret of two words'",
+        "Authorization: Token s3cret",
+        "Cookie: a=1; session=s3cret",
+        "https://s3cret@example.org/m",
+        "Generated response chatcmpl-1: output: 'the patient is ill', output_token_ids: None",
+        'Request chatcmpl-1 JSON body: {"input": "the patient is ill"}',
+        '{"input": ["the patient is ill"]}',
+        r'"{\"messages\": [{\"content\": \"the patient\"}]}"',
+        "validation error [type=string_type, input_value='the patient is ill', input_type=str]",
+        "api_key=s3cret prompt: 'the patient is ill'",
+        "token=prompt:'of the patient'",
+    ],
+)
+def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
+    assert not any(leak in redaction.line(line) for leak in LEAKS)
+    held = {"metadata": {"annotations": {"said": line}}, "spec": {"args": ["sh", "-c", line]}}
+    assert not any(leak in json.dumps(redaction.manifest(held)) for leak in LEAKS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'vllm:prompt_tokens_total{engine="0"} 5.0',
+        'vllm:kvtier_disk_misses_total{cause="key_missing"} 5.0',
+        "tokenizer='Qwen/Qwen3-8B', max_num_batched_tokens=8192, tokenizer_mode=auto",
+        "Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 3.0 tokens/s",
+        "KeyError: 'layers.0'",
+    ],
+)
+def test_a_line_that_only_looks_like_one_stays(line: str) -> None:
+    assert redaction.line(line) == line
+
+
+@pytest.mark.parametrize(
+    "line", ["INFO 11-22 engine.py:1 ready in 5 s", "prompt throughput: fine", "kvtier_disk_active 1.0", ""]
+)
+def test_a_line_without_a_secret_stays(line: str) -> None:
+    assert redaction.line(line) == line or "prompt" in line
+
+
+def test_variables_flags_and_documents_of_a_manifest_lose_what_may_be_secret() -> None:
+    env = [{"name": "MY_THING", "value": "hunter2"}, {"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]
+    found = redaction.manifest(
+        {
+            "metadata": {"annotations": {"rendered": json.dumps({"env": env, "args": ["--api-key", "hunter2"]})}},
+            "spec": {"env": [*env, {"name": "VLLM_API_KEY", "value": "hunter2"}], "args": ["--api-key=hunter2", "-v"]},
+            "data": {"janitor.json": json.dumps({"quotas": {"acme": 5}, "max_bytes": 7})},
+        }
+    )
+    text = json.dumps(found)
+    assert not any(secret in text for secret in SECRETS)
+    assert found["spec"]["env"][1] == {"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}
+    assert found["spec"]["args"][1] == "-v"
+    assert json.loads(found["data"]["janitor.json"])["max_bytes"] == 7
+
+
+def test_a_tenant_has_the_same_mark_everywhere() -> None:
+    mark = redaction.tenant("acme")
+    assert redaction.manifest({"tenants": [{"tenant": "acme", "blocks": 1}]})["tenants"][0]["tenant"] == mark
+    assert mark in redaction.line('x{tenant="acme"} 1')
+    assert redaction.tenant("other") != mark

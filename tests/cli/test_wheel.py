@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel by itself: what `pip install kvtier` brings runs every verb that needs no engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from locked_image import blocked_modules
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+import sys
+sys.path.insert(0, {wheel!r})
+sys.path[:] = [each for each in sys.path if {root!r} not in each or each == {wheel!r}]
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {{"vllm", "torch"}}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocker())
+import kvtier_cli
+assert kvtier_cli.__file__.startswith({wheel!r}), kvtier_cli.__file__
+from kvtier_cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a built wheel, unpacked as pip would."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    # From a copy: setuptools writes build/ and *.egg-info beside what it builds.
+    listed = subprocess.check_output(
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    for name in listed.splitlines():
+        if name.startswith(("operator/", "connector/", "charts/", "crds/", "docs/operator.yaml")) or "/" not in name:
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).exists():
+                target.write_bytes((ROOT / name).read_bytes())
+    build = "from setuptools.build_meta import build_wheel as b; import sys; print(b(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def run(wheel: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    script = RUN.format(wheel=str(wheel), root=str(ROOT / "operator"))
+    return subprocess.run(
+        [sys.executable, "-c", script, *words], input=given, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.timeout(300)
+def test_it_carries_definition_chart_samples_and_the_operator(wheel: Path, tmp_path: Path) -> None:
+    done = run(wheel, "install", "generate", "--namespace", "elsewhere", "--image", "example.org/operator:1")
+    documents = list(yaml.safe_load_all(done.stdout))
+    assert [each["kind"] for each in documents][:2] == ["CustomResourceDefinition", "Namespace"]
+    assert {each["metadata"].get("namespace", "elsewhere") for each in documents} == {"elsewhere"}
+    assert documents[-1]["spec"]["template"]["spec"]["containers"][0]["image"] == "example.org/operator:1"
+    assert run(wheel, "install", "chart", str(tmp_path / "chart")).returncode == 0
+    assert (tmp_path / "chart" / "Chart.yaml").exists()
+    refused = run(wheel, "install", "chart", str(tmp_path / "chart"))
+    assert (refused.returncode, "is there already" in refused.stderr) == (2, True)
+
+
+def test_its_samples_are_valid_and_can_be_planned_and_rendered(wheel: Path) -> None:
+    names = re.findall(r"^([a-z][\w-]*) *", run(wheel, "install", "samples").stdout, re.MULTILINE)
+    assert "minimal" in names
+    for verb in (["validate", "-"], ["plan", "-"], ["render", "-"]):
+        done = run(wheel, *verb, given=run(wheel, "install", "samples", "minimal").stdout)
+        assert (done.returncode, done.stderr) == (0, "")
+    unknown = run(wheel, "install", "samples", "none")
+    assert (unknown.returncode, "there are " in unknown.stderr) == (2, True)
+
+
+def test_it_looks_after_a_volume(wheel: Path, tmp_path: Path) -> None:
+    done = run(wheel, "inspect", str(tmp_path))
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "0 blocks, 0 B, in 0 generations")
+
+
+def test_what_it_asks_for_is_what_the_images_are_made_of_and_no_engine(wheel: Path) -> None:
+    metadata = next(wheel.glob("*.dist-info/METADATA")).read_text()
+    required = re.findall(r"^Requires-Dist: kvtier\[([a-z,]+)\]$", metadata, re.MULTILINE)
+    assert sorted(required[0].split(",")) == ["connector", "janitor", "operator"]
+    assert {"vllm", "torch"} <= blocked_modules("operator")

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CustomResourceDefinitions: what is served, dropped, filled in and refused, what rules say, and what they may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from objects import GROUP, Define, Http, Json, Kubectl, Until, definition, widget
+
+MERGE = "application/merge-patch+json"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+OURS = Path(__file__).resolve().parents[2] / "crds" / "kvcachetier.yaml"
+TEXT: Json = {"type": "string", "maxLength": 10}
+
+
+def test_a_definition_is_established(http: Http, widgets: str) -> None:
+    status = http("GET", f"{CRDS}/widgets.{GROUP}")[1]["status"]
+    conditions = {each["type"]: each["status"] for each in status["conditions"]}
+    assert conditions["Established"] == conditions["NamesAccepted"] == "True"
+    assert status["storedVersions"] == ["v1"]
+    assert status["acceptedNames"]["kind"] == "Widget"
+
+
+def test_what_the_schema_does_not_know_is_dropped(http: Http, widgets: str) -> None:
+    manifest = widget(unknown=1, free={"anything": {"goes": 1}}, ports=[{"name": "a", "more": 2}])
+    _, made = http("POST", widgets, manifest)
+    assert "unknown" not in made["spec"]
+    assert made["spec"]["free"] == {"anything": {"goes": 1}}
+    assert made["spec"]["ports"] == [{"name": "a", "port": 80}]
+
+
+def test_defaults_are_filled_in_also_in_items(http: Http, widgets: str) -> None:
+    _, made = http("POST", widgets, widget(ports=[{"name": "a"}]))
+    assert (made["spec"]["mode"], made["spec"]["replicas"]) == ("Fast", 1)
+    assert made["spec"]["ports"] == [{"name": "a", "port": 80}]
+
+
+def test_a_null_counts_as_absent_unless_it_is_allowed(http: Http, widgets: str) -> None:
+    _, made = http("POST", widgets, widget(mode=None, note=None))
+    assert made["spec"]["mode"] == "Fast"
+    assert made["spec"]["note"] is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        ({"size": 10}, "spec.size", "less than or equal to 9"),
+        ({"size": "x"}, "spec.size", "must be of type integer"),
+        ({"size": None}, "spec.size", ""),
+        ({"mode": "Odd"}, "spec.mode", 'Unsupported value: "Odd": supported values: "Fast", "Slow"'),
+        ({"note": "x" * 21}, "spec.note", ""),
+        ({"ports": [{"name": "a"}, {"name": "a"}]}, "spec.ports[1]", "Duplicate value"),
+        ({"tags": ["a", "a"]}, "spec.tags[1]", 'Duplicate value: "a"'),
+    ],
+    ids=["maximum", "type", "required", "enum", "length", "list map", "set"],
+)
+def test_a_value_that_does_not_fit_is_refused_by_its_field(
+    http: Http, widgets: str, spec: Json, field: str, words: str
+) -> None:
+    code, refused = http("POST", widgets, widget(**spec))
+    assert (code, refused["reason"]) == (422, "Invalid"), refused
+    assert [cause["field"] for cause in refused["details"]["causes"]] == [field]
+    assert words in refused["message"]
+    assert refused["message"].startswith(f'Widget.{GROUP} "a" is invalid: ')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"type": "string"}}}, "type"),
+        ({"type": "object", "properties": {"a": {}}}, "type"),
+        ({"type": "object", "properties": {"a": {"type": "array"}}}, "items"),
+        ({"type": "object", "properties": {"a": {"type": "string", "default": 1}}}, "default"),
+        (
+            {"type": "object", "additionalProperties": {"type": "string"}, "properties": {"a": TEXT}},
+            "additionalProperties",
+        ),
+    ],
+    ids=["root", "untyped", "items", "default", "both"],
+)
+def test_a_schema_that_is_not_structural_is_refused(http: Http, schema: Json, words: str) -> None:
+    if "properties" in schema and "additionalProperties" in schema:
+        schema = {"type": "object", "properties": {"spec": schema}}
+    code, refused = http("POST", CRDS, definition("Refused", schema))
+    assert (code, refused["reason"]) == (422, "Invalid"), refused
+    assert words in refused["message"]
+
+
+@pytest.mark.needs("controllers")
+def test_a_definition_takes_its_objects_along(http: Http, until: Until, namespace: str) -> None:
+    crd = definition("Passing", {"type": "object"})
+    assert http("POST", CRDS, crd)[0] == 201
+    path = f"/apis/{GROUP}/v1/namespaces/{namespace}/passings"
+    until(lambda: http("GET", path)[0] == 200)
+    manifest = {"apiVersion": f"{GROUP}/v1", "kind": "Passing", "metadata": {"name": "a"}}
+    until(lambda: http("POST", path, manifest)[0] in (201, 409))
+    http("DELETE", f"{CRDS}/passings.{GROUP}")
+    until(lambda: http("GET", f"{CRDS}/passings.{GROUP}")[0] == 404)
+    until(lambda: http("GET", path)[0] == 404)
+
+
+def ruled(kind: str, *rules: Json, **properties: Json) -> Json:
+    """Return a definition whose spec has rules."""
+    spec = {"type": "object", "properties": properties, "x-kubernetes-validations": list(rules)}
+    return definition(kind, {"type": "object", "properties": {"spec": spec}})
+
+
+@pytest.fixture(scope="module")
+def _gadgets_served(define: Define) -> Iterator[None]:
+    define(
+        ruled(
+            "Gadget",
+            {"rule": "self.low <= self.high", "message": "low must not be above high"},
+            {"rule": "!has(oldSelf.model) || self.model == oldSelf.model", "message": "model is immutable"},
+            {
+                "rule": "!has(self.names) || self.names.all(name, name.startsWith('x'))",
+                "messageExpression": "'names start with x, not as in ' + self.names[0]",
+            },
+            {"rule": "self.high < 100"},
+            {"rule": "!has(self.memory) || quantity(self.memory).compareTo(quantity('1Gi')) >= 0", "message": "1Gi"},
+            low={"type": "integer", "default": 0},
+            high={"type": "integer", "default": 9},
+            model=TEXT,
+            memory=TEXT,
+            names={"type": "array", "maxItems": 5, "items": TEXT},
+            note={"type": "string"},
+        )
+    )
+    return
+
+
+@pytest.fixture
+def gadgets(_gadgets_served: None, namespace: str) -> str:
+    return f"/apis/{GROUP}/v1/namespaces/{namespace}/gadgets"
+
+
+def gadget(**spec: Any) -> Json:
+    return {"apiVersion": f"{GROUP}/v1", "kind": "Gadget", "metadata": {"name": "g"}, "spec": spec}
+
+
+@pytest.mark.since(29)
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"low": 3, "high": 2}, "low must not be above high"),
+        ({"names": ["y", "x"]}, "names start with x, not as in y"),
+        ({"high": 100}, "failed rule: self.high < 100"),
+        ({"memory": "1Mi"}, "1Gi"),
+    ],
+    ids=["message", "expression", "none", "quantity"],
+)
+def test_a_rule_refuses_with_its_message(http: Http, gadgets: str, spec: Json, words: str) -> None:
+    code, refused = http("POST", gadgets, gadget(**spec))
+    assert (code, refused["reason"]) == (422, "Invalid"), refused
+    (cause,) = refused["details"]["causes"]
+    assert cause["field"] == "spec"
+    assert words in cause["message"]
+
+
+@pytest.mark.since(29)
+def test_a_rule_may_look_at_what_was_before(http: Http, gadgets: str) -> None:
+    assert http("POST", gadgets, gadget(model="a"))[0] == 201
+    code, refused = http("PATCH", f"{gadgets}/g", {"spec": {"model": "b"}}, media_type=MERGE)
+    assert code == 422
+    assert "model is immutable" in refused["message"]
+    assert http("PATCH", f"{gadgets}/g", {"spec": {"note": "x"}}, media_type=MERGE)[0] == 200
+
+
+@pytest.mark.since(33)
+def test_what_was_stored_before_a_rule_came_may_stay_until_it_is_changed(
+    http: Http, define: Define, namespace: str, until: Until
+) -> None:
+    fields = {"size": {"type": "integer"}, "name": TEXT, "note": {"type": "string"}}
+    spec = {"type": "object", "properties": fields}
+    crd = define(definition("Ratchet", {"type": "object", "properties": {"spec": spec}}))
+    path = f"/apis/{GROUP}/v1/namespaces/{namespace}/ratchets"
+    manifest = {"apiVersion": f"{GROUP}/v1", "kind": "Ratchet", "metadata": {"name": "r"}}
+    assert http("POST", path, {**manifest, "spec": {"size": 20, "name": "wrong"}})[0] == 201
+    tightened = {
+        "size": {"type": "integer", "maximum": 9},
+        "name": {**TEXT, "x-kubernetes-validations": [{"rule": "self == 'right'", "message": "not right"}]},
+        "note": {"type": "string"},
+    }
+    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"] = tightened
+    change = {"spec": {"versions": crd["spec"]["versions"]}}
+    assert http("PATCH", f"{CRDS}/ratchets.{GROUP}", change, media_type=MERGE)[0] == 200
+    new = {**manifest, "metadata": {"name": "new"}, "spec": {"size": 20}}
+    until(lambda: http("POST", path, new, dryRun="All")[0] == 422)
+    code, kept = http("PATCH", f"{path}/r", {"spec": {"note": "x"}}, media_type=MERGE)
+    assert code == 200, kept
+    assert http("PATCH", f"{path}/r", {"spec": {"size": 21}}, media_type=MERGE)[0] == 422
+    code, refused = http("PATCH", f"{path}/r", {"spec": {"name": "worse"}}, media_type=MERGE)
+    assert code == 422
+    assert "not right" in refused["message"]
+    assert http("PATCH", f"{path}/r", {"spec": {"size": 3, "name": "right"}}, media_type=MERGE)[0] == 200
+
+
+@pytest.mark.since(29)
+@pytest.mark.parametrize(
+    "rule",
+    ["self.nothing == 1", "self.a ==", "self.a.nothing()", "self.a"],
+    ids=["field", "syntax", "function", "truth"],
+)
+def test_a_rule_that_is_none_is_refused(http: Http, rule: str) -> None:
+    code, refused = http("POST", CRDS, ruled("Refused", {"rule": rule}, a=TEXT))
+    assert (code, refused["reason"]) == (422, "Invalid"), refused
+
+
+@pytest.mark.since(29)
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("self.many.all(a, self.many.all(b, a == b || a.contains(b)))", "more than 100x"),
+        ("self.fifty.all(a, self.texts.all(b, b.matches('^[a-z]+$')))", "1.6x"),
+    ],
+    ids=["far", "little"],
+)
+def test_a_rule_that_may_cost_too_much_is_refused(http: Http, rule: str, factor: str) -> None:
+    many = {"type": "array", "items": {"type": "string"}}
+    fifty = {"type": "array", "maxItems": 50, "items": TEXT}
+    texts = {"type": "array", "maxItems": 100, "items": {"type": "string", "maxLength": 4000}}
+    crd = ruled("Refused", {"rule": rule}, many=many, fifty=fifty, texts=texts)
+    code, refused = http("POST", CRDS, crd)
+    assert (code, refused["reason"]) == (422, "Invalid"), refused
+    assert f"estimated rule cost exceeds budget by factor of {factor}" in refused["message"]
+    place = "spec.validation.openAPIV3Schema.properties[spec].x-kubernetes-validations[0].rule"
+    assert place in [cause["field"] for cause in refused["details"]["causes"]]
+
+
+@pytest.mark.since(29)
+def test_rules_may_together_cost_too_much(http: Http) -> None:
+    lists = {"type": "array", "maxItems": 100, "items": {"type": "string", "maxLength": 10000}}
+    rules = [
+        {"rule": f"self.texts.all(text, text != '{index}' && text.matches('^{'[a-z]' * 9}$'))"} for index in range(30)
+    ]
+    code, refused = http("POST", CRDS, ruled("Refused", *rules, texts=lists))
+    assert code == 422, refused
+    assert "estimated rule cost total for entire OpenAPIv3 schema exceeds budget by factor of" in refused["message"]
+
+
+@pytest.mark.since(29)
+def test_our_own_definition_is_accepted_and_prints_its_columns(http: Http, kubectl: Kubectl) -> None:
+    ours = yaml.safe_load(OURS.read_text())
+    name = ours["metadata"]["name"]
+    is_there = http("GET", f"{CRDS}/{name}")[0] == 200
+    code, answer = http("POST", CRDS, ours, dryRun="All") if is_there else http("POST", CRDS, ours)
+    assert code in (201, 409), answer
+    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    try:
+        kubectl("create", "-f", "-", stdin=(OURS.parent / "samples" / "minimal.yaml").read_text())
+        shown = kubectl("get", "kvt").splitlines()[0].split()
+        columns = [each["name"].upper() for each in ours["spec"]["versions"][0]["additionalPrinterColumns"]]
+        visible = [
+            each["name"].upper()
+            for each in ours["spec"]["versions"][0]["additionalPrinterColumns"]
+            if not each.get("priority")
+        ]
+        assert shown == ["NAME", *(word for column in visible for word in column.split())], columns
+        assert "FIELDS:" in kubectl("explain", "kvt.spec.cpu")
+    finally:
+        kubectl.run("delete", "kvt", "--all", "--wait=false")
+        if not is_there:
+            http("DELETE", f"{CRDS}/{name}")

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every object has in common: versions, generations, subresources, dry runs, and refusals that say why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from objects import Http, Json, Kubectl, claim, config_map, deployment, pod, widget
+
+MERGE = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+
+
+def test_a_new_object_has_an_identity(http: Http, core: str) -> None:
+    code, made = http("POST", f"{core}/configmaps", config_map())
+    assert code == 201
+    assert {"uid", "resourceVersion", "creationTimestamp"} <= made["metadata"].keys()
+    assert http("POST", f"{core}/configmaps", config_map())[1]["reason"] == "AlreadyExists"
+
+
+def test_a_name_can_be_generated(http: Http, core: str) -> None:
+    _, made = http("POST", f"{core}/configmaps", {"metadata": {"generateName": "made-"}})
+    assert made["metadata"]["name"].startswith("made-")
+    assert len(made["metadata"]["name"]) == len("made-") + 5
+
+
+def test_a_write_that_changes_nothing_leaves_the_version(http: Http, core: str) -> None:
+    _, made = http("POST", f"{core}/configmaps", config_map(a="1"))
+    _, same = http("PATCH", f"{core}/configmaps/c", {"data": {"a": "1"}}, media_type=MERGE)
+    assert same["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+
+
+def test_a_write_that_is_based_on_an_older_version_is_refused(http: Http, core: str) -> None:
+    _, made = http("POST", f"{core}/configmaps", config_map(a="1"))
+    http("PATCH", f"{core}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
+    code, refused = http("PUT", f"{core}/configmaps/c", {**made, "data": {"a": "3"}})
+    assert (code, refused["reason"]) == (409, "Conflict")
+    assert "the object has been modified; please apply your changes to the latest version" in refused["message"]
+
+
+def test_two_holders_of_a_lease_cannot_both_renew_it(http: Http, namespace: str) -> None:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+    spec = {"holderIdentity": "a", "leaseDurationSeconds": 15}
+    kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+    _, lease = http("POST", path, {**kind, "metadata": {"name": "l"}, "spec": spec})
+    codes = [http("PUT", f"{path}/l", {**lease, "spec": {**spec, "holderIdentity": name}})[0] for name in "bc"]
+    assert codes == [200, 409]
+    assert http("GET", f"{path}/l")[1]["spec"]["holderIdentity"] == "b"
+
+
+def test_the_generation_counts_changes_of_the_spec_only(http: Http, widgets: str) -> None:
+    _, made = http("POST", widgets, widget())
+    assert made["metadata"]["generation"] == 1
+    changes = (
+        ("", {"metadata": {"labels": {"a": "b"}}}, 1),
+        ("/status", {"status": {"replicas": 1}}, 1),
+        ("", {"spec": {"size": 2}}, 2),
+        ("", {"spec": {"size": 2}}, 2),
+        ("", {"metadata": {"finalizers": ["a.example/b"]}}, 2),
+    )
+    for suffix, change, generation in changes:
+        _, changed = http("PATCH", f"{widgets}/a{suffix}", change, media_type=MERGE)
+        assert changed["metadata"]["generation"] == generation, change
+    _, marked = http("DELETE", f"{widgets}/a")
+    assert marked["metadata"]["generation"] == 3
+    http("PATCH", f"{widgets}/a", {"metadata": {"finalizers": None}}, media_type=MERGE)
+
+
+def test_the_status_is_written_through_its_own_path_only(http: Http, widgets: str) -> None:
+    _, made = http("POST", widgets, {**widget(), "status": {"replicas": 9}})
+    assert "status" not in made
+    _, changed = http("PATCH", f"{widgets}/a", {"status": {"replicas": 9}, "spec": {"size": 2}}, media_type=MERGE)
+    assert "status" not in changed
+    change = {"status": {"replicas": 4}, "spec": {"size": 5}}
+    _, reported = http("PATCH", f"{widgets}/a/status", change, media_type=MERGE)
+    assert (reported["status"], reported["spec"]["size"]) == ({"replicas": 4}, 2)
+
+
+def test_a_scale_shows_and_sets_the_replicas(http: Http, widgets: str) -> None:
+    http("POST", widgets, widget())
+    http("PATCH", f"{widgets}/a/status", {"status": {"replicas": 1, "selector": "a=b"}}, media_type=MERGE)
+    _, scale = http("GET", f"{widgets}/a/scale")
+    assert (scale["kind"], scale["apiVersion"], scale["spec"]) == ("Scale", "autoscaling/v1", {"replicas": 1})
+    assert scale["status"] == {"replicas": 1, "selector": "a=b"}
+    code, scaled = http("PUT", f"{widgets}/a/scale", {**scale, "spec": {"replicas": 3}})
+    assert (code, scaled["spec"]["replicas"]) == (200, 3)
+    code, scaled = http("PATCH", f"{widgets}/a/scale", {"spec": {"replicas": 0}}, media_type=MERGE)
+    assert code == 200
+    _, found = http("GET", f"{widgets}/a")
+    assert (found["spec"]["replicas"], found["metadata"]["generation"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("media_type", "patch"),
+    [
+        (MERGE, {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 5}}}}),
+        (
+            JSON_PATCH,
+            [{"op": "replace", "path": "/spec/template/spec/terminationGracePeriodSeconds", "value": 5}],
+        ),
+        (
+            STRATEGIC,
+            {
+                "spec": {
+                    "template": {
+                        "spec": {
+                            "terminationGracePeriodSeconds": 5,
+                            "containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}],
+                        }
+                    }
+                }
+            },
+        ),
+    ],
+    ids=["merge", "json", "strategic"],
+)
+def test_patches_of_three_kinds(http: Http, apps: str, media_type: str, patch: Any) -> None:
+    http("POST", f"{apps}/deployments", deployment(replicas=0))
+    code, patched = http("PATCH", f"{apps}/deployments/web", patch, media_type=media_type)
+    assert code == 200, patched
+    template = patched["spec"]["template"]["spec"]
+    assert template["terminationGracePeriodSeconds"] == 5
+    assert template["containers"][0]["image"].startswith("registry")
+
+
+def test_a_json_patch_whose_test_fails_changes_nothing(http: Http, core: str) -> None:
+    http("POST", f"{core}/configmaps", config_map(a="1"))
+    patch = [{"op": "test", "path": "/data/a", "value": "2"}, {"op": "remove", "path": "/data/a"}]
+    assert http("PATCH", f"{core}/configmaps/c", patch, media_type=JSON_PATCH)[0] == 422
+    assert http("GET", f"{core}/configmaps/c")[1]["data"] == {"a": "1"}
+
+
+def test_custom_resources_take_no_strategic_patches(http: Http, widgets: str) -> None:
+    http("POST", widgets, widget())
+    code, refused = http("PATCH", f"{widgets}/a", {"spec": {"size": 2}}, media_type=STRATEGIC)
+    assert (code, refused["reason"]) == (415, "UnsupportedMediaType")
+
+
+def test_a_dry_run_answers_and_stores_nothing(http: Http, core: str) -> None:
+    code, shown = http("POST", f"{core}/configmaps", config_map(), dryRun="All")
+    assert code == 201
+    assert shown["metadata"]["name"] == "c"
+    assert http("GET", f"{core}/configmaps/c")[0] == 404
+    http("POST", f"{core}/configmaps", config_map(a="1"))
+    _, shown = http("PATCH", f"{core}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE, dryRun="All")
+    assert shown["data"] == {"a": "2"}
+    assert http("DELETE", f"{core}/configmaps/c", dryRun="All")[0] == 200
+    assert http("GET", f"{core}/configmaps/c")[1]["data"] == {"a": "1"}
+
+
+@pytest.mark.since(25)
+def test_unknown_fields_are_refused_warned_of_or_dropped_as_the_client_asks(
+    http: Http, core: str, kubectl: Kubectl
+) -> None:
+    wrong = {**config_map("wrong"), "dta": {"a": "1"}}
+    code, refused = http("POST", f"{core}/configmaps", wrong, fieldValidation="Strict")
+    assert code == 400
+    assert 'unknown field "dta"' in refused["message"]
+    assert http("POST", f"{core}/configmaps", wrong, fieldValidation="Ignore")[0] == 201
+    assert 'unknown field "dta"' in kubectl.fails("create", "-f", "-", stdin={**wrong, "metadata": {"name": "w2"}})
+
+
+@pytest.mark.parametrize(
+    ("manifest", "kind", "change"),
+    [
+        (deployment(replicas=0), "deployments", {"spec": {"selector": {"matchLabels": {"app": "other"}}}}),
+        (claim(), "persistentvolumeclaims", {"spec": {"accessModes": ["ReadWriteMany"]}}),
+        (pod(nodeSelector={"no": "such"}), "pods", {"spec": {"restartPolicy": "Never"}}),
+        ({**config_map(a="1"), "immutable": True}, "configmaps", {"data": {"a": "2"}}),
+    ],
+    ids=["selector", "claim", "pod", "immutable"],
+)
+def test_what_is_immutable_stays(http: Http, core: str, apps: str, manifest: Json, kind: str, change: Json) -> None:
+    path = f"{apps if kind == 'deployments' else core}/{kind}"
+    code, made = http("POST", path, manifest)
+    assert code == 201, made
+    code, refused = http("PATCH", f"{path}/{made['metadata']['name']}", change, media_type=MERGE)
+    assert (code, refused["reason"]) == (422, "Invalid")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"spec": {"selector": {"matchLabels": {"app": "other"}}}}, "spec.template.metadata.labels"),
+        ({"spec": {"template": {"spec": {"containers": []}}}}, "spec.template.spec.containers"),
+        ({"metadata": {"name": "No"}}, "metadata.name"),
+        ({"metadata": {"labels": {"a": "not a label"}}}, "metadata.labels"),
+    ],
+)
+def test_a_refusal_names_the_field(http: Http, apps: str, change: Json, field: str) -> None:
+    def merged(into: Json, what: Json) -> Json:
+        return {**into, **{k: merged(into.get(k, {}), v) if isinstance(v, dict) else v for k, v in what.items()}}
+
+    code, refused = http("POST", f"{apps}/deployments", merged(deployment(replicas=0), change))
+    assert (code, refused["reason"]) == (422, "Invalid")
+    assert field in [cause["field"] for cause in refused["details"]["causes"]]
+
+
+def test_events_can_be_written_and_found_by_what_they_are_about(http: Http, core: str, kubectl: Kubectl) -> None:
+    about = {"kind": "Widget", "name": "a", "namespace": kubectl.namespace, "uid": "u"}
+    event = {
+        "metadata": {"name": "e", "namespace": kubectl.namespace},
+        "involvedObject": about,
+        "reason": "Tested",
+        "message": "it was",
+        "type": "Normal",
+        "firstTimestamp": "2026-01-01T00:00:00Z",
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+        "count": 1,
+    }
+    code, made = http("POST", f"{core}/events", event)
+    assert code == 201, made
+    _, found = http("GET", f"{core}/events", fieldSelector="involvedObject.name=a,reason=Tested")
+    assert [item["metadata"]["name"] for item in found["items"]] == ["e"]
+    assert http("GET", f"{core}/events", fieldSelector="involvedObject.name=b")[1]["items"] == []
+    assert "Tested" in kubectl("get", "events")
+
+
+def test_what_does_not_exist_is_said_by_name(http: Http, core: str, kubectl: Kubectl) -> None:
+    code, missing = http("GET", f"{core}/configmaps/none")
+    assert (code, missing["reason"], missing["message"]) == (404, "NotFound", 'configmaps "none" not found')
+    assert "Error from server (NotFound)" in kubectl.fails("get", "configmap", "none")

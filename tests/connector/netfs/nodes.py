@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tier as two nodes see it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from waiting import until
+
+from kvtier_connector.store.check import check
+from kvtier_connector.store.identity import claim
+from kvtier_netfs.volume import SharedVolume
+
+PATIENCE_SECONDS = 60.0
+wait_until = functools.partial(until, seconds=PATIENCE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The root of a generation by the path of each node."""
+
+    a: Path
+    b: Path
+    volume: SharedVolume
+
+    def both(self) -> tuple[Path, Path]:
+        return self.a, self.b
+
+
+@contextmanager
+def nodes_on(volume: SharedVolume, name: str) -> Iterator[Nodes]:
+    """Make a directory of a tier; nothing is wrong in it at the end, whichever node looks."""
+    nodes = Nodes(volume.a / name / "ns.llama/aa", volume.b / name / "ns.llama/aa", volume)
+    claim(nodes.a, {"model": "test"}, "aa")
+    wait_until(nodes.b.exists, "the other node sees the directory")
+    yield nodes
+    for root in nodes.both():
+        assert check(root, partial_age_seconds=0) == []

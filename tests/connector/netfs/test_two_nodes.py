@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two nodes see of each other's work on a network file system, through each other's caches."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from nodes import PATIENCE_SECONDS, Nodes, wait_until
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
+
+from kvtier_connector.contract_janitor import JanitorConfig
+from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.janitor.election import Alone
+from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.store import blockstore
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.records import Op
+from kvtier_connector.store.shared import SharedStore
+
+PATHS = [str(Path(blockstore.__file__ or "").parents[2]), str(Path(__file__).parents[1] / "store")]
+
+CLAIMS = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.store.identity import claim
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    claim(Path(sys.argv[1]), {"model": sys.argv[2]}, "aa")
+except IdentityMismatch:
+    print("refused")
+else:
+    print(sys.argv[2])
+"""
+
+
+def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:
+    writer, reader = SharedStore(nodes.a), SharedStore(nodes.b)
+    assert reader.synchronize().problem == ""
+    assert reader.rescan()
+    assert reader.state(key(1)) is Presence.ABSENT
+    for number in range(10):
+        assert writer.put(key(number), payload(number)) == Stored(BLOCK_BYTES)
+
+    def is_known() -> bool:
+        writer.synchronize()
+        reader.synchronize()
+        return all(reader.state(key(number)) is Presence.PRESENT for number in range(10))
+
+    wait_until(is_known, "the other node knows the blocks")
+    for number in range(10):
+        into = pages()
+        assert reader.get(key(number), into) == Hit(BLOCK_BYTES)
+        assert into == payload(number)
+        assert reader.put(key(number), payload(number)) == Present()
+
+
+def test_what_was_looked_for_in_vain_is_found_once_the_other_node_has_stored_it(nodes: Nodes) -> None:
+    reader = BlockStore(nodes.b)
+    # The name is in this node's cache of names that do not exist.
+    assert reader.get(key(1), pages()) == Miss()
+    assert BlockStore(nodes.a).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    wait_until(lambda: reader.get(key(1), pages()) == Hit(BLOCK_BYTES), "it is found")
+
+
+@pytest.mark.netfs
+def test_a_block_that_the_other_node_removes_is_read_whole_or_missed(nodes: Nodes) -> None:
+    remover, reader = BlockStore(nodes.a), BlockStore(nodes.b)
+    seen = set()
+    for turn in range(30):
+        assert remover.put(key(turn % 2), payload(turn % 2)) in {Stored(BLOCK_BYTES), Present()}
+        for number in (0, 1):
+            into = pages()
+            outcome = reader.get(key(number), into)
+            assert not isinstance(outcome, Fault)
+            assert not isinstance(outcome, Hit) or into == payload(number)
+            seen.add(type(outcome))
+        remover.delete(key(turn % 2))
+    assert Miss in seen
+
+
+def test_a_file_that_is_replaced_is_whole_or_a_miss_for_the_other_node(nodes: Nodes) -> None:
+    path, done = "page", threading.Event()
+
+    def replace(number: int) -> None:
+        partial = f"{nodes.a}/.page.{number:032x}~"
+        Path(partial).write_bytes(bytes([number % 256]) * 65536)
+        LOCAL.rename(partial, f"{nodes.a}/{path}")
+
+    def look() -> set[int]:
+        sizes = set()
+        while not done.is_set():
+            try:
+                content = (nodes.b / path).read_bytes()
+            except OSError as error:
+                # GlusterFS says either for a moment: the store asks once more, and then it is a miss.
+                assert error.errno in {errno.ESTALE, errno.ENOENT}  # noqa: PT017 - only where it is raised
+                continue
+            sizes.add(len(content))
+            assert len(set(content)) == 1
+        return sizes
+
+    replace(0)
+    wait_until((nodes.b / path).exists, "the other node sees it")
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        for number in range(1, 100):
+            replace(number)
+        done.set()
+        assert looking.result(PATIENCE_SECONDS) <= {65536}
+    (nodes.a / path).unlink()
+
+
+def test_of_two_nodes_that_create_one_name_exactly_one_does(nodes: Nodes) -> None:
+    start = threading.Barrier(2)
+
+    def create(root: Path, name: str) -> bool:
+        start.wait(PATIENCE_SECONDS)
+        try:
+            os.close(os.open(root / name, CREATE_FLAGS))
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(40):
+            winners = sum(pool.map(create, nodes.both(), [f"name{number}"] * 2))
+            assert winners == 1
+            (nodes.a / f"name{number}").unlink()
+
+
+def test_of_two_nodes_that_claim_one_directory_for_different_models_one_is_refused(nodes: Nodes) -> None:
+    for attempt in range(2):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", CLAIMS, str(root.with_name(f"attempt{attempt}") / "aa"), model, *PATHS],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for root, model in zip(nodes.both() * 2, ("x", "y", "y", "x"), strict=True)
+        ]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        answers = [process.communicate(timeout=PATIENCE_SECONDS)[0].strip() for process in processes]
+        assert answers.count("refused") == 2
+        assert len(set(answers)) == 2
+
+
+def test_a_directory_that_the_other_node_claimed_is_refused_to_a_stranger(nodes: Nodes) -> None:
+    with pytest.raises(IdentityMismatch, match="another"):
+        claim(nodes.b, {"model": "other"}, "aa")
+
+
+def test_what_is_appended_is_read_once_each_and_in_order_by_the_other_node(nodes: Nodes) -> None:
+    writer, reader = JournalWriter(nodes.a), JournalReader(nodes.b)
+    writer.flush()
+    reader.start()
+    heard: list[bytes] = []
+    for number in range(50):
+        writer.append(Op.STORED, key(number), PAYLOAD_BYTES)
+        assert writer.flush() == 1
+        # It may read in the middle of everything.
+        heard += [record.key.hash for records in reader.read() for record in records]
+
+    def is_heard() -> bool:
+        heard.extend(record.key.hash for records in reader.read() for record in records)
+        return len(heard) >= 50
+
+    wait_until(is_heard, "all is heard")
+    assert heard == [key(number).hash for number in range(50)]
+    assert reader.damaged == 0
+
+
+@pytest.mark.netfs
+def test_two_engines_and_a_janitor_on_different_nodes_keep_the_budget_and_serve_nothing_wrong(nodes: Nodes) -> None:
+    most = 60 * BLOCK_BYTES
+    config = JanitorConfig(
+        tier="ns/llama",
+        tier_dir=str(nodes.b.parent),
+        current="aa",
+        max_bytes=most,
+        low_watermark=0.5,
+        sweep_seconds=0.2,
+        threads=2,
+    )
+    loop = Loop(config, leader=Alone(), tick_seconds=0.05)
+    sweeping = threading.Thread(target=loop.run, daemon=True)
+
+    def work(root: Path, first: int) -> set[object]:
+        engine = SharedStore(root, max_bytes=most)
+        assert engine.synchronize().problem == ""
+        assert engine.rescan()
+        seen: set[object] = set()
+        for turn in range(150):
+            number = (first + turn * 7) % 100
+            seen.add(type(stored := engine.put(key(number), payload(number))))
+            assert not isinstance(stored, StoreFault) or stored is StoreFault.NO_BUDGET
+            into = pages()
+            found = engine.get(key((number * 3) % 100), into)
+            assert not isinstance(found, Fault)
+            assert not isinstance(found, Hit) or into == payload((number * 3) % 100)
+            seen.add(type(found))
+            if turn % 5 == 0:
+                assert engine.synchronize().problem == ""
+        engine.synchronize()
+        return seen
+
+    sweeping.start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            seen = set[object]().union(*pool.map(work, nodes.both(), (0, 50)))
+        assert {Stored, Hit} <= seen
+        wait_until(lambda: 0 < loop.report().usage.used_bytes <= most, "the janitor has counted what is left")
+        assert not loop.report().problems
+    finally:
+        loop.stop()
+        sweeping.join(PATIENCE_SECONDS)
+    files = sum(path.stat().st_size for path in nodes.a.rglob("*.kvb"))
+    assert 0 < files <= most
+
+
+@pytest.mark.netfs
+def test_nodes_whose_clocks_are_hours_apart_hear_of_each_other_and_remove_nothing(nodes: Nodes) -> None:
+    hour = 3600 * 10**9
+    early = SharedStore(nodes.a, clock=lambda: 1_750_000_000 * 10**9 - 2 * hour)
+    late = SharedStore(nodes.b, clock=lambda: 1_750_000_000 * 10**9 + 2 * hour)
+    for engine in (early, late):
+        assert engine.synchronize().problem == ""
+        assert engine.rescan()
+    early.put(key(1), payload(1))
+    late.put(key(2), payload(2))
+
+    def is_known() -> bool:
+        for engine in (early, late, early, late):
+            engine.synchronize()
+        return early.state(key(2)) is late.state(key(1)) is Presence.PRESENT
+
+    wait_until(is_known, "both are known")
+    assert early.rescan()
+    assert late.rescan()
+    assert (nodes.a / block_path(key(1))).exists()
+    assert early.get(key(2), pages()) == late.get(key(1), pages()) == Hit(BLOCK_BYTES)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated engines that share one directory, and what lies there of the prompts that they were asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_parts import BLOCK_TOKENS, Shape, page_of, values_of
+from engine_rig import SimulatedEngine, TierUnderTest
+from rig import Rigs
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
+
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.fs import LOCAL, FileSystem
+
+
+class Engines:
+    """Makes engines on one shared directory, and closes those that were not closed."""
+
+    def __init__(self, rigs: Rigs) -> None:
+        self.rigs = rigs
+        self._made: list[SimulatedEngine] = []
+
+    def make(self, shape: Shape | None = None, *, fs: FileSystem = LOCAL, **settings: Any) -> SimulatedEngine:
+        """Start an engine whose tier has these settings."""
+        config_file = self.rigs.config_file(**{"cost_aware": False, **settings})
+        made = SimulatedEngine(config_file, shape or Shape(), fs)
+        self._made.append(made)
+        return made
+
+    def keys_of(
+        self, engine: SimulatedEngine, prompt: Sequence[int], *, salt: str | None = None, group: int = 0
+    ) -> list[OffloadKey]:
+        """Return the keys of a prompt's chunks."""
+        return [make_offload_key(each, group) for each in engine.hashes_of(prompt, salt)]
+
+    def file_of(self, engine: SimulatedEngine, prompt: Sequence[int], chunk: int) -> Path:
+        """Return the file of a chunk of the first group."""
+        return self.rigs.block_file(self.keys_of(engine, prompt)[chunk])
+
+    def count(self) -> int:
+        """Return how many block files there are."""
+        return len(list((self.rigs.root / "blocks").rglob("*.kvb")))
+
+    def assert_volume_holds(self, engine: SimulatedEngine, prompt: Sequence[int], *, salt: str | None = None) -> int:
+        """Check each file of a prompt's chunks, and return how many there are."""
+        values = values_of(prompt, salt)
+        size = BLOCK_TOKENS * engine.shape.blocks_per_chunk
+        count = 0
+        for group in range(len(engine.shape.windows)):
+            for number, key in enumerate(self.keys_of(engine, prompt, salt=salt, group=group)):
+                for path in (self.rigs.root / "blocks").rglob(f"{get_offload_block_hash(key).hex()}_g{group}.kvb"):
+                    count += 1
+                    expected = page_of(values[number * size : (number + 1) * size], group).tobytes()
+                    content = path.read_bytes()[HEADER_BYTES:][: len(expected)]
+                    assert content == expected, f"chunk {number} on the volume holds other bytes"
+        return count
+
+    def close(self) -> None:
+        """End all."""
+        for engine in self._made:
+            engine.close()
+        TierUnderTest.fs = LOCAL

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated engine is made of: its shape, its model's settings, its copies, and what its memory must hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+from vllm.config import ModelConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+BLOCK_TOKENS = 16
+LANES = 32
+PAGE_BYTES = BLOCK_TOKENS * LANES * 8
+VOCABULARY = 1000
+WINDOW_TOKENS = 4 * BLOCK_TOKENS
+RUBBISH = 0xDEAD_BEEF_DEAD_BEEF
+Words = npt.NDArray[np.uint64]
+
+
+def attention(window: int | None) -> KVCacheSpec:
+    """Return what vLLM knows of a group of layers."""
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": 1,
+        "head_size": LANES,
+        "dtype": torch.float32,
+    }
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+
+
+@functools.cache
+def model_config() -> ModelConfig:
+    """Return what vLLM knows of a model without weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        shape = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1 << 16,
+        }
+        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        init_none_hash(sha256)
+        return ModelConfig(
+            model=directory,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            seed=0,
+            max_model_len=1 << 15,
+            enforce_eager=True,
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine is made of."""
+
+    gpu_blocks: int = 256
+    cpu_chunks: int = 64
+    blocks_per_chunk: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each group of layers, None for full attention."""
+    most_running: int = 16
+    most_tokens: int = 4096
+    """That one step computes."""
+    prompt_only: bool = True
+    load_failure_policy: str = "recompute"
+
+
+class SlowCopies(OffloadingWorker):
+    """Copies in the order of submission as a GPU does: some steps after it was told to, or when it is waited for."""
+
+    def __init__(self, worker: OffloadingWorker) -> None:
+        """Put it before a worker that copies at once."""
+        self.lag: float = 0
+        """Steps that pass before a copy is made; infinite to hold them back."""
+        self._worker = worker
+        self._queue: list[tuple[int, int, Callable[[], bool]]] = []
+        self._step = 0
+
+    @property
+    def waiting(self) -> int:
+        """Return how many copies are still to be made."""
+        return len(self._queue)
+
+    @override
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        self._queue.append((self._step, job_id, lambda: self._worker.submit_store(job_id, src_spec, dst_spec)))
+        return True
+
+    @override
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        self._queue.append((self._step, job_id, lambda: self._worker.submit_load(job_id, src_spec, dst_spec)))
+        return True
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        self._copy(sum(began + self.lag <= self._step for began, _, _ in self._queue))
+        self._step += 1
+        return self._worker.get_finished()
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        self._copy(max((place + 1 for place, (_, job_id, _) in enumerate(self._queue) if job_id in job_ids), default=0))
+
+    @override
+    def shutdown(self) -> None:
+        self._queue.clear()
+        self._worker.shutdown()
+
+    def _copy(self, count: int) -> None:
+        for _, _, copy in self._queue[:count]:
+            assert copy()
+        del self._queue[:count]
+
+
+def values_of(tokens: Iterable[int], salt: str | None = None) -> Words:
+    """Return a value for each token, which all before it and the salt decide."""
+    value = hash(salt) & 0xFFFF if salt else 1
+    found = []
+    for token in tokens:
+        value = (value * 6364136223846793005 + token + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF
+        found.append(value)
+    return np.asarray(found, dtype=np.uint64)
+
+
+def page_of(values: Words, group: int) -> npt.NDArray[np.uint64]:
+    """Return what the memory of tokens holds."""
+    return values[:, None] + np.arange(LANES, dtype=np.uint64) + np.uint64(group << 32)
+
+
+def token_after(value: int) -> int:
+    """Return the next token."""
+    return (value >> 33) % VOCABULARY
+
+
+def answer_of(prompt: Sequence[int], count: int, salt: str | None = None) -> list[int]:
+    """Return what an engine answers."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(token_after(int(values_of(tokens, salt)[-1])))
+    return tokens[len(prompt) :]
+
+
+def prompt_of(chunks: int, seed: int = 0, *, more: int = 5) -> list[int]:
+    """Return a prompt of so many blocks and a few tokens more; those of one seed share their beginning."""
+    generator = np.random.default_rng(seed)
+    return [int(token) for token in generator.integers(0, VOCABULARY, chunks * BLOCK_TOKENS + 64)][
+        : chunks * BLOCK_TOKENS + more
+    ]

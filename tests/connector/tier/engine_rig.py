@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: vLLM's own scheduler and our connector in both roles, over ordinary memory.
+
+`SimulatedEngine.step` does what an engine's step does. Its forward pass writes for each token a value that all tokens
+up to it decide, and checks before that what it builds upon: every block of the prefix must hold just those values, and
+a block that was given to a request holds rubbish until it is written. The next token follows from the values, too, so
+an answer is the one without a cache or it is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_parts import (
+    BLOCK_TOKENS,
+    LANES,
+    PAGE_BYTES,
+    RUBBISH,
+    Shape,
+    SlowCopies,
+    Words,
+    answer_of,
+    attention,
+    model_config,
+    page_of,
+    token_after,
+    values_of,
+)
+from rig import PATIENCE_SECONDS, wait_until
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.tier.connector import KVTierConnector
+from kvtier_connector.tier.manager import KVTierManager
+from kvtier_connector.tier.scheduler import KVTierScheduler
+from kvtier_connector.tier.tier import SharedVolumeTier
+
+
+class TierUnderTest(SharedVolumeTier):
+    """The tier with the system calls of a test; it reports at once."""
+
+    stats_seconds = 0.0
+    skew_seconds = 0.0
+
+
+class SimulatedEngine:
+    """One engine. `step` may be called at any time; `close` at the end."""
+
+    def __init__(self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL) -> None:
+        """Start it."""
+        self.shape = shape
+        self.model = torch.nn.Linear(1, 4, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        TierUnderTest.fs = fs
+        config = self._config(config_file)
+        groups = [KVCacheGroupSpec([f"layer.{n}"], attention(window)) for n, window in enumerate(shape.windows)]
+        size = shape.gpu_blocks * PAGE_BYTES
+        # Groups share the memory, as vLLM has them do: a block belongs to one of them at a time.
+        tensors = [KVCacheTensor(size, group.layer_names, layer_stride=0, block_stride=PAGE_BYTES) for group in groups]
+        kv_config = KVCacheConfig(shape.gpu_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
+        self.gpu = np.full((shape.gpu_blocks, BLOCK_TOKENS, LANES), RUBBISH, dtype=np.uint64)
+        layers = torch.from_numpy(self.gpu.view(np.float32)).view(shape.gpu_blocks, 2, BLOCK_TOKENS, 1, LANES)
+        # The worker first, as in an engine.
+        self.worker = KVTierConnector(config, KVConnectorRole.WORKER, kv_config)
+        self.worker.register_kv_caches({group.layer_names[0]: layers for group in groups})
+        side = self.worker.connector_worker
+        assert side is not None
+        assert side.worker is not None
+        self.copies = side.worker = SlowCopies(side.worker)
+        self.scheduler = Scheduler(
+            config,
+            kv_config,
+            StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVTierConnector)
+        assert connector.connector_scheduler is not None
+        self.connector = connector
+        declared = self.worker.get_handshake_metadata()
+        assert declared is not None
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): declared})
+        self.side: KVTierScheduler = connector.connector_scheduler
+        self.manager: KVTierManager = self.side.manager
+        self.tier = self.manager.volume
+        self.answers: dict[str, list[int]] = {}
+        """Of requests that have ended by themselves."""
+        self.computed: dict[str, int] = {}
+        """By request, how many tokens of its prompt were computed, again after each preemption."""
+        self.pieces: list[tuple[str, int]] = []
+        """Of the loads, in their order: whose it was and how many blocks."""
+        self.adapters: dict[str, str] = {}
+        """What the adapters hold that are loaded."""
+        self.steps = self.preemptions = 0
+        self._fresh: list[int] = []
+        self._values: dict[str, Words] = {}
+        self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._observe()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        take = pool.get_new_blocks
+
+        def take_noting(*args: Any, **kwargs: Any) -> Any:
+            blocks = take(*args, **kwargs)
+            self._fresh += [block.block_id for block in blocks]
+            return blocks
+
+        pool.get_new_blocks = take_noting
+
+    def get_model(self) -> torch.nn.Module:
+        """Return the model, as vLLM's workers do; the first of its weights decides all values."""
+        return self.model
+
+    def update_weights(self, seed: int, *, is_reset: bool = True) -> None:
+        """Replace the weights in place as vLLM does: all caches are reset first."""
+        if is_reset:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        with torch.no_grad():
+            self.model.weight.fill_(float(seed))
+        self._values.clear()
+
+    def close(self) -> None:
+        """End it."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        salt: str | None = None,
+        answer: int = 1,
+        lora: LoRARequest | None = None,
+        **params: Any,
+    ) -> Request:
+        """Let a request arrive."""
+        sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
+        request = Request(
+            name, list(prompt), sampling, None, cache_salt=salt, lora_request=lora, block_hasher=self._hasher
+        )
+        if params:
+            request.kv_transfer_params = params
+        self.computed[name] = 0
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, *names: str) -> None:
+        """Have the users of requests go away."""
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        """Do one step of the engine."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        self.pieces += [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
+        self.worker.handle_preemptions(metadata)
+        # What is stored from a block that was given away has been copied by now.
+        self.gpu[self._fresh] = RUBBISH
+        self._fresh.clear()
+        self.worker.bind_connector_metadata(metadata)
+        is_sync = getattr(output, "has_sync_kv_loads", False)
+        if is_sync:
+            self.worker.start_load_kv(None)  # type: ignore[arg-type]  # it is not looked at
+        sampled = {name: self._compute(name, count, output) for name, count in output.num_scheduled_tokens.items()}
+        if not is_sync:
+            self.worker.start_load_kv(None)  # type: ignore[arg-type]  # as above
+        self.worker.wait_for_save()
+        told = KVConnectorOutput()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        told.finished_sending, told.finished_recving = results.finished_sending, results.finished_recving
+        told.failed_recving = results.failed_recving
+        told.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        told.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        names = list(sampled)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                names,
+                {name: number for number, name in enumerate(names)},
+                [[] if sampled[name] is None else [sampled[name]] for name in names],
+                kv_connector_output=told,
+            ),
+        )
+        return output
+
+    def run(self, until: Callable[[], bool] | None = None, *, most_steps: int | None = None) -> None:
+        """Step until a condition holds; without one, until nothing is left to do."""
+        until = until or self.is_idle
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        began = self.steps
+        while not until():
+            self.step()
+            assert most_steps is None or self.steps - began <= most_steps, f"not there after {most_steps} steps"
+            assert time.monotonic() < deadline, f"not there after {PATIENCE_SECONDS} s: {self.describe()}"
+            # A step of an engine takes a millisecond at least.
+            threading.Event().wait(0.0005)
+
+    def ask(self, name: str, prompt: Sequence[int], **options: Any) -> int:
+        """Serve one request to its end; return how many tokens of it were computed."""
+        self.add(name, prompt, **options)
+        self.run(lambda: name in self.answers)
+        source = self.source_of(options.get("salt"), options.get("lora"))
+        assert self.answers[name] == answer_of(prompt, len(self.answers[name]), salt=source), (
+            "another answer than without a cache"
+        )
+        return self.computed[name]
+
+    def source_of(self, salt: str | None, lora: LoRARequest | None) -> str | None:
+        """Return what decides values besides the tokens: the salt, and the contents of the adapter that is loaded."""
+        if seed := int(self.model.weight[0, 0].item()):
+            salt = f"{salt} and weights {seed}"
+        if lora is None:
+            return salt
+        if lora.lora_name not in self.adapters or lora.load_inplace:
+            self.adapters[lora.lora_name] = (Path(lora.lora_path) / "adapter_model.safetensors").read_text()
+        return f"{salt} with {self.adapters[lora.lora_name]}"
+
+    def hashes_of(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
+        """Return the hash of each chunk of a prompt."""
+        request = Request("hashes", list(prompt), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
+        size = self.shape.blocks_per_chunk
+        return request.block_hashes[size - 1 :: size]
+
+    def wait_until_known(self, blocks: int) -> None:
+        """Wait until the index knows of so many blocks on the volume."""
+        wait_until(lambda: self.metric("vllm:kvtier_disk_known_blocks") >= blocks, "the volume is walked")
+
+    def is_idle(self) -> bool:
+        """Whether an engine would stop stepping."""
+        return not self.scheduler.has_requests() and not self.connector.has_pending_push_work()
+
+    def status(self, name: str) -> RequestStatus:
+        """Return where a request stands."""
+        return self.scheduler.requests[name].status
+
+    def describe(self) -> str:
+        """Say what is left."""
+        return ", ".join(f"{name} {request.status.name}" for name, request in self.scheduler.requests.items())
+
+    def assert_nothing_is_left(self) -> None:
+        """Check, when it is idle, that every block and row is free and nobody is remembered."""
+        assert not self.scheduler.requests
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.shape.gpu_blocks - 1, "GPU blocks stay taken"
+        assert not self.side._req_status
+        primary = self.manager.primary_tier
+        free = primary._get_num_free_chunks() + primary._num_evictable_cache_chunks
+        assert free == self.shape.cpu_chunks, f"{self.shape.cpu_chunks - free} rows of the CPU tier stay pinned"
+        assert len(self.manager._fetches) == 0
+        assert not self.manager._fetches._lessees
+        assert not self.manager._fetches._line
+        assert self.manager._fetches._leased == 0
+        assert not self.manager._loads
+        assert self.manager._copying == 0
+        assert not self.tier.has_pending_work()
+        side = self.side
+        for kept in (side._loads, side._loading, side._ending, side._ended, side._waits, side._stale_jobs):
+            assert not kept
+
+    def metric(self, name: str, *labels: str) -> float:
+        """Return a metric of the disk tier, summed since the start; 0 if it was never observed."""
+        self.tier.get_stats()
+        return self._observed.get((name, labels), 0)
+
+    def _observe(self) -> None:
+        """Note what the tier reports, also to vLLM."""
+        take = self.tier.get_stats
+
+        def take_noting() -> OffloadingConnectorStats | None:
+            stats = take()
+            if stats is not None:
+                for metric, values in stats.data["data"].items():
+                    is_counter = stats.data["types"][metric] == "counter"
+                    for labels, value in values.items():
+                        series = (metric, tuple(labels))
+                        self._observed[series] = value + (self._observed.get(series, 0) if is_counter else 0)
+            return stats
+
+        self.tier.get_stats = take_noting  # type: ignore[method-assign]  # it calls the real one
+
+    def _compute(self, name: str, count: int, output: SchedulerOutput) -> int | None:
+        """Check what a request builds upon, compute its next tokens, and return the one that follows, if it is time."""
+        request = self.scheduler.requests[name]
+        # vLLM has advanced it already.
+        end = request.num_computed_tokens
+        begin = end - count
+        tokens = list(request.all_token_ids)
+        values = self._values.get(name)
+        if values is None or len(values) < len(tokens):
+            source = self.source_of(request.cache_salt, request.lora_request)
+            values = self._values[name] = values_of(tokens, source)
+        for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
+            window = self.shape.windows[group]
+            first = 0 if window is None else max(0, begin - window + 1)
+            if first < begin:
+                self._check(name, blocks, page_of(values[first:begin], group), first)
+            places = np.arange(begin, end)
+            ids = np.asarray(blocks)[places // BLOCK_TOKENS]
+            assert ids.all(), "it would write into the null block"
+            self.gpu[ids, places % BLOCK_TOKENS] = page_of(values[begin:end], group)
+        self.computed[name] += max(0, min(end, request.num_prompt_tokens) - begin)
+        if end < len(tokens):
+            return None
+        token = token_after(int(values[end - 1]))
+        answer = [*request.output_token_ids, token]
+        if len(answer) == request.max_tokens:
+            self.answers[name] = answer
+            del self._values[name]
+        return token
+
+    def _check(self, name: str, blocks: Sequence[int], wanted: Words, first: int) -> None:
+        """Compare the values from one token on."""
+        places = np.arange(first, first + len(wanted))
+        held = self.gpu[np.asarray(blocks)[places // BLOCK_TOKENS], places % BLOCK_TOKENS]
+        if not np.array_equal(held, wanted):
+            wrong = int((held != wanted).any(axis=1).argmax())
+            kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
+            raise AssertionError(f"{name}: token {first + wrong} of {first + len(wanted)} computed holds {kind}")
+
+    def _config(self, config_file: Path) -> VllmConfig:
+        shape = self.shape
+        cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
+        cache.num_gpu_blocks = shape.gpu_blocks
+        model = model_config()
+        return VllmConfig(
+            model_config=model,
+            cache_config=cache,
+            device_config=DeviceConfig("cpu"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=shape.most_running,
+                max_num_batched_tokens=shape.most_tokens,
+                max_model_len=model.max_model_len,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVTierConnector",
+                kv_connector_module_path="kvtier_connector.tier.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy=shape.load_failure_policy,
+                engine_id=f"test-{uuid.uuid4().hex}",
+                kv_connector_extra_config={
+                    "spec_name": "KVTierSpec",
+                    "spec_module_path": "kvtier_connector.tier.spec",
+                    "cpu_bytes_to_use": shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
+                    "blocks_per_chunk": shape.blocks_per_chunk,
+                    "offload_prompt_only": shape.prompt_only,
+                    "secondary_tiers": [
+                        {"type": "TierUnderTest", "module_path": "engine_rig", "config_file": str(config_file)}
+                    ],
+                },
+            ),
+        )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that lays KV out in another way than the others is a stranger to their blocks, and serves without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rig import DECLARED, Rigs, keys
+
+from kvtier_connector.tier import packing
+from kvtier_connector.tier.packing import describe
+
+BLOCKS = 7
+
+
+class Backend:
+    """Writes keys and values side by side, or as `pack` says."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
+        self.pack = pack
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        kv_cache[0, :, : len(slot_mapping)] = torch.cat([self.pack(key), value], dim=2).transpose(0, 1)
+
+
+def attention(impl: Any = None, name: str = "CPU_ATTN", isa: str = "vec") -> Any:
+    backend = SimpleNamespace(get_name=lambda: name)
+    return SimpleNamespace(
+        attn_backend=backend, impl=impl or Backend(), isa=isa, head_size=8, num_kv_heads=2, dtype=torch.float32
+    )
+
+
+def cache(blocks: int = BLOCKS) -> torch.Tensor:
+    return torch.full((blocks, 2, 16, 16), 9.0)
+
+
+def describe_one(layer: Any, held: Any = None, blocks: int = BLOCKS) -> tuple[tuple[str, ...], str]:
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer.0": layer}))
+    return describe(config, {"layer.0": cache() if held is None else held}, blocks)
+
+
+def test_layers_that_write_the_same_are_the_same_whatever_room_there_is() -> None:
+    assert describe_one(attention()) == describe_one(attention(), cache(70), 70)
+    assert describe_one(attention())[0] == ("SimpleNamespace/CPU_ATTN/vec",)
+
+
+def test_the_cache_of_the_engine_is_not_touched() -> None:
+    held = cache()
+    describe_one(attention(), held)
+    assert bool((held == 9.0).all())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (attention(isa="amx"), None),
+        (attention(name="ZEN_ATTN"), None),
+        (attention(Backend(lambda tensor: tensor.flip(2))), None),
+        (attention(Backend(lambda tensor: tensor.flip(0))), None),
+        (attention(), cache().to(torch.bfloat16)),
+        (attention(), cache().transpose(1, 2).contiguous().transpose(1, 2)),
+        (attention(), [cache(), cache()]),
+    ],
+)
+def test_another_backend_packing_type_or_order_is_another_layout(other: tuple[Any, Any]) -> None:
+    assert describe_one(*other)[1] != describe_one(attention())[1]
+
+
+def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
+    state = [torch.zeros(BLOCKS, 3, 24), torch.zeros(BLOCKS, 4, 4)]
+    assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]
+
+
+def test_a_variable_that_lays_out_kv_is_part_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe_one(attention())[1]
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    assert packing.layout_env() == {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+    assert describe_one(attention())[1] != before
+
+
+def test_a_backend_that_cannot_be_asked_costs_no_engine_its_start() -> None:
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    backends, layout = describe_one(attention(Backend(fail)))
+    assert layout
+    assert layout != describe_one(attention())[1]
+    assert backends == ("SimpleNamespace/CPU_ATTN/vec",)
+
+
+@pytest.mark.parametrize(
+    ("declared", "field"),
+    [
+        (packing.Declared(("Attention/OTHER",), "layout", "weights"), "engine.backends"),
+        (packing.Declared(DECLARED.backends, "packed", "weights"), "engine.layout"),
+    ],
+)
+def test_a_node_that_packs_otherwise_is_refused_with_the_field_and_serves(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, declared: packing.Declared, field: str
+) -> None:
+    rigs.make().offload(keys(3))
+    monkeypatch.setattr("rig.DECLARED", declared)
+    other = rigs.make()
+    assert other.serve(keys(3)).hit_blocks == 0
+    assert other.metric("vllm:kvtier_disk_refused", field) == 1

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tier keeps of a request: parents, positions and recency of its chunks, and whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import ROW_BYTES, TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_positions, wait_until
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
+
+from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.store.journal import JournalReader
+from kvtier_connector.store.layout import NO_LINEAGE, Lineage
+from kvtier_connector.store.records import Op, Record
+from kvtier_connector.tier.requests import Salt, TierRequest
+
+BLOCK_BYTES = ROW_BYTES + 4096
+TOKENS = {0: TOKENS_PER_BLOCK, 1: 2 * TOKENS_PER_BLOCK}
+
+
+def hash_of(number: int) -> bytes:
+    return get_offload_block_hash(key(number))
+
+
+def request_of(*prefix: OffloadKey) -> tuple[ReqContext, TierRequest]:
+    context = ReqContext(req_id="r")
+    note_positions(context, prefix)
+    return context, TierRequest(context, TOKENS)
+
+
+def test_each_chunk_has_its_number_and_the_one_before_it_as_parent() -> None:
+    _, request = request_of(*keys(3))
+    assert request.lineage(key(0)) == NO_LINEAGE
+    assert request.lineage(key(1)) == Lineage(hash_of(0), 1)
+    assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
+
+
+def test_a_chain_grows_with_the_request() -> None:
+    context, request = request_of(*keys(2))
+    assert request.lineage(key(2)) == NO_LINEAGE
+    context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
+    assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
+
+
+def test_groups_are_chains_of_their_own_with_chunks_of_their_own_length() -> None:
+    context = ReqContext(req_id="r")
+    for number in range(4):
+        context.set_offload_key_position(key(number), (number + 1) * TOKENS_PER_BLOCK)
+        if number % 2:
+            context.set_offload_key_position(key(number, group=1), (number + 1) * TOKENS_PER_BLOCK)
+    request = TierRequest(context, TOKENS)
+    assert request.lineage(key(3)) == Lineage(hash_of(2), 3)
+    assert request.lineage(key(3, group=1)) == Lineage(hash_of(1), 1)
+
+
+def test_a_chunk_that_ends_inside_another_is_no_link() -> None:
+    context, request = request_of(*keys(2))
+    context.set_offload_key_position(key(50), 2 * TOKENS_PER_BLOCK + 3)
+    context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
+    assert request.lineage(key(50)) == NO_LINEAGE
+    assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
+
+
+def test_of_a_chunk_that_vllm_did_not_note_nothing_is_said() -> None:
+    _, request = request_of()
+    assert request.lineage(key(0)) == NO_LINEAGE
+    assert request.last_present(lambda _: True) == []
+
+
+def test_the_last_chunk_that_is_there_is_found_with_few_questions() -> None:
+    _, request = request_of(*keys(1000))
+    asked: list[OffloadKey] = []
+    there = set(keys(617))
+
+    def is_present(of: OffloadKey) -> bool:
+        asked.append(of)
+        return of in there
+
+    assert request.last_present(is_present) == [key(616)]
+    assert len(asked) <= 8 + 11
+
+
+def test_of_a_sliding_window_the_end_is_found_although_the_beginning_is_not_there() -> None:
+    _, request = request_of(*keys(1000))
+    assert request.last_present(set(keys(3, first=995)).__contains__) == [key(997)]
+    assert request.last_present(lambda _: False) == []
+
+
+def headers(root: Path) -> dict[bytes, Header]:
+    decoded = [decode_header(path.read_bytes()) for path in (root / "blocks").rglob("*.kvb")]
+    return {header.key.hash: header for header in decoded if isinstance(header, Header)}
+
+
+def records(reader: JournalReader) -> list[Record]:
+    return [record for batch in reader.read() for record in batch]
+
+
+def test_a_block_says_on_the_volume_what_comes_before_it(rigs: Rigs) -> None:
+    rigs.make().offload(keys(3))
+    found = headers(rigs.root)
+    assert [found[hash_of(number)].lineage for number in range(3)] == [
+        NO_LINEAGE,
+        Lineage(hash_of(0), 1),
+        Lineage(hash_of(1), 2),
+    ]
+
+
+def test_the_parent_is_known_although_only_the_end_of_the_prompt_is_stored(rigs: Rigs) -> None:
+    rig = rigs.make()
+    context = rig.request("writer")
+    note_positions(context, keys(4))
+    prepared = rig.manager.prepare_store([key(3)], context)
+    assert prepared is not None
+    rig.manager.complete_store(prepared.keys_to_store, context)
+    rig.settle()
+    assert headers(rigs.root)[hash_of(3)].lineage == Lineage(hash_of(2), 3)
+
+
+def used(reader: JournalReader) -> list[Record]:
+    return [record for record in records(reader) if record.op == Op.USED]
+
+
+def wait_for_used(reader: JournalReader) -> list[Record]:
+    found: list[Record] = []
+    wait_until(lambda: found.extend(used(reader)) or bool(found), "the use is on the volume")
+    return found
+
+
+def test_a_hit_is_one_record_for_the_end_of_the_prefix(rigs: Rigs) -> None:
+    rigs.make().offload(keys(20))
+    reader = JournalReader(rigs.root)
+    reader.start()
+    user: Rig = rigs.make(refresh_seconds=0.05)
+    for number in range(3):
+        assert user.serve(keys(20), f"r{number}").hit_blocks == 20
+    assert [(record.key.hash, record.lineage) for record in wait_for_used(reader)] == [
+        (hash_of(19), Lineage(hash_of(18), 19))
+    ]
+    user.close()
+    assert used(reader) == []
+
+
+def test_a_prefix_that_only_the_cpu_tier_served_counts_as_used(rigs: Rigs) -> None:
+    rigs.make().offload(keys(5))
+    user = rigs.make(refresh_seconds=0.05)
+    assert user.serve(keys(5), "from disk").hit_blocks == 5
+    reader = JournalReader(rigs.root)
+    reader.start()
+    # A part of it only, so that it is another prefix than the one that was noted before.
+    assert user.serve(keys(3), "from the CPU tier").hit_blocks == 3
+    assert user.metric("vllm:kvtier_disk_read_blocks") == 5
+    user.close()
+    assert hash_of(2) in {record.key.hash for record in used(reader)}
+
+
+def directories(root: Path) -> dict[str, int]:
+    """Return how many blocks each tenant has, and the common tree."""
+    found: dict[str, int] = {}
+    for path in root.rglob("*.kvb"):
+        parts = path.relative_to(root).parts
+        name = parts[1] if parts[0] == "tenants" else ""
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def with_tenant(rig: Rig, tenant: Any) -> Rig:
+    rig.params = {"kvtier_tenant": tenant}
+    return rig
+
+
+def test_each_tenant_has_a_directory_of_its_own_and_reads_no_other(rigs: Rigs) -> None:
+    writer = rigs.make(tenant_from="Parameter")
+    with_tenant(writer, "acme").offload(keys(4))
+    assert directories(rigs.root) == {"acme": 4}
+    for tenant, expected in (("acme", 4), ("other", 0), (None, 0)):
+        reader = with_tenant(rigs.make(tenant_from="Parameter"), tenant)
+        assert reader.serve(keys(4)).hit_blocks == expected
+
+
+def test_one_prompt_of_two_tenants_is_stored_twice(rigs: Rigs) -> None:
+    for tenant in ("acme", "other"):
+        with_tenant(rigs.make(tenant_from="Parameter"), tenant).offload(keys(3))
+    assert directories(rigs.root) == {"acme": 3, "other": 3}
+
+
+def test_a_request_without_the_parameter_uses_the_common_blocks(rigs: Rigs) -> None:
+    rigs.make(tenant_from="Parameter").offload(keys(2))
+    assert directories(rigs.root) == {"": 2}
+
+
+def test_a_request_whose_tenant_cannot_be_told_is_computed_and_kept_off_the_volume(rigs: Rigs) -> None:
+    rigs.make(tenant_from="Parameter").offload(keys(2))
+    rig = rigs.make(tenant_from="Parameter")
+    impossible: list[Any] = ["../escape", "UPPER", "", 7, ["acme"], "x" * 33]
+    for number, tenant in enumerate(impossible):
+        with_tenant(rig, tenant)
+        assert rig.serve(keys(2), f"reader {number}").hit_blocks == 0
+        rig.offload(keys(2, first=10 * number + 10), f"writer {number}")
+    assert directories(rigs.root) == {"": 2}
+    assert rig.metric("vllm:kvtier_disk_misses", "tenant") >= len(impossible)
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "tenant") == 2 * len(impossible)
+
+
+def test_the_parameter_means_nothing_where_tenants_are_off(rigs: Rigs) -> None:
+    with_tenant(rigs.make(), "acme").offload(keys(2))
+    assert directories(rigs.root) == {"": 2}
+
+
+@pytest.mark.parametrize("processes", [0, 2], ids=["threads", "movers"])
+def test_stores_above_a_quota_are_refused_and_other_tenants_go_on(rigs: Rigs, processes: int) -> None:
+    rig = rigs.make(
+        io_processes=processes,
+        tenant_from="Parameter",
+        tenant_quotas={"acme": 2 * BLOCK_BYTES},
+        default_quota_bytes=3 * BLOCK_BYTES,
+    )
+    with_tenant(rig, "acme").offload(keys(5), "one")
+    with_tenant(rig, "other").offload(keys(5, first=10), "two")
+    rig.params = None
+    rig.offload(keys(5, first=20), "three")
+    assert directories(rigs.root) == {"acme": 2, "other": 3, "": 5}
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_quota") == 5
+
+
+def test_a_quota_counts_what_other_engines_wrote_before(rigs: Rigs) -> None:
+    settings: dict[str, Any] = {
+        "tenant_from": "Parameter",
+        "tenant_quotas": {"acme": 24 * BLOCK_BYTES},
+        "max_bytes": 1 << 30,
+    }
+    with_tenant(rigs.make(**settings), "acme").offload(keys(8))
+    second = with_tenant(rigs.make(**settings), "acme")
+    second.offload(keys(20, first=10))
+    # An engine that has heard of another one takes no more than its share of what is left.
+    assert 8 < directories(rigs.root)["acme"] <= 24
+    assert second.metric("vllm:kvtier_disk_shed_stores", "no_quota") >= 4
+
+
+def test_a_salt_is_a_directory_that_does_not_show_it(rigs: Rigs) -> None:
+    rig = rigs.make(tenant_from="CacheSalt")
+    rig.salt = "my secret salt"
+    rig.offload(keys(2))
+    tenant = hashlib.sha256(b"my secret salt").hexdigest()[:16]
+    assert directories(rigs.root) == {tenant: 2}
+    written = b"".join(path.read_bytes() for path in rigs.root.rglob("*") if path.is_file())
+    assert b"my secret salt" not in written
+    assert "my secret salt" not in repr(Salt("my secret salt"))
+    rig.salt = ""
+    rig.offload(keys(2, first=10), "unsalted")
+    assert directories(rigs.root) == {tenant: 2, "": 2}
+
+
+def test_where_the_salt_cannot_be_seen_nothing_is_cached(rigs: Rigs) -> None:
+    rig = rigs.make(tenant_from="CacheSalt")
+    rig.offload(keys(2))
+    assert directories(rigs.root) == {}
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "tenant") == 2

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests share the rows of the CPU tier: in their order, streaming where one wants more than there are."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from rig import Rig, Rigs, key, keys, note_positions, wait_until
+from slow_fs import GatedFs
+from vllm.v1.kv_offload.base import OffloadKey
+
+from kvtier_connector.tier.loads import Load
+
+
+def walked(rig: Rig, blocks: int) -> Rig:
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == blocks, "the volume is walked")
+    return rig
+
+
+@pytest.mark.parametrize("blocks", [8, 9, 10, 11, 13, 20, 40])
+def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_and_is_served_whole(rigs: Rigs, blocks: int) -> None:
+    rigs.write(keys(blocks))
+    rig = rigs.make(chunks=10)
+
+    assert rig.serve(keys(blocks)).hit_blocks == blocks
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == blocks
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+
+
+def test_the_smallest_tier_takes_one_chunk_at_a_time(rigs: Rigs) -> None:
+    rigs.write(keys(5))
+    assert rigs.make(chunks=1).serve(keys(5)).hit_blocks == 5
+
+
+def test_a_part_of_the_prefix_that_is_in_the_cpu_tier_does_not_keep_the_rest_out(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = rigs.make(chunks=10)
+    rig.offload(keys(6), "head")
+    assert rig.serve(keys(30)).hit_blocks == 30
+
+
+def serve_together(rig: Rig, wanted: dict[str, list[OffloadKey]]) -> dict[str, int]:
+    """Serve requests that arrive at once, a piece of each in each step; compare every byte."""
+    contexts = {name: rig.request(name) for name in wanted}
+    for name, context in contexts.items():
+        note_positions(context, wanted[name])
+    loads: dict[str, Load] = {}
+    hits = dict.fromkeys(wanted, 0)
+    over: set[str] = set()
+
+    def are_served() -> bool:
+        for name in wanted.keys() - over:
+            if name not in loads:
+                found = rig.find_prefix(wanted[name], contexts[name])
+                if found is None:
+                    continue
+                if not found:
+                    over.add(name)
+                    continue
+                loads[name] = rig.begin_load(wanted[name][:found], contexts[name])
+            hits[name] += rig.take_piece(loads[name])
+            if loads[name].is_handed_over:
+                rig.manager.release_load(name)
+                over.add(name)
+        rig.end_step()
+        return len(over) == len(wanted)
+
+    wait_until(are_served, "all are served")
+    for context in contexts.values():
+        rig.finish(context)
+    return hits
+
+
+def prefixes(rigs: Rigs, requests: int, blocks: int) -> dict[str, list[OffloadKey]]:
+    wanted = {f"user {number}": keys(blocks, first=1000 * number) for number in range(requests)}
+    for prefix in wanted.values():
+        rigs.write(prefix)
+    return wanted
+
+
+def test_two_requests_longer_than_the_cpu_tier_are_both_served_whole(rigs: Rigs) -> None:
+    wanted = prefixes(rigs, 2, 30)
+    rig = rigs.make(chunks=10)
+    assert serve_together(rig, wanted) == dict.fromkeys(wanted, 30)
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+
+
+def test_eight_requests_that_together_want_thrice_the_cpu_tier_are_all_served_whole(rigs: Rigs) -> None:
+    wanted = prefixes(rigs, 8, 16)
+    rig = rigs.make(chunks=40)
+    assert serve_together(rig, wanted) == dict.fromkeys(wanted, 16)
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 8 * 16
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+
+
+def test_requests_do_not_wait_for_each_other_while_the_volume_is_not_walked_and_answers_slowly(rigs: Rigs) -> None:
+    class Slow(GatedFs):
+        """Answers whether it has a block after a while, and lists nothing."""
+
+        def scandir(self, path: str) -> list[os.DirEntry[str]]:
+            if path.endswith("/blocks"):
+                self._pass("scandir", path)
+            return super().scandir(path)
+
+        def stat(self, path: str) -> os.stat_result:
+            threading.Event().wait(0.002 * (len(self.calls) % 5))
+            return super().stat(path)
+
+    wanted = prefixes(rigs, 8, 16)
+    fs = Slow(lambda call, _: call == "scandir")
+    rig = rigs.make(chunks=30, fs=fs)
+
+    assert serve_together(rig, wanted) == dict.fromkeys(wanted, 16)
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+    fs.open_gate()
+
+
+def test_rows_are_given_to_requests_in_their_order_and_to_chunks_in_that_of_the_prefix(rigs: Rigs) -> None:
+    wanted = prefixes(rigs, 3, 8)
+    rig = walked(rigs.make(chunks=8), 24)
+    loads = {name: rig.begin_load(prefix, rig.request(name)) for name, prefix in wanted.items()}
+    order = []
+
+    def are_served() -> bool:
+        for name, load in loads.items():
+            before = len(load.handed)
+            rig.take_piece(load)
+            order.extend((name, number) for number in range(before, len(load.handed)))
+        rig.end_step()
+        return all(load.is_handed_over for load in loads.values())
+
+    wait_until(are_served, "all are served")
+    # What was freed goes to the next in line, so requests overlap; none overtakes another, nor a chunk another.
+    assert list(dict.fromkeys(name for name, _ in order)) == list(wanted)
+    for name in wanted:
+        assert [number for of, number in order if of == name] == list(range(8))
+    for name in wanted:
+        rig.manager.release_load(name)
+
+
+def test_a_load_whose_rows_can_never_come_gives_up(rigs: Rigs) -> None:
+    rigs.write(keys(8))
+    rig = walked(rigs.make(chunks=4), 8)
+    # Pinned for good, as by requests that all wait for more.
+    holder = rig.request("holder")
+    rig.offload(keys(4, first=100), "writer")
+    rig.manager.primary_tier.prepare_load(keys(4, first=100), holder)
+
+    assert rig.serve(keys(8)).hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") >= 1
+    assert rig.metric("vllm:kvtier_disk_refused_promotions") >= 1
+    rig.manager.primary_tier.complete_load(keys(4, first=100), holder)
+    assert rig.serve(keys(8), "later").hit_blocks == 8
+
+
+def prefetch(rig: Rig, name: str, wanted: list[OffloadKey]) -> Rig:
+    context = rig.request(name)
+    note_positions(context, wanted)
+    assert rig.find_prefix(wanted, context) == len(wanted)
+    rig.manager.read_ahead(wanted, context)
+    return rig
+
+
+def test_what_is_fetched_ahead_is_there_when_its_request_is_scheduled(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    rig = prefetch(walked(rigs.make(chunks=20), 6), "early", keys(6))
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(6)), "all is there")
+    assert rig.serve(keys(6), "early").steps == 1
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+
+
+def test_no_more_than_a_share_of_the_rows_is_fetched_ahead(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = prefetch(walked(rigs.make(chunks=10), 30), "early", keys(30))
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 5
+
+
+def test_what_is_fetched_ahead_yields_to_what_is_loaded_and_the_last_that_came_first(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = walked(rigs.make(chunks=10), 30)
+    prefetch(rig, "first", keys(2))
+    prefetch(rig, "second", keys(3, first=2))
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(5)), "both are there")
+
+    load = rig.begin_load(keys(8, first=20), rig.request("now"))
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 0, "all is there")
+    assert rig.manager.are_ready(keys(2))
+    assert not rig.manager.are_ready(keys(3, first=2))
+    rig.manager.release_load("now")
+
+
+def test_a_load_joins_what_is_fetched_ahead_for_another_request(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    name = rigs.block_file(key(5)).name
+    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    rig = prefetch(walked(rigs.make(chunks=20, fs=fs), 6), "early", keys(6))
+    load = rig.begin_load(keys(6), rig.request("now"))
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 1, "all but one is there")
+    fs.open_gate()
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 0, "all is there")
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+    rig.manager.release_load("now")

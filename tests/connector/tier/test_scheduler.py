@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our connector under vLLM's own scheduler: what is loaded, when it reaches the GPU, and what becomes of failures.
+
+Every step of a `SimulatedEngine` checks the bytes that it builds upon, so each of these tests is also one of content.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+from engine_fleet import Engines
+from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
+from engine_rig import SimulatedEngine
+from prompts import LATER, PROMPT, REST, finish, restart
+from rig import wait_until
+from slow_fs import FailingFs, GatedFs
+from vllm.v1.request import RequestStatus
+
+from kvtier_connector.store.fs import LOCAL, FileSystem
+
+WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def is_read_of(engines: Engines, engine: SimulatedEngine, chunk: int) -> Callable[[str, str], bool]:
+    name = engines.file_of(engine, PROMPT, chunk).name
+    return lambda call, path: call == "preadv" and name in path
+
+
+def test_what_one_engine_computed_another_one_loads(engines: Engines, writer: SimulatedEngine) -> None:
+    reader = restart(engines)
+    assert reader.ask("reader", PROMPT, answer=40) == REST
+    finish(reader)
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 20
+    assert reader.metric("vllm:kvtier_disk_written_blocks") == 0
+
+
+def test_a_chunk_that_the_index_knows_is_a_hit_at_once_and_the_request_runs_when_the_last_has_landed(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
+    fs = GatedFs(is_read_of(engines, writer, 19))
+    reader = restart(engines, fs=fs)
+    reader.add("r", PROMPT)
+    reader.step()
+    assert reader.status("r") is WAITING
+    wait_until(lambda: fs.waiting == 1, "the last chunk is being read")
+    for _ in range(20):
+        reader.step()
+    assert reader.status("r") is WAITING
+    fs.open_gate()
+    reader.run()
+    assert reader.computed["r"] == REST
+    reader.assert_nothing_is_left()
+
+
+def test_chunks_go_to_the_gpu_while_later_ones_are_still_being_read(engines: Engines, writer: SimulatedEngine) -> None:
+    fs = GatedFs(is_read_of(engines, writer, 12))
+    reader = restart(engines, fs=fs)
+    reader.add("r", PROMPT)
+    reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == 12)
+    assert reader.status("r") is WAITING
+    fs.open_gate()
+    finish(reader)
+    assert sum(blocks for _, blocks in reader.pieces) == 20
+    assert reader.computed["r"] == REST
+
+
+def flip(engines: Engines, writer: SimulatedEngine) -> FileSystem:
+    path = engines.file_of(writer, PROMPT, 12)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return LOCAL
+
+
+def remove(engines: Engines, writer: SimulatedEngine) -> FileSystem:
+    engines.file_of(writer, PROMPT, 12).unlink()
+    return LOCAL
+
+
+def refuse(engines: Engines, writer: SimulatedEngine) -> FileSystem:
+    name = engines.file_of(writer, PROMPT, 12).name
+    return FailingFs(OSError(errno.EIO, "broken"), lambda call, path: call == "open" and path.endswith(name))
+
+
+def hang(engines: Engines, writer: SimulatedEngine) -> FileSystem:
+    return GatedFs(is_read_of(engines, writer, 12))
+
+
+class PassingFs(FileSystem):
+    """Leaves it to another, which may come later."""
+
+    other: FileSystem = LOCAL
+
+    def open(self, path: str, flags: int) -> int:
+        return self.other.open(path, flags)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self.other.preadv(fd, buffers, offset)
+
+
+DAMAGES = {"corrupt": flip, "missing": remove, "EIO": refuse, "late": hang}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
+    engines: Engines, writer: SimulatedEngine, damage: str, policy: str
+) -> None:
+    if policy == "fail" and damage != "corrupt":
+        pytest.skip("one damage shows that the policy is set")
+    gone = engines.keys_of(writer, PROMPT)[12]
+    fs = PassingFs()
+    deadline = 0.4 if damage == "late" else 20.0
+    reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
+    fs.other = DAMAGES[damage](engines, writer)
+    assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
+    if isinstance(fs.other, GatedFs):
+        fs.other.open_gate()
+    finish(reader)
+    # What was computed is in the CPU tier, and on the volume anew where it was gone.
+    assert reader.manager.are_ready([gone])
+    assert engines.assert_volume_holds(reader, PROMPT) == 20
+    assert reader.ask("again", PROMPT) == REST
+
+
+def test_a_first_chunk_that_does_not_come_costs_all_of_them(engines: Engines, writer: SimulatedEngine) -> None:
+    reader = restart(engines)
+    engines.file_of(writer, PROMPT, 0).unlink()
+    assert reader.ask("r", PROMPT) == len(PROMPT)
+    finish(reader)
+    assert engines.assert_volume_holds(reader, PROMPT) == 20
+
+
+WINDOWED = Shape(windows=(None, WINDOW_TOKENS))
+
+
+def test_full_attention_and_a_sliding_window_are_loaded_together(engines: Engines) -> None:
+    writer = engines.make(WINDOWED)
+    assert writer.ask("w", PROMPT) == len(PROMPT)
+    finish(writer)
+    assert engines.assert_volume_holds(writer, PROMPT) > 20
+    reader = restart(engines, WINDOWED)
+    assert reader.ask("r", PROMPT, answer=30) == REST
+    finish(reader)
+
+
+def test_with_two_groups_a_load_that_fails_is_begun_anew_and_the_answer_is_right(engines: Engines) -> None:
+    writer = engines.make(WINDOWED)
+    writer.ask("w", PROMPT)
+    finish(writer)
+    reader = restart(engines, WINDOWED)
+    engines.file_of(writer, PROMPT, 12).unlink()
+    assert reader.ask("r", PROMPT, answer=30) >= 8 * BLOCK_TOKENS + REST
+    finish(reader)
+    assert reader.ask("again", PROMPT) == REST
+    finish(reader)
+    assert engines.assert_volume_holds(reader, PROMPT) == engines.count()
+
+
+class Unwalked(GatedFs):
+    """Lists nothing, so that each chunk has to be asked for, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda call, path: call == "scandir" or (call == "stat" and path.endswith(".kvb")))
+
+    def scandir(self, path: str) -> list[os.DirEntry[str]]:
+        if "/blocks" in path:
+            self._pass("scandir", path)
+        return super().scandir(path)
+
+
+def test_a_request_aborted_while_a_probe_asks_for_it_leaves_nothing(engines: Engines, writer: SimulatedEngine) -> None:
+    fs = Unwalked()
+    reader = engines.make(fs=fs)
+    reader.add("r", PROMPT)
+    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the probe hangs")
+    reader.abort("r")
+    fs.open_gate()
+    finish(reader)
+    assert reader.ask("next", PROMPT) == REST
+    finish(reader)
+
+
+@pytest.mark.parametrize("lag", [0, 3, math.inf])
+@pytest.mark.parametrize(
+    "when", ["it has arrived", "nothing was handed over", "pieces are under way", "all was handed over"]
+)
+def test_a_request_aborted_while_it_is_loaded_frees_everything(
+    engines: Engines, writer: SimulatedEngine, when: str, lag: float
+) -> None:
+    held = {"nothing was handed over": 0, "pieces are under way": 12}.get(when)
+    fs = GatedFs(is_read_of(engines, writer, held) if held is not None else lambda call, path: False)
+    reader = restart(engines, fs=fs)
+    reader.copies.lag = lag
+    reader.add("r", PROMPT)
+    if when != "it has arrived":
+        reader.step()
+        wanted = 20 if held is None else held
+        if wanted == 20 and lag != math.inf:
+            reader.copies.lag = math.inf
+        reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == wanted)
+    reader.abort("r")
+    for _ in range(5):
+        reader.step()
+    fs.open_gate()
+    reader.copies.lag = 0
+    finish(reader)
+    # What was read stays, and is not read again.
+    assert reader.ask("next", PROMPT) == REST
+    finish(reader)
+    assert reader.metric("vllm:kvtier_disk_read_blocks") <= 21
+
+
+def test_a_preempted_request_finds_its_own_chunks_again(engines: Engines) -> None:
+    prompt = prompt_of(16)
+    engine = engines.make()
+    engine.add("r", prompt, answer=60)
+    engine.run(lambda: len(engine.scheduler.requests["r"].output_token_ids) == 20)
+    assert engine.computed["r"] == len(prompt)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert engine.computed["r"] == len(prompt) + len(prompt) - 16 * BLOCK_TOKENS
+    engine.assert_nothing_is_left()
+
+
+def test_fifty_requests_that_share_a_prefix_load_it_once(engines: Engines) -> None:
+    shape = Shape(gpu_blocks=1000, cpu_chunks=400, blocks_per_chunk=4, most_running=64)
+    shared = prompt_of(640, more=0)
+    writer = engines.make(shape)
+    writer.ask("w", shared)
+    finish(writer)
+    reader = restart(engines, shape)
+    for number in range(50):
+        reader.add(f"r{number}", [*shared, *prompt_of(2, seed=number)], answer=4)
+    finish(reader)
+    assert len(reader.answers) == 50
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 160
+    assert sum(blocks for _, blocks in reader.pieces) == 640
+
+
+def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by one with each look-up."""
+    calls: list[int] = []
+    real = engine.manager.match_prefix
+
+    def match(keys: Sequence[bytes], context: object) -> object:
+        calls.append(engine.steps)
+        return real(keys, context)
+
+    monkeypatch.setattr(engine.manager, "match_prefix", match)
+    return calls
+
+
+def test_a_request_that_waits_costs_no_look_up(
+    engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = Unwalked()
+    reader = engines.make(fs=fs)
+    calls = count_lookups(reader, monkeypatch)
+    reader.add("probed", PROMPT)
+    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the probe hangs")
+    before = len(calls)
+    for _ in range(50):
+        reader.step()
+    assert len(calls) <= before + 1
+    fs.open_gate()
+    finish(reader)
+    assert reader.computed["probed"] == REST
+
+
+def test_a_request_that_waits_for_the_load_of_another_costs_no_look_up_and_shares_it(
+    engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = GatedFs(is_read_of(engines, writer, 19))
+    reader = restart(engines, fs=fs)
+    reader.add("first", PROMPT)
+    reader.add("second", PROMPT)
+    reader.step()
+    calls = count_lookups(reader, monkeypatch)
+    for _ in range(50):
+        reader.step()
+    assert len(calls) <= 1
+    fs.open_gate()
+    finish(reader)
+    assert reader.computed == {"first": REST, "second": REST}
+    assert {name for name, _ in reader.pieces} == {"first"}
+
+
+def test_reading_begins_when_a_request_arrives(engines: Engines, writer: SimulatedEngine) -> None:
+    reader = restart(engines, Shape(most_running=1))
+    reader.add("busy", LATER, answer=400)
+    reader.step()
+    reader.add("next", PROMPT)
+    reader.run(lambda: reader.manager.are_ready(engines.keys_of(reader, PROMPT)), most_steps=300)
+    # vLLM 0.33 lets a request fetch what it needs while all that may run do.
+    assert reader.status("next") in {RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS}
+    assert "busy" not in reader.answers
+    finish(reader)
+    assert reader.computed["next"] == REST
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 20
+
+
+def test_after_a_reset_no_row_is_written_while_a_piece_of_before_may_still_be_read(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
+    writer.ask("later", LATER)
+    writer.run()
+    fs = GatedFs(is_read_of(engines, writer, 12))
+    # Few rows, so that what is loaded next takes those that the pieces are copied from.
+    reader = restart(engines, Shape(cpu_chunks=14), fs)
+    reader.copies.lag = math.inf
+    reader.add("r", PROMPT)
+    reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == 12)
+    fs.open_gate()
+    reader.connector.reset_cache()
+    declared = reader.worker.get_handshake_metadata()
+    assert declared is not None
+    reader.tier.settle_weights([declared.weights])
+    read = reader.metric("vllm:kvtier_disk_read_blocks")
+    reader.add("next", LATER)
+    for _ in range(20):
+        reader.manager.poll()
+    assert len(reader.manager._fetches) == 0
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == read
+    # vLLM has the worker end these pieces with the next step.
+    reader.copies.lag = 0
+    finish(reader)
+    assert reader.computed["next"] == len(LATER) - 8 * BLOCK_TOKENS
+    assert reader.computed["r"] == 8 * BLOCK_TOKENS + REST
+
+
+def test_resets_at_any_moment_of_a_load_leave_right_bytes(engines: Engines, writer: SimulatedEngine) -> None:
+    for steps in range(1, 6):
+        reader = restart(engines)
+        reader.copies.lag = 1
+        reader.add("r", PROMPT, answer=10)
+        for _ in range(steps):
+            reader.step()
+        reader.scheduler.reset_prefix_cache(reset_connector=True)
+        reader.add("other", PROMPT, answer=10)
+        finish(reader)
+        reader.close()
+
+
+def test_a_prefix_longer_than_the_cpu_tier_is_loaded_whole(engines: Engines, writer: SimulatedEngine) -> None:
+    reader = restart(engines, Shape(cpu_chunks=6))
+    assert reader.ask("r", PROMPT) == REST
+    finish(reader)
+    assert reader.metric("vllm:kvtier_disk_refused_promotions") == 0
+
+
+def test_many_requests_share_a_small_cpu_tier(engines: Engines) -> None:
+    prompts = {f"r{number}": prompt_of(10, seed=number) for number in range(8)}
+    # Room for all of them at once: a writer that is short of it leaves some out for a while, and counts them.
+    writer = engines.make(Shape(cpu_chunks=200))
+    for name, prompt in prompts.items():
+        writer.ask(name, prompt)
+    writer.run()
+    assert engines.count() == 80
+    reader = restart(engines, Shape(cpu_chunks=12))
+    for name, prompt in prompts.items():
+        reader.add(name, prompt, answer=3)
+    finish(reader)
+    assert reader.computed == {name: len(prompt) - 10 * BLOCK_TOKENS for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_answers_are_right_where_the_gpu_is_so_small_that_requests_preempt_each_other(
+    engines: Engines, writer: SimulatedEngine, lag: int
+) -> None:
+    engine = restart(engines, Shape(gpu_blocks=30, cpu_chunks=60))
+    engine.copies.lag = lag
+    prompts = [prompt_of(8, seed=number % 3) for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        engine.add(f"r{number}", prompt, answer=90)
+    finish(engine)
+    assert engine.preemptions > 0
+    again = {f"again {number}": prompt for number, prompt in enumerate(prompts[:3])}
+    for name, prompt in again.items():
+        engine.ask(name, prompt, answer=5)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens in whatever order, requests get the answers that they get without a cache, and nothing stays taken.
+
+Requests that share beginnings and salts come, go and are aborted; the volume fails, fills, hangs and is damaged; caches
+are reset, engines restarted, and copies lag behind. A `SimulatedEngine` compares in each step what it builds upon.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from engine_fleet import Engines
+from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
+from engine_rig import SimulatedEngine
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from rig import Rigs
+from vllm.v1.request import RequestStatus
+
+from kvtier_connector.store.fs import FileSystem
+
+EXAMPLES = 8
+OPERATIONS = 40
+FAMILIES = 3
+LONGEST = 14
+
+SHAPES = {
+    "plenty": Shape(),
+    "small CPU tier": Shape(cpu_chunks=5),
+    "small GPU": Shape(gpu_blocks=40, cpu_chunks=30),
+    "everything small": Shape(gpu_blocks=36, cpu_chunks=4, most_running=3, most_tokens=64),
+    "long chunks": Shape(blocks_per_chunk=3, cpu_chunks=10),
+    "answers too": Shape(prompt_only=False, cpu_chunks=20),
+    "sliding window": Shape(windows=(None, WINDOW_TOKENS), gpu_blocks=120, cpu_chunks=24),
+}
+
+
+class MoodyFs(FileSystem):
+    """A volume whose blocks can be read and written, or cannot, or hang."""
+
+    def __init__(self) -> None:
+        self.read_error: int | None = None
+        self.write_error: int | None = None
+        self.flowing = threading.Event()
+        self.flowing.set()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.flowing.wait(20)
+        if self.read_error is not None:
+            raise OSError(self.read_error, "moody")
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.flowing.wait(20)
+        if self.write_error is not None:
+            raise OSError(self.write_error, "moody")
+        return super().pwritev(fd, buffers, offset)
+
+    def heal(self) -> None:
+        self.read_error = self.write_error = None
+        self.flowing.set()
+
+
+class Machine(RuleBasedStateMachine):
+    """Random operations on one engine at a time, which share a volume."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.fs = MoodyFs()
+        self.engines = Engines(Rigs(self.directory))
+        self.asked: dict[str, tuple[list[int], str | None, int]] = {}
+        self.damaged: dict[Path, bytes] = {}
+        self.count = 0
+
+    @initialize(shape=st.sampled_from(sorted(SHAPES)), min_reuse=st.sampled_from([1, 1, 2]))
+    def begin(self, shape: str, min_reuse: int) -> None:
+        self.shape, self.min_reuse = SHAPES[shape], min_reuse
+        self.engine = self.start()
+
+    def start(self) -> SimulatedEngine:
+        return self.engines.make(
+            self.shape,
+            fs=self.fs,
+            min_reuse=self.min_reuse,
+            load_deadline_seconds=0.3,
+            refresh_seconds=0.05,
+        )
+
+    @rule(
+        family=st.integers(0, FAMILIES - 1),
+        chunks=st.integers(0, LONGEST),
+        more=st.integers(1, 15),
+        salt=st.sampled_from([None, None, "salt"]),
+        answer=st.integers(1, 40),
+    )
+    def arrive(self, family: int, chunks: int, more: int, salt: str | None, answer: int) -> None:
+        self.count += 1
+        name, prompt = f"r{self.count}", prompt_of(chunks, seed=family, more=more)
+        self.asked[name] = prompt, salt, answer
+        self.engine.add(name, prompt, salt=salt, answer=answer)
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @rule()
+    def wait_for_movers(self) -> None:
+        for _ in range(10):
+            self.engine.step()
+            threading.Event().wait(0.001)
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice: int) -> None:
+        alive = sorted(name for name, request in self.engine.scheduler.requests.items() if not request.is_finished())
+        if alive:
+            name = alive[choice % len(alive)]
+            del self.asked[name]
+            self.engine.abort(name)
+
+    @rule(lag=st.integers(0, 4))
+    def lag(self, lag: int) -> None:
+        self.engine.copies.lag = lag
+
+    @rule(reading=st.sampled_from([None, None, errno.EIO]), writing=st.sampled_from([None, None, errno.ENOSPC]))
+    def change_mood(self, reading: int | None, writing: int | None) -> None:
+        self.fs.read_error, self.fs.write_error = reading, writing
+
+    @rule()
+    def hang(self) -> None:
+        self.fs.flowing.clear()
+
+    @rule()
+    def heal(self) -> None:
+        self.fs.heal()
+
+    @rule(choice=st.integers(0, 1000), is_flipped=st.booleans())
+    def damage(self, choice: int, is_flipped: bool) -> None:
+        files = sorted((self.engines.rigs.root / "blocks").rglob("*.kvb"))
+        if files:
+            path = files[choice % len(files)]
+            if is_flipped:
+                self.damaged[path] = path.read_bytes()[:-1] + b"?"
+                path.write_bytes(self.damaged[path])
+            else:
+                path.unlink()
+
+    @rule()
+    def reset_connector(self) -> None:
+        self.engine.connector.reset_cache()
+
+    @rule(connector=st.booleans())
+    def reset_all(self, connector: bool) -> None:
+        requests = self.engine.scheduler.requests.values()
+        # vLLM cannot yet take blocks from a request that is being loaded.
+        is_loading = any(
+            request.is_finished() or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
+        )
+        held = self.engine.scheduler.kv_holding_waiting
+        if not is_loading and not held:
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
+
+    @rule()
+    def restart(self) -> None:
+        self.fs.heal()
+        self.check_answers()
+        self.engine.close()
+        self.asked.clear()
+        self.engine = self.start()
+
+    def check_answers(self) -> None:
+        for name, answer in self.engine.answers.items():
+            if name in self.asked:
+                prompt, salt, length = self.asked[name]
+                assert answer == answer_of(prompt, length, salt), f"{name} is answered otherwise than without a cache"
+
+    def teardown(self) -> None:
+        try:
+            self.fs.heal()
+            self.engine.run()
+            assert self.asked.keys() <= self.engine.answers.keys(), "a request was not answered"
+            self.check_answers()
+            self.engine.assert_nothing_is_left()
+            for path, content in self.damaged.items():
+                if path.exists() and path.read_bytes() == content:
+                    # Nobody has asked for it since.
+                    path.unlink()
+            for family in range(FAMILIES):
+                for salt in (None, "salt"):
+                    self.engines.assert_volume_holds(self.engine, prompt_of(LONGEST, seed=family), salt=salt)
+        finally:
+            self.fs.heal()
+            self.engines.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@pytest.mark.timeout(300)
+def test_any_order_of_events_leaves_right_answers_and_nothing_taken() -> None:
+    run = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=OPERATIONS,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        # A counterexample is not made smaller: that would take minutes.
+        phases=[Phase.generate],
+        print_blob=True,
+    )
+    Machine.TestCase.settings = run
+    Machine.TestCase().runTest()

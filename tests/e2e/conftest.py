@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the end-to-end tests share: one cluster with light engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier_localcluster.testing import Bench
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import light_cluster
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    image = light_cluster.make_image(tmp_path_factory.mktemp("image"))
+    with light_cluster.running_bench(image, tmp_path_factory.mktemp("cluster")) as bench:
+        yield bench

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvtier`` and ``kubectl kvtier`` on tiers by name: what a person types, and what they read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import ci_tools
+import pytest
+from light_cluster import SECONDS, TIER, Tier
+
+from kvtier_cli.app import main
+from kvtier_localcluster.testing import Bench, until
+
+BLOCKS = 5
+SECRET = "hunter2-is-secret"
+
+
+@pytest.fixture(scope="module")
+def typed(bench: Bench) -> Tier:
+    """Return a tier with blocks that is Ready."""
+    env = [{"name": "MY_API_KEY", "value": SECRET}, {"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}]
+    tier = Tier(
+        bench,
+        "typed",
+        engine={"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m", "env": env},
+        disk={"budget": {"maxBytes": "1Gi"}},
+    )
+    tier.reaches("Ready", "True")
+    for number in range(BLOCKS):
+        assert "Stored" in tier.ask(f"store/{number}")["outcome"]
+    return tier
+
+
+@pytest.fixture(autouse=True)
+def _kubeconfig(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(bench.cluster.kubeconfig))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    assert main([*words, "-o", "json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.timeout(300)
+def test_a_name_and_the_directory_behind_it_give_the_same_answer(
+    bench: Bench, typed: Tier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = bench.cluster.cluster.data.root / "pvc/default/typed-blocks"
+    by_name, by_directory = (answer(capsys, "check", target) for target in ("typed", str(directory)))
+    assert by_name == by_directory
+    assert (by_name["blocks"], by_name["problems"]) == (BLOCKS, [])
+    assert answer(capsys, "inspect", "typed")["blocks"] == BLOCKS
+
+
+def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
+    typed.ask("store/doomed")
+    assert answer(capsys, "purge", "typed", "--older-than", "1w")["blocks"] == 0
+    pinned = next(each for each in typed.ask("state")["root"].split("/")[::-1] if each)
+    assert answer(capsys, "purge", "typed", "--generation", pinned)["dryRun"] is True
+    assert typed.ask("load/doomed")["is_hit"]
+    assert answer(capsys, "purge", "typed", "--generation", pinned, "--yes")["blocks"] == BLOCKS + 1
+    assert not typed.ask("load/doomed")["is_hit"]
+    # An engine learns what went when it looks at the volume again.
+    for number in range(BLOCKS):
+        until(lambda number=number: "Stored" in typed.ask(f"store/{number}")["outcome"], SECONDS)
+
+
+def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tier) -> None:
+    kubectl = str(ci_tools.load("helm").binary("kubectl"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([kubectl, *words], env=environment, capture_output=True, text=True, check=False)
+
+    done = run("kvtier", "inspect", "typed", "-n", "default")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{BLOCKS} blocks, ")
+    assert run("kvtier", "prune").returncode == 2
+    assert "Usage: kubectl kvtier" in run("kvtier", "--help").stdout
+    assert "purge\tRemove blocks" in run("__complete", "kvtier", "pur").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["inspect", "typo"], 1, "no tier typo in namespace default: there is "),
+        (["inspect", "typed", "-n", "elsewhere"], 1, "no tier typed in namespace elsewhere"),
+        (["status", "typo"], 1, "no tier typo"),
+        (["status", "typed", "--context", "nowhere"], 1, "no cluster to talk to"),
+        (["mode", "typed", "Sometimes"], 2, "'Sometimes' is not one of"),
+        (["purge", "typed"], 2, "say what is to go"),
+        (["purge", "typed", "--tenant", "nobody", "--yes"], 1, "holds no tenant nobody"),
+        (["check", "typed", "--keys-dir", "/"], 2, "--keys-dir is for a directory"),
+        (["gc", "typed", "--config", "/etc/hostname"], 2, "--config is for a directory"),
+        (["unpin", "typed", "x"], 1, "no such pin"),
+        (["report", "typo"], 1, "no tier typo"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
+    typed: Tier, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    before = typed.bench.get(TIER, typed.name)
+    assert main(words) == code
+    assert said in capsys.readouterr().err
+    after = typed.bench.get(TIER, typed.name)
+    assert before is not None
+    assert after is not None
+    assert (after["spec"], after["metadata"].get("annotations")) == (
+        before["spec"],
+        before["metadata"].get("annotations"),
+    )
+
+
+def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "typed"]) == 0
+    page = capsys.readouterr().out
+    for word in ("Ready=True", "CONDITIONS", "VolumeBound", "ENGINES  1 of 1 ready", "SIZES AND USE", "HITS", "NEXT"):
+        assert word in page
+    found = answer(capsys, "status", "typed")
+    assert found["usage"]["tier"] == "default/typed"
+    assert found["silent"] == []
+    assert main(["status", "-A"]) in {0, 1}
+    assert "default/typed" in capsys.readouterr().out
+
+
+def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = Tier(bench, "unready", volume={"existingClaim": "nobodys"})
+    tier.reaches("VolumeBound", "False")
+    assert main(["status", "unready"]) == 1
+    assert "VolumeBound: PersistentVolumeClaim/nobodys does not exist yet" in capsys.readouterr().out
+    bench.delete(TIER, "unready")
+
+
+def test_the_operator_is_told_to_pause_change_the_mode_and_restart(
+    typed: Tier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(capsys, "pause", "typed")["paused"] is True
+    typed.reaches("Paused", "True")
+    assert answer(capsys, "pause", "typed", "--off")["paused"] is False
+    typed.reaches("Paused", "False")
+    assert answer(capsys, "mode", "typed", "ReadOnly")["mode"] == "ReadOnly"
+    until(lambda: typed.ask("state")["mode"] == "ReadOnly", SECONDS)
+    assert answer(capsys, "mode", "typed", "ReadWrite")["mode"] == "ReadWrite"
+    before = {pod["metadata"]["name"] for pod in typed.pods()}
+    assert set(answer(capsys, "restart", "typed")["engines"]) == before
+    assert {pod["metadata"]["name"] for pod in typed.pods()} == before
+    assert answer(capsys, "restart", "typed", "--yes")["dryRun"] is False
+    until(lambda: not before & {pod["metadata"]["name"] for pod in typed.pods()}, SECONDS)
+    typed.reaches("Ready", "True")
+
+
+def test_a_report_holds_what_support_needs_and_nothing_secret(
+    typed: Tier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.tar.gz"
+    found = answer(capsys, "report", "typed", "--file", str(file))
+    assert found["unread"] == []
+    assert file.stat().st_mode & 0o077 == 0
+    with tarfile.open(file) as archive:
+        parts = {each.name.removeprefix("kvtier-report/"): archive.extractfile(each) for each in archive}
+        texts = {name: part.read().decode() for name, part in parts.items() if part is not None}
+    assert {"doctor.json", "default.typed/tier.yaml", "default.typed/status.txt", "default.typed/pods.yaml"} <= set(
+        texts
+    )
+    assert any(name.endswith("/engine.log") for name in texts)
+    assert [name for name, text in texts.items() if SECRET in text] == []
+    assert "value: INFO" in texts["default.typed/tier.yaml"]
+    assert main(["report", "typed", "--file", str(file)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_the_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {each["what"]: each for each in answer(capsys, "doctor")}
+    assert (found["cluster"]["state"], found["definition"]["state"]) == ("ok", "ok")
+    assert "holds the tiers of default" in found["operator"]["message"]
+    missing = {each["what"]: each for each in answer(capsys, "doctor", "-n", "kube-system", code=1)}
+    assert (missing["operator"]["state"], "kvtier run" in missing["operator"]["remedy"]) == ("missing", True)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kubectl exec runs a command inside a container: with its environment and volumes, and its exit code comes back."""
+
+from __future__ import annotations
+
+import subprocess
+
+import ci_tools
+import pytest
+
+from kvtier_localcluster.testing import Bench, server, until
+
+CLAIMED = {"volumeMounts": [{"name": "data", "mountPath": "/data"}], "env": [{"name": "GREETING", "value": "hello"}]}
+
+
+@pytest.fixture
+def pod(bench: Bench) -> Bench:
+    bench.pod("web", server(**CLAIMED), volumes=[{"name": "data", "emptyDir": {}}])
+    until(lambda: bench.is_ready("web"))
+    return bench
+
+
+def execute(bench: Bench, script: str, *words: str, pod: str = "web") -> subprocess.CompletedProcess[str]:
+    program = str(ci_tools.load("helm").binary("kubectl"))
+    options = [f"--kubeconfig={bench.cluster.kubeconfig}", f"--namespace={bench.namespace}"]
+    command = [program, *options, "exec", pod, "--", "python3", "-c", script, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_command_has_the_environment_and_the_volumes_of_its_container(pod: Bench) -> None:
+    script = "import os,sys; open(sys.argv[1], 'w').write('x'); print(os.environ['GREETING'], os.environ['HOSTNAME'])"
+    done = execute(pod, script, "/data/file")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello web\n", "")
+    assert execute(pod, "import os,sys; print(os.path.getsize(sys.argv[1]))", "/data/file").stdout == "1\n"
+
+
+def test_output_errors_and_the_exit_code_come_back_apart(pod: Bench) -> None:
+    done = execute(pod, "import sys; sys.stderr.write('no'); print('x' * 300000); sys.exit(3)")
+    assert (done.returncode, len(done.stdout)) == (3, 300001)
+    assert done.stderr.splitlines() == ["nocommand terminated with exit code 3"]
+
+
+def test_a_pod_that_is_not_there_is_told_of(pod: Bench) -> None:
+    done = execute(pod, "", pod="none")
+    assert (done.returncode, 'pods "none" not found' in done.stderr) == (1, True)

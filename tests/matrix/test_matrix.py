@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the matrix of models calls working, what it does not, and that its page says what was run."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from e2e.matrix import asking, page  # noqa: E402 - a folder beside the tests
+from e2e.matrix.classes import CLASSES, ModelClass  # noqa: E402 - as above
+from e2e.matrix.proof import judge  # noqa: E402 - as above
+from e2e.matrix.shapes import LLAMA, VOCABULARY  # noqa: E402 - as above
+
+MODEL = ModelClass(name="dense", title="Dense", shape=LLAMA)
+READ, EXTERNAL = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits"
+
+
+def answer(*tokens: int, logprob: float = -1.0, cached: int = 128) -> dict[str, Any]:
+    return {
+        "tokens": list(tokens),
+        "logprobs": [{str(token): logprob} for token in tokens],
+        "cached_tokens": cached,
+        "prompt_tokens": 200,
+    }
+
+
+def run(*, read: float = 2, external: float = 256, strangers: float = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    answers = [answer(1, 2), answer(3, 4)]
+    made = {
+        "answers": {"cold": answers, "gpu": answers, "twins": [answer(5), answer(6)]},
+        "block_tokens": 128,
+        "start_seconds": 1,
+    }
+    found = {
+        "answers": {"disk": copy.deepcopy(answers), "pair": [answer(7)]},
+        "counts": {"disk": {READ: read, EXTERNAL: external}, "strangers": {READ: strangers}},
+        "start_seconds": 1,
+    }
+    return made, found
+
+
+def test_the_same_answers_from_the_volume_are_what_works() -> None:
+    assert judge(MODEL, *run())["verdict"] == "works"
+
+
+def test_an_engine_that_reads_nothing_works_without_disk() -> None:
+    assert judge(MODEL, *run(read=0))["verdict"] == "works without disk"
+    assert judge(MODEL, *run(external=0))["verdict"] == "works without disk"
+
+
+def test_another_token_is_a_wrong_answer() -> None:
+    made, found = run()
+    found["answers"]["disk"][1]["tokens"] = [3, 5]
+    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
+
+
+def test_the_least_difference_is_a_wrong_answer_where_as_much_was_cached() -> None:
+    made, found = run()
+    found["answers"]["disk"][1] = answer(3, 4, logprob=-1.001)
+    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
+
+
+def test_rounding_is_none_where_less_was_cached() -> None:
+    made, found = run()
+    found["answers"]["disk"][1] = answer(3, 4, logprob=-1.1, cached=0)
+    assert judge(MODEL, made, found)["verdict"] == "works"
+
+
+def test_a_block_read_for_another_identity_is_a_wrong_answer() -> None:
+    assert judge(MODEL, *run(strangers=1))["verdict"].startswith("wrong answers")
+
+
+def test_a_model_that_answers_alike_after_any_beginning_proves_nothing() -> None:
+    made, found = run()
+    made["answers"]["twins"] = [answer(5), answer(5)]
+    assert judge(MODEL, made, found)["verdict"].startswith("blind")
+
+
+def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shared_beginnings() -> None:
+    prompts = asking.prompts(VOCABULARY)
+    assert len(prompts) >= 32
+    assert len({len(prompt) for prompt in prompts}) >= 32
+    for prompt in prompts:
+        assert any(other is not prompt and other[:64] == prompt[:64] for other in prompts) or len(prompt) < 250
+
+
+def test_each_class_has_a_name_of_its_own_and_reads_what_a_class_before_it_wrote() -> None:
+    names = [each.name for each in CLASSES]
+    assert len(set(names)) == len(names)
+    for each in CLASSES:
+        assert each.of in {"", *names[: names.index(each.name)]}
+
+
+def test_the_page_says_what_was_run() -> None:
+    assert page.PAGE.read_text() == page.text()
+
+
+@pytest.mark.parametrize("path", sorted(page.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_row_belongs_to_a_class(path: Path) -> None:
+    assert path.stem in {each.name for each in CLASSES}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alerts: each fires when it should and not otherwise, says what to do, and is in the chart as it is tested."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier_connector.store.format import Fault
+from kvtier_operator.parts import crashes
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "charts" / "kvtier" / "rules"
+ALERTS = [rule for group in yaml.safe_load((RULES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+TESTS = ("alerts.yaml", "alerts_of_days.yaml")
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is missing")
+
+
+def promtool(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], cwd=folder, check=False, capture_output=True, text=True)
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    for path in RULES.glob("*.yaml"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+@needs_promtool
+@pytest.mark.parametrize("tests", TESTS)
+def test_alerts_fire_when_they_should_and_not_otherwise(tests: str, rules: Path) -> None:
+    shutil.copy(Path(__file__).with_name(tests), rules / "tests.yaml")
+    done = promtool("test", "rules", "tests.yaml", folder=rules)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+
+
+@needs_promtool
+def test_no_rule_is_doubtful_to_promtool(rules: Path) -> None:
+    done = promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml", "recording.yaml", folder=rules)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_each_alert_is_tested_and_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+    name = rule["alert"]
+    tested = [
+        case
+        for file in TESTS
+        for test in yaml.safe_load(Path(__file__).with_name(file).read_text())["tests"]
+        for case in test.get("alert_rule_test", ())
+        if case["alertname"] == name
+    ]
+    assert any(case.get("exp_alerts") for case in tested), "no test sees it fire"
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert section, "docs/alerts.md has no section for it"
+    assert all(word in section[1] for word in ("**Means**", "**Look**", "**Do**"))
+
+
+def test_the_page_has_no_section_for_an_alert_that_is_gone() -> None:
+    sections = re.findall(r"^## (KVTier\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
+    assert sections == [rule["alert"] for rule in ALERTS]
+
+
+def causes_of(alert: str, label: str) -> set[str]:
+    found = {rule["alert"]: rule["expr"] for rule in ALERTS}[alert]
+    (choice,) = set(re.findall(rf'{label}=~"([^"]*)"', found))
+    return set(choice.split("|"))
+
+
+def test_engines_that_end_for_a_cause_that_is_known_raise_the_alert() -> None:
+    known = {clue.reason.value for clue in crashes._CLUES}
+    assert known - causes_of("KVTierCrashLoop", "reason") == set()
+
+
+def test_all_damage_to_files_raises_the_alert_and_nothing_else() -> None:
+    # A file of an earlier format is set aside, too, and was as it should be.
+    damage = {fault.value for fault in Fault if fault.is_damage} - {Fault.OUTDATED.value}
+    assert causes_of("KVTierDamagedBlocks", "cause") == damage

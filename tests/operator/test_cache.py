@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is remembered of the cluster: the newest of what watches, lists and writes say, and nothing that is gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from live import CORE, Client
+from tiers import NAMESPACE, TIER, tier
+from waiting import until
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterConflict, ClusterExpired, ClusterForbidden, ClusterUnavailable
+from kvtier_operator.kube.cache import NODES, TIERS, Cache
+from kvtier_operator.kube.cached_cluster import CachedCluster
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.informer import Informer, Scope
+from kvtier_operator.kube.shelf import Shelf, WatchCheck, Watched
+from kvtier_operator.names import ObjectKey, TierName
+
+CONFIGS = Watched(api_version="v1", kind="ConfigMap")
+SCOPE = Scope("v1", "ConfigMap")
+
+
+def config(version: int, *, name: str = "c", uid: str = "u", label: str = "llama", **data: str) -> dict[str, Any]:
+    labels = {names.LABEL_TIER: label}
+    metadata = {"name": name, "namespace": NAMESPACE, "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, _namespace: str, name: str, _groups: set[str]) -> None:
+        self.names.append(name)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def shelf(told: Told) -> Shelf:
+    return Shelf(CONFIGS, told)
+
+
+def data(shelf: Shelf, name: str = "c") -> dict[str, str] | None:
+    found = shelf.get(NAMESPACE, name)
+    return None if found is None else found["data"]
+
+
+def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(shelf: Shelf, told: Told) -> None:
+    shelf.seen(config(1, a="first"))
+    shelf.enter(config(3, a="ours"))
+    shelf.seen(config(2, a="before"))
+    assert data(shelf) == {"a": "ours"}
+    shelf.seen(config(3, a="ours"))
+    assert told.names == ["c"]
+    shelf.seen(config(4, a="theirs"))
+    assert (data(shelf), told.names) == ({"a": "theirs"}, ["c", "c"])
+
+
+def test_a_version_is_compared_as_a_number(shelf: Shelf) -> None:
+    shelf.seen(config(10, a="new"))
+    shelf.seen(config(9, a="old"))
+    assert data(shelf) == {"a": "new"}
+
+
+def test_what_says_nothing_new_wakes_nobody(shelf: Shelf, told: Told) -> None:
+    shelf.seen(config(1, a="b"))
+    shelf.seen(config(2, a="b"))
+    assert told.names == ["c"]
+    assert (shelf.get(NAMESPACE, "c") or {})["metadata"]["resourceVersion"] == "2"
+
+
+def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(shelf: Shelf) -> None:
+    shelf.seen(config(1, uid="before"))
+    shelf.enter(config(5, uid="after", a="b"))
+    shelf.gone(config(4, uid="before"))
+    assert data(shelf) == {"a": "b"}
+
+
+def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(shelf: Shelf) -> None:
+    shelf.enter(config(5, a="b"))
+    shelf.gone(config(4))
+    assert data(shelf) == {"a": "b"}
+
+
+def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(shelf: Shelf, told: Told) -> None:
+    for number, name in enumerate(("stays", "goes")):
+        shelf.seen(config(number, name=name, uid=name))
+    shelf.enter(config(9, name="made", uid="made"))
+    shelf.complete(SCOPE, frozenset({"stays"}), "8")
+    assert shelf.names_of(NAMESPACE, "llama") == ("stays", "made")
+    assert told.names == ["stays", "goes", "goes"]
+
+
+def test_a_list_of_one_namespace_says_nothing_of_another(shelf: Shelf) -> None:
+    shelf.seen(config(1))
+    shelf.complete(Scope("v1", "ConfigMap", "elsewhere"), frozenset(), "8")
+    assert data(shelf) == {}
+
+
+def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: Shelf) -> None:
+    shelf.seen(config(1))
+    shelf.seen(config(2, label="other"))
+    assert (shelf.names_of(NAMESPACE, "llama"), shelf.names_of(NAMESPACE, "other")) == ((), ("c",))
+    shelf.gone(config(3, label="other"))
+    assert shelf.of(NAMESPACE, "other") == []
+
+
+def test_of_a_node_only_what_decides_whether_a_pod_fits_is_kept(told: Told) -> None:
+    nodes = Shelf(NODES, told)
+    node: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": "n", "uid": "n", "resourceVersion": "1", "annotations": {"a": "b"}, "labels": {"l": "1"}},
+        "spec": {"podCIDR": "10.0.0.0/24", "taints": [{"key": "k", "effect": "NoSchedule"}]},
+        "status": {
+            "allocatable": {"memory": "1Gi"},
+            "images": [{"names": ["x" * 500]}] * 20,
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": "now"}, {"type": "DiskPressure"}],
+        },
+    }
+    nodes.seen(node)
+    stamp = nodes.stamp
+    node["metadata"]["resourceVersion"], node["status"]["conditions"][0]["lastHeartbeatTime"] = "2", "later"
+    nodes.seen(node)
+    assert (nodes.stamp, told.names) == (stamp, ["n"])
+    assert len(json.dumps(nodes.get("", "n"))) < 400
+    node["metadata"]["resourceVersion"], node["spec"]["unschedulable"] = "3", True
+    nodes.seen(node)
+    assert (nodes.stamp != stamp, told.names) == (True, ["n", "n"])
+
+
+class Lists:
+    """A source that answers each list and each watch with what it was told to."""
+
+    def __init__(self) -> None:
+        self.lists: list[Any] = []
+        self.watches: list[Any] = []
+        self.asked: list[str] = []
+
+    def read_all(self, _scope: Scope, *, page: int) -> Iterator[tuple[list[dict[str, Any]], str]]:
+        self.asked.append(f"list {page}")
+        found = self.lists.pop(0) if self.lists else ClusterUnavailable("no more")
+        if isinstance(found, Exception):
+            raise found
+        yield found, "5"
+
+    @contextmanager
+    def watch(self, _scope: Scope, *, version: str, seconds: int) -> Iterator[Any]:
+        self.asked.append(f"watch {version}")
+        found = self.watches.pop(0) if self.watches else ClusterUnavailable("no more")
+        if isinstance(found, Exception):
+            raise found
+        yield Events(found)
+
+
+class Events:
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        self._events = events
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self._events
+
+    def stop(self) -> None: ...
+
+
+@contextmanager
+def informed(source: Lists, shelf: Shelf) -> Iterator[Informer]:
+    informer = Informer(source, SCOPE, shelf)
+    informer.start()
+    try:
+        yield informer
+    finally:
+        informer.stop()
+        informer.join(5)
+
+
+def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(shelf: Shelf) -> None:
+    source = Lists()
+    source.lists = [[config(4)], [config(8, a="again")]]
+    source.watches = [[{"type": "MODIFIED", "object": config(7, a="b")}], ClusterExpired("410")]
+    with informed(source, shelf):
+        until(lambda: data(shelf) == {"a": "again"})
+    assert source.asked[:4] == ["list 250", "watch 5", "watch 7", "list 250"]
+
+
+def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(shelf: Shelf) -> None:
+    source = Lists()
+    source.lists = [[config(4)], []]
+    source.watches = [[{"type": "ERROR", "object": {"code": 410, "message": "too old"}}]]
+    with informed(source, shelf):
+        until(lambda: data(shelf) is None and len(source.asked) > 2)
+    assert source.asked[:3] == ["list 250", "watch 5", "list 250"]
+
+
+def test_what_no_watch_tells_a_list_does(shelf: Shelf) -> None:
+    source = Lists()
+    source.lists, source.watches = [[], [config(4)]], [ClusterUnavailable("503")] * 9
+    with informed(source, shelf) as informer:
+        until(lambda: data(shelf) == {})
+        assert until(informer.trouble)[1] == "503"
+
+
+def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(shelf: Shelf, told: Told) -> None:
+    source = Lists()
+    source.lists = [ClusterForbidden("403"), ClusterForbidden("403"), [config(4)]]
+    source.watches = [[]] * 99
+    with informed(source, shelf) as informer:
+        assert informer.wait(5)
+        assert isinstance(informer.refusal(), ClusterForbidden)
+        assert informer.trouble() == (0.0, "")
+        until(lambda: informer.refusal() is None)
+    assert told.names == ["c", ""]
+
+
+def test_what_only_a_list_told_is_counted_until_the_watch_tells_of_it_or_it_is_gone(shelf: Shelf) -> None:
+    now = 0.0
+    check = WatchCheck(shelf, clock=lambda: now)
+    check.heard(config(1), is_deleted=False)
+    check.seen(config(1))
+    assert check.trouble() == (0.0, "")
+    for name in ("c", "d"):
+        check.seen(config(2, name=name, uid=name, a="b"))
+    now = 9.0
+    assert check.trouble() == (9.0, f"no watch has told that {NAMESPACE}/c changed")
+    check.heard(config(2, uid="c", a="b"), is_deleted=False)
+    assert check.trouble() == (9.0, f"no watch has told that {NAMESPACE}/d changed")
+    check.complete(SCOPE, frozenset({"c"}), "3")
+    assert (check.trouble(), data(shelf, "d")) == ((0.0, ""), None)
+
+
+def test_a_list_from_before_it_was_deleted_brings_nothing_back(shelf: Shelf) -> None:
+    check = WatchCheck(shelf)
+    check.heard(config(1), is_deleted=False)
+    check.heard(config(2), is_deleted=True)
+    check.seen(config(1))
+    check.complete(SCOPE, frozenset({"u"}), "1")
+    assert data(shelf) is None
+    check.seen(config(3, uid="after", a="b"))
+    assert data(shelf) == {"a": "b"}
+
+
+@contextmanager
+def cached(api: ApiServerThread) -> Iterator[tuple[CachedCluster, Cache]]:
+    cluster = connect()
+    cache = Cache(cluster, lambda _kind, _tiers: None, namespaces=("default",))
+    cache.start()
+    try:
+        assert cache.wait(lambda: False)
+        yield CachedCluster(cluster, cache, TierName(namespace="default", name="llama")), cache
+    finally:
+        cache.close()
+
+
+TIER_KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=TIER.name)
+MINE: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "llama-connector", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
+    "data": {"a": "b"},
+}
+
+
+def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: ApiServerThread) -> None:
+    kubectl = Client(api.url)
+    kubectl.apply_tier({**tier(), "metadata": {"name": "llama", "namespace": "default"}})
+    with cached(api) as (cluster, cache):
+        cluster.get(TIER_KEY, "default")
+        kubectl.delete("/apis/kvtier.dev/v1alpha1", "kvcachetiers", "llama")
+        with pytest.raises(ClusterConflict, match="was changed or deleted"):
+            cluster.apply(MINE, over=None)
+        assert kubectl.get(CORE, "configmaps", "llama-connector") is None
+        assert cache.tiers.places() == []
+
+
+def test_what_was_made_meanwhile_is_not_written_over(api: ApiServerThread) -> None:
+    kubectl = Client(api.url)
+    kubectl.apply_tier({**tier(), "metadata": {"name": "llama", "namespace": "default"}})
+    with cached(api) as (cluster, _cache):
+        cluster.get(TIER_KEY, "default")
+        theirs = {**MINE, "metadata": {"name": "llama-connector"}, "data": {"their": "own"}}
+        kubectl.call("POST", kubectl.path(CORE, "configmaps"), theirs)
+        with pytest.raises(ClusterConflict, match="meanwhile there is one"):
+            cluster.apply(MINE, over=None)
+        found = cluster.get(names.key_of(MINE), "default")
+        assert (found or {})["data"] == {"their": "own"}
+        kubectl.delete(CORE, "configmaps", "llama-connector")
+        until(lambda: cluster.get(names.key_of(MINE), "default") is None)
+        assert cluster.apply(MINE, over=None)["data"] == {"a": "b"}
+        assert (cluster.get(names.key_of(MINE), "default") or {})["data"] == {"a": "b"}
+
+
+def test_a_tier_is_found_by_the_claim_that_it_uses(told: Told) -> None:
+    tiers = Shelf(TIERS, told)
+    body = tier(volume={"claim": None, "existingClaim": "mine"})
+    body["metadata"] |= {"uid": "t", "resourceVersion": "1"}
+    tiers.seen(body)
+    assert tiers.names_of(NAMESPACE, "mine") == ("llama",)

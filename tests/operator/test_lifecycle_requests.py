@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator asks of the API server with real watches, the real client and a real HTTP API server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from live import CORE, Client, agents, running
+from test_lifecycle import CHILDREN, CLAIM, body, ok_passes
+from waiting import until
+
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+
+
+@pytest.mark.usefixtures("controllers")
+def test_every_kind_is_listed_once_in_pages_and_then_only_watched(api: ApiServerThread, kubectl: Client) -> None:
+    listed: list[tuple[str, str]] = []
+
+    def note(request: Any) -> None:
+        plural, query = request.path.rpartition("/")[2], request.query
+        if request.headers.get("User-Agent") != "test" and "limit" in query:
+            listed.append((plural, query["limit"]))
+
+    api.server.faults.append(note)
+    with running(resync_seconds=0.5) as metrics:
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        passes = ok_passes(metrics)
+        until(lambda: ok_passes(metrics) > passes + 3)
+    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"pods", "jobs"}
+    once = [each for each in listed if each[0] != "kvcachetiers"]
+    assert sorted(once) == sorted((plural, "250") for plural in plurals)
+    # These are listed again and again, in case their watch has missed one.
+    assert set(listed) - set(once) == {("kvcachetiers", "250")}
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, kubectl: Client) -> None:
+    def sent(*reads: str) -> int:
+        # Who may work in a namespace holds its Lease, and renews it. No pass lists all tiers.
+        found = agents(api, *reads, "create", "patch", "update", "delete")
+        return len([call for call in found if "/leases" not in call and "/kvcachetiers?" not in call])
+
+    with running(resync_seconds=0.2) as metrics:
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        before = until(lambda: rested(metrics, lambda: sent("get", "list")))
+        passes = ok_passes(metrics)
+        until(lambda: ok_passes(metrics) > passes + 10)
+        assert sent("get", "list") == before
+    writes = sent()
+    # Neither has an operator anything to write that finds everything as it is to be.
+    with running(resync_seconds=0.2) as metrics:
+        until(lambda: ok_passes(metrics) > 5)
+        assert sent() == writes
+
+
+def rested(metrics: Any, sent: Callable[[], int]) -> int:
+    """Return how many requests there were, once some passes have sent none."""
+    before, passes = sent(), ok_passes(metrics)
+    until(lambda: ok_passes(metrics) > passes + 3)
+    return before if sent() == before else 0
+
+
+@pytest.mark.usefixtures("controllers")
+def test_an_object_of_somebody_else_is_noticed_to_go_at_once(kubectl: Client) -> None:
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "llama-engine"},
+        "spec": {"ports": [{"port": 1}]},
+    }
+    kubectl.call("POST", kubectl.path(CORE, "services"), theirs)
+    with running(resync_seconds=3600):
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
+        kubectl.delete(CORE, "services", "llama-engine")
+        until(kubectl.is_ready)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_kind_that_may_not_be_listed_ends_nobody_and_is_read_as_soon_as_it_may(
+    api: ApiServerThread, kubectl: Client
+) -> None:
+    def forbid(request: Any) -> ApiError | None:
+        is_ours = request.headers.get("User-Agent") != "test" and "poddisruptionbudgets" in request.path
+        return ApiError(403, "Forbidden", "poddisruptionbudgets is forbidden") if is_ours else None
+
+    api.server.faults.append(forbid)
+    with running(resync_seconds=3600):
+        kubectl.apply_tier(body())
+        told = until(lambda: kubectl.condition("Ready").get("reason") == "ApplyFailed" and kubectl.condition("Ready"))
+        assert "PodDisruptionBudget" in told["message"]
+        api.server.faults.clear()
+        until(kubectl.is_ready, seconds=45)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: what a user may write, what engines are told, and what is said of one that vLLM cannot use."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from healthy_tier import VIEW
+from tiers import NOON, TIER, tier
+
+from kvtier_operator import status
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.parse import parse
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.names import TierRef
+from kvtier_operator.parts import engine
+from kvtier_operator.parts.crashes import explain
+from kvtier_operator.plan import TierPlan, make_unchecked_plan
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.config.lora import LoRAConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.exceptions import LoRAAdapterNotFoundError
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+SQL = {"name": "sql", "source": {"claim": "adapters", "path": "team/sql"}}
+CHAT = {"name": "org/chat.v2", "source": {"hub": "org/chat-lora"}}
+ROOT = {"name": "root", "source": {"claim": "another.claim"}}
+REF = TierRef(namespace=TIER.namespace, name=TIER.name, uid="0")
+
+
+def plan_of(*loras: Any, args: tuple[str, ...] = (), **model: Any) -> TierPlan:
+    found = {"name": "meta-llama/Llama-3.1-8B-Instruct", "loras": list(loras), **model}
+    return make_unchecked_plan(parse(tier(model=found, engine={"args": list(args)})), REF, connector_image="kvtier")
+
+
+def report(spec: TierSpec) -> dict[str, Any]:
+    return status.report(replace(VIEW, spec=spec), {}, now=NOON)
+
+
+def pod_of(plan: TierPlan) -> tuple[Any, Any]:
+    pod = engine.deployment(plan)["spec"]["template"]["spec"]
+    return pod, pod["containers"][0]
+
+
+def test_vllm_reads_the_adapters_that_were_declared() -> None:
+    _, container = pod_of(plan_of(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(container["args"])
+
+    assert [(module.name, module.path) for module in read.lora_modules] == [
+        ("sql", "/opt/kvtier-loras/adapters/team/sql"),
+        ("org/chat.v2", "org/chat-lora"),
+        ("root", "/opt/kvtier-loras/another.claim"),
+    ]
+    assert {module.base_model_name for module in read.lora_modules} == {"meta-llama/Llama-3.1-8B-Instruct"}
+    assert read.max_model_len == 8192
+    made = EngineArgs.from_cli_args(read)
+    assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
+
+
+def test_each_claim_is_mounted_once_and_nobody_writes_there() -> None:
+    pod, container = pod_of(plan_of(SQL, {**SQL, "name": "other"}, CHAT, ROOT))
+    mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"] if "lora" in mount["mountPath"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+
+    assert sorted(mounted) == ["/opt/kvtier-loras/adapters", "/opt/kvtier-loras/another.claim"]
+    for path, mount in mounted.items():
+        claim = {"claimName": path.rpartition("/")[2], "readOnly": True}
+        assert mount["readOnly"] is True
+        assert volumes[mount["name"]]["persistentVolumeClaim"] == claim
+
+
+def test_without_adapters_nothing_is_rendered_for_them() -> None:
+    pod, container = pod_of(plan_of())
+    assert not [word for word in container["args"] if "lora" in word]
+    assert not [volume for volume in pod["volumes"] if "lora" in volume["name"]]
+
+
+def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
+    assert plan_of(SQL).generation.digest == plan_of().generation.digest
+
+
+def test_at_most_eight_adapters_are_computed_together_unless_more_are_asked_for() -> None:
+    many = [{**SQL, "name": f"a{number}"} for number in range(20)]
+    assert "--max-loras=8" in pod_of(plan_of(*many))[1]["args"]
+    assert "--max-loras=20" in pod_of(plan_of(*many, maxLorasAtOnce=20))[1]["args"]
+
+
+def test_two_adapters_of_one_name_are_refused() -> None:
+    with pytest.raises(SpecInvalid, match="given twice"):
+        parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
+
+
+def test_the_status_lists_the_adapters_and_where_they_are() -> None:
+    status = report(parse(tier(model={"name": "m", "loras": [SQL, CHAT, ROOT]})))
+    assert status["loras"] == [
+        {"name": "sql", "source": "adapters/team/sql"},
+        {"name": "org/chat.v2", "source": "hub:org/chat-lora"},
+        {"name": "root", "source": "another.claim"},
+    ]
+    assert "loras" not in report(parse(tier(model={"name": "m"})))
+
+
+def test_an_adapter_that_vllm_does_not_find_is_told_with_the_remedy() -> None:
+    found = explain(f"Traceback\nValueError: {LoRAAdapterNotFoundError('sql', '/opt/kvtier-loras/a/sql')}", 1)
+    assert found is not None
+    assert found.reason is Reason.ADAPTER_REFUSED
+    assert "spec.model.loras" in found.remedy
+
+
+def test_an_adapter_of_a_higher_rank_is_told_with_the_remedy() -> None:
+    helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match="rank") as refused:
+        helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    found = explain(f"ValueError: {refused.value}", 1)
+    assert found is not None
+    assert found.reason is Reason.ADAPTER_REFUSED
+    assert "spec.model.maxLoraRank" in found.remedy

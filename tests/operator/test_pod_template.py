@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user adds to the pods is merged as the API server merges what it is applied, and takes nothing away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from healthy_tier import NODE, SPEC, VIEW, check_problem, conditions, with_pod
+from live import Client
+from tiers import tier
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.parts import pod_security, render
+from kvtier_operator.parts.overlay import lay_over
+from kvtier_operator.plan import make_unchecked_plan, nodes, shares
+from kvtier_operator.snapshot import Container, Engines, Nodes
+
+SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
+
+
+ONE_GIBIBYTE = {"limits": {"memory": "1Gi"}}
+
+
+def rendered(**engine: Any) -> dict[str, dict[str, Any]]:
+    """Return the objects of a tier by kind; of several, the engine's."""
+    body = tier(engine=engine)
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
+    return {found["kind"]: found for found in reversed(render(plan))}
+
+
+def pod_of(**template: Any) -> dict[str, Any]:
+    return dict(rendered(podTemplate=template)["Deployment"]["spec"]["template"]["spec"])
+
+
+def container(pod: dict[str, Any], name: str = "engine") -> dict[str, Any]:
+    return next(each for each in pod["containers"] if each["name"] == name)
+
+
+@pytest.fixture(scope="module")
+def api() -> Any:
+    with ApiServerThread() as server:
+        yield server
+
+
+CLAIMS = [{"name": "nic", "resourceClaimName": "nic"}]
+ADDED: dict[str, Any] = {
+    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+    "ports": [{"containerPort": 8000, "protocol": "TCP", "hostPort": 80}, {"containerPort": 9, "protocol": "TCP"}],
+    "resources": {"limits": {"rdma/hca": "1"}, "requests": {"rdma/hca": "1"}, "claims": [{"name": "nic"}]},
+    "env": [{"name": "B", "value": "2"}, {"name": "C", "value": "3"}],
+    "volumeMounts": [{"mountPath": "/b", "name": "two"}],
+    "livenessProbe": {"periodSeconds": 30},
+}
+
+
+def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: ApiServerThread) -> None:
+    ours = {
+        "name": "engine",
+        "image": "vllm",
+        "securityContext": {"capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True},
+        "ports": [{"containerPort": 8000, "protocol": "TCP", "name": "http"}],
+        "resources": {"limits": {"memory": "1Gi"}, "requests": {"memory": "1Gi"}},
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
+        "volumeMounts": [{"mountPath": "/a", "name": "one"}],
+        "livenessProbe": {
+            "httpGet": {"path": "/health", "port": 8000, "scheme": "HTTP"},
+            "failureThreshold": 12,
+            "timeoutSeconds": 1,
+            "successThreshold": 1,
+        },
+    }
+
+    def applied(container: dict[str, Any], manager: str) -> dict[str, Any]:
+        labels = {"app": "x"}
+        volumes = [{"name": name, "emptyDir": {}} for name in ("one", "two")]
+        pod = {"containers": [container], "volumes": volumes, "resourceClaims": CLAIMS}
+        template = {"metadata": {"labels": labels}, "spec": pod}
+        body = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "d", "namespace": "default"},
+            "spec": {"selector": {"matchLabels": labels}, "template": template},
+        }
+        path = f"/apis/apps/v1/namespaces/default/deployments/d?force=true&fieldManager={manager}"
+        found = Client(api.url).call("PATCH", path, body, "application/apply-patch+yaml")
+        return dict(found["spec"]["template"]["spec"]["containers"][0])
+
+    applied(ours, "operator")
+    by_server = applied({"name": "engine", **ADDED}, "user")
+    by_us = lay_over(ours, ADDED)
+    assert {field: by_server[field] for field in by_us} == by_us
+
+
+def test_the_engine_gets_what_is_asked_for_and_keeps_what_is_its_own() -> None:
+    plain = container(pod_of())
+    added = {"resources": {"limits": {"rdma/hca": 1}}, "startupProbe": {"failureThreshold": 720}}
+    engine = container(pod_of(containers=[{"name": "engine", **added}]))
+    assert engine["resources"]["limits"] == {**plain["resources"]["limits"], "rdma/hca": 1}
+    assert engine["startupProbe"] == {**plain["startupProbe"], "failureThreshold": 720}
+    assert {field: engine[field] for field in ("image", "args", "env", "command")} == {
+        field: plain[field] for field in ("image", "args", "env", "command")
+    }
+
+
+def test_a_start_that_may_take_longer_is_no_stalled_rollout() -> None:
+    patient = [{"name": "engine", "startupProbe": {"failureThreshold": 720, "periodSeconds": 10}}]
+    deployment = rendered(podTemplate={"containers": patient})["Deployment"]
+    assert deployment["spec"]["progressDeadlineSeconds"] >= 7200
+
+
+def test_sidecars_stand_beside_the_engine_with_as_few_rights_unless_they_say_more() -> None:
+    pod = pod_of(containers=[SIDECAR, {"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
+    assert [each["name"] for each in pod["containers"]] == ["engine", "auth", "driver"]
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container(pod, "auth")["securityContext"] == restricted
+    assert container(pod, "driver")["securityContext"] == {"privileged": True}
+
+
+def test_init_containers_run_after_our_own() -> None:
+    pod = pod_of(initContainers=[{"name": "fetch", "image": "f"}])
+    assert [each["name"] for each in pod["initContainers"]] == ["install-connector", "fetch"]
+
+
+def test_an_account_of_the_users_own_is_used_and_none_is_made() -> None:
+    assert pod_of(serviceAccountName="llama")["serviceAccountName"] == "llama"
+    body = tier(engine={"podTemplate": {"serviceAccountName": "llama"}})
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
+    accounts = [each["metadata"]["name"] for each in render(plan) if each["kind"] == "ServiceAccount"]
+    assert accounts == ["llama-janitor"]
+
+
+def test_pods_on_the_nodes_network_still_resolve_services() -> None:
+    pod = pod_of(hostNetwork=True)
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
+
+
+def test_devices_of_a_claim_are_the_engines_without_being_named_twice() -> None:
+    template = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "four"}]}
+    found = rendered(accelerator={"resource": "claim", "perPod": 4}, tensorParallel=4, podTemplate=template)
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    resources = container(pod)["resources"]
+    assert resources["claims"] == [{"name": "gpus"}]
+    assert "claim" not in resources["limits"]
+    assert "--tensor-parallel-size=4" in container(pod)["args"]
+
+
+def test_service_and_budget_are_what_the_user_says() -> None:
+    found = rendered(
+        service={"type": "LoadBalancer", "annotations": {"cloud": "internal"}}, disruptionBudget={"minAvailable": "50%"}
+    )
+    assert found["Service"]["spec"]["type"] == "LoadBalancer"
+    assert found["Service"]["metadata"]["annotations"] == {"cloud": "internal"}
+    budget = found["PodDisruptionBudget"]["spec"]
+    assert budget["minAvailable"] == "50%"
+    assert "maxUnavailable" not in budget
+    assert rendered()["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "objection"),
+    [
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, "hostPath of the volume dev"),
+        ({"containers": [{**SIDECAR, "securityContext": {"privileged": True}}]}, "privileged of the container auth"),
+        ({"initContainers": [{"name": "i", "image": "i", "securityContext": {"runAsUser": 0}}]}, "runAsUser of the"),
+        (
+            {"containers": [{"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}]},
+            "capabilities.add of the container engine",
+        ),
+        ({"securityContext": {"runAsNonRoot": False}}, "runAsNonRoot of the pods"),
+        ({"containers": [{**SIDECAR, "ports": [{"containerPort": 1, "hostPort": 1}]}]}, "hostPort of the container"),
+    ],
+)
+def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict[str, Any], objection: str) -> None:
+    said = pod_security.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
+    assert objection in said
+    assert "pod-security.kubernetes.io/enforce" in said
+
+
+def test_what_satisfies_the_standard_is_not_spoken_of() -> None:
+    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
+    assert pod_security.warning(spec.engine.pod_template) == ""
+
+
+def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> None:
+    asked = parse(
+        tier(
+            engine={
+                "podTemplate": {
+                    "containers": [{"name": "engine", "resources": {"limits": {"rdma/hca": "2"}}}, SIDECAR],
+                    "initContainers": [
+                        {"name": "once", "image": "i", "resources": {"limits": {"memory": "9Gi"}}},
+                        {
+                            "name": "log",
+                            "image": "i",
+                            "restartPolicy": "Always",
+                            "resources": {"limits": {"memory": "1Gi"}},
+                        },
+                    ],
+                }
+            }
+        )
+    )
+    assert nodes.beside(asked) == (2 << 30, 500)
+    assert not nodes.matching(asked, Nodes(nodes=(NODE,)))
+    equipped = replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2})
+    assert nodes.matching(asked, Nodes(nodes=(equipped,)))
+    assert "2 rdma/hca" in shares.wanted_text(asked)
+    assert shares.inputs(asked) != shares.inputs(SPEC)
+
+
+def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
+    assert VIEW.sizing is not None
+    room = replace(NODE, memory_bytes=VIEW.sizing.memory_bytes + (1 << 29))
+    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
+    assert VIEW.snapshot is not None
+    for found, is_enough in ((SPEC, True), (spec, False)):
+        snapshot = replace(VIEW.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
+        fits = conditions(replace(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
+        assert (fits["status"] != "False") is is_enough
+    assert "spec.engine.podTemplate.containers" in fits["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        (
+            {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"},
+            "ContainerCrashed",
+            "no host",
+        ),
+        ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed", "spec.engine.podTemplate.containers"),
+        ({"exit_reason": "OOMKilled", "exit_code": 137}, "OutOfMemory", "spec.engine.podTemplate.containers"),
+    ],
+)
+def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
+    view = with_pod(containers=(Container(name="engine", image="v"), Container(name="auth", image="envoy", **changes)))
+    check_problem(view, "EnginesReady", Reason(reason), words)
+
+
+def test_an_init_container_that_did_its_work_is_no_trouble() -> None:
+    view = with_pod(containers=(Container(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
+    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"

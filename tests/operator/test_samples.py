@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sample is what the API takes, becomes a tier that is ready, and says in its first line when to use it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart import ROOT, render, tools
+from live import NAMESPACE, TIERS, Client, running
+from waiting import until
+
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator.api import parse
+from kvtier_operator.api.volume_spec import SHARED
+
+SAMPLES = sorted((ROOT / "crds" / "samples").glob("*.yaml"))
+GITOPS = {"argocd", "flux"}
+KUBECTL = tools.binary("kubectl")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def tiers(path: Path) -> list[dict[str, Any]]:
+    return [each for each in documents(path) if each["kind"] == "KVCacheTier"]
+
+
+def apply(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    # The namespace of the sample, if it names one, is made by whoever applies it.
+    command = [KUBECTL, "apply", "--server-side", "--validate=strict", *options, f"--filename={path}"]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_a_sample_says_when_to_use_it(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.usefixtures("controllers")
+@pytest.mark.parametrize("path", [each for each in SAMPLES if each.stem not in GITOPS], ids=lambda path: path.stem)
+def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, api: ApiServerThread, kubectl: Client) -> None:
+    (sample,) = tiers(path)
+    namespace = sample["metadata"].get("namespace", NAMESPACE)
+    if namespace != NAMESPACE:
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+        done = apply(path, "--dry-run=server")
+        assert done.returncode == 0, done.stderr
+        return
+    with running():
+        done = apply(path)
+        assert done.returncode == 0, done.stderr
+        until(lambda: kubectl.is_ready(sample["metadata"]["name"]))
+        assert kubectl.get(TIERS, "kvcachetiers", sample["metadata"]["name"]) is not None
+
+
+def test_the_minimal_sample_needs_no_token_and_no_shared_volume_and_the_next_one_shares() -> None:
+    (minimal,) = tiers(ROOT / "crds/samples/minimal.yaml")
+    spec = parse(minimal)
+    assert spec.model.token_secret_ref is None
+    assert spec.replicas == 1
+    assert spec.volume.claim is not None
+    assert spec.volume.claim.access_modes == ("ReadWriteOnce",)
+    assert spec.volume.claim.storage_class_name is None
+    assert len((ROOT / "crds/samples/minimal.yaml").read_text().splitlines()) <= 12
+    shared = parse(tiers(ROOT / "crds/samples/shared.yaml")[0])
+    assert shared.replicas == 2
+    assert shared.volume.claim is not None
+    assert SHARED in shared.volume.claim.access_modes
+
+
+def open_definition(group: str, kind: str, version: str) -> dict[str, Any]:
+    """Return a definition that takes any field: what others define is theirs to check."""
+    plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
+        },
+    }
+
+
+@pytest.mark.parametrize("name", sorted(GITOPS))
+def test_a_gitops_sample_is_applied_and_installs_a_chart_that_is_there_with_values_that_it_knows(
+    name: str, api: ApiServerThread
+) -> None:
+    path = ROOT / "crds" / "samples" / f"{name}.yaml"
+    found = documents(path)
+    for namespace in {each["metadata"]["namespace"] for each in found}:
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    for group_version, kind in {(each["apiVersion"], each["kind"]) for each in found}:
+        group, _, version = group_version.partition("/")
+        api.create(open_definition(group, kind, version))
+    until(lambda: apply(path).returncode == 0)
+    charts = [
+        (each["spec"]["source"]["path"], each["spec"]["source"]["helm"]["valuesObject"])
+        for each in found
+        if "helm" in each["spec"].get("source", {})
+    ] + [
+        (each["spec"]["chart"]["spec"]["chart"], each["spec"]["values"])
+        for each in found
+        if each["kind"] == "HelmRelease"
+    ]
+    ((chart, values),) = charts
+    assert (ROOT / chart / "Chart.yaml").exists()
+    assert render(values)

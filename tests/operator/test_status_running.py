@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Available, JanitorHealthy and UpToDate: every verdict, and that what each says is true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from healthy_tier import (
+    HEALTHY,
+    LATER,
+    NOON,
+    READY,
+    READY_POD,
+    REF,
+    STARTING,
+    UNREADY_POD,
+    USAGE,
+    VIEW,
+    changed,
+    conditions,
+    with_claim,
+    with_container,
+    with_engines,
+)
+from tiers import tier
+
+from kvtier_operator import names, status
+from kvtier_operator.api import parse
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.snapshot import Container, Engines, Janitor, Live, Pod
+
+AWAY = Janitor(is_missing=True)
+INVALID = status.View(generation=4, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec", "is wrong"))
+
+
+def spec_view(view: status.View = VIEW, **spec: Any) -> status.View:
+    return replace(view, spec=parse(tier(**spec)))
+
+
+def told(view: status.View, kind: str, previous: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    found = conditions(view, previous)[kind]
+    return found["status"], found["reason"], found["message"]
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        pytest.param(VIEW, "True", "Serving", "2 of 2 engines serve", id="all"),
+        pytest.param(with_engines(READY, ready=1), "True", "Serving", "1 of 2 engines serve", id="half"),
+        pytest.param(with_engines(READY, updated=1, ready=1), "True", "Serving", "1 of 2", id="in a rollout"),
+        pytest.param(with_engines(STARTING), "False", "Unavailable", "none of 2 engines serves", id="starting"),
+        pytest.param(spec_view(changed(engines=Engines()), replicas=0), "False", "ScaledToZero", "is 0", id="zero"),
+        pytest.param(with_claim(phase="Lost"), "True", "Serving", "2 of 2", id="the volume is gone"),
+    ],
+)
+def test_a_tier_is_available_while_one_engine_serves(view: status.View, verdict: str, reason: str, words: str) -> None:
+    found = told(view, "Available")
+    assert found[:2] == (verdict, reason)
+    assert words in found[2]
+
+
+def test_a_spec_that_cannot_be_read_takes_no_engine_away() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    assert told(INVALID, "Available", before)[:2] == ("True", "Serving")
+    assert told(INVALID, "Available")[:2] == ("Unknown", "NotChecked")
+
+
+def test_losing_the_last_engine_is_an_event() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    after = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), before, now=LATER)
+    events = {(each.level, each.reason) for each in status.transitions(before, after)}
+    assert ("Warning", "Unavailable") in events
+
+
+NEW_POD = replace(
+    UNREADY_POD, name="llama-engine-2", containers=(Container(name="engine", image="vllm", is_started=False),)
+)
+GROWING = replace(
+    changed(engines=replace(READY, replicas=3, updated=3), pods=(READY_POD, READY_POD, NEW_POD)),
+    spec=parse(tier(replicas=3)),
+)
+
+
+def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    found = conditions(GROWING, before)
+    assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
+    assert (found["EnginesReady"]["status"], found["EnginesReady"]["reason"]) == ("False", "EnginesAdded")
+    assert "2 of 3 engines are ready" in found["EnginesReady"]["message"]
+    after = status.report(GROWING, before, now=LATER)
+    assert conditions(GROWING, after)["Ready"]["status"] == "True"
+    assert status.transitions(before, after) == []
+
+
+def test_before_the_pods_of_a_larger_tier_are_there_it_is_ready_too() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    assert told(replace(VIEW, spec=parse(tier(replicas=3))), "Ready", before)[0] == "True"
+
+
+@pytest.mark.parametrize(("keeps_pods", "verdict"), [(True, "True"), (False, "False")], ids=["scaled", "edited"])
+def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_pods_are_replaced(
+    keeps_pods: bool, verdict: str
+) -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    unseen = changed(engines=replace(READY, generation=2))
+    view = replace(unseen, spec=parse(tier(replicas=3)), keeps_pods=keeps_pods)
+    assert told(view, "Ready", before)[0] == verdict
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(
+            replace(
+                GROWING,
+                snapshot=replace(
+                    GROWING.snapshot,
+                    pods=(
+                        READY_POD,
+                        READY_POD,
+                        replace(
+                            NEW_POD,
+                            containers=(
+                                Container(name="engine", image="vllm", restarts=1, exit_code=1, is_started=False),
+                            ),
+                        ),
+                    ),
+                ),
+            )
+            if GROWING.snapshot
+            else GROWING,
+            id="an engine crashed",
+        ),
+        pytest.param(with_engines(READY, ready=1), id="an engine that served does not"),
+        pytest.param(with_engines(READY, updated=1), id="a rollout"),
+        pytest.param(with_engines(READY, ready=0), id="none serves"),
+    ],
+)
+def test_what_is_no_growth_takes_ready_away(view: status.View) -> None:
+    pods = view.snapshot.pods if view.snapshot else ()
+    if pods == HEALTHY.pods:
+        view = replace(view, snapshot=replace(view.snapshot or HEALTHY, pods=(replace(READY_POD, is_ready=False),)))
+    before = status.report(VIEW, {}, now=NOON)
+    assert told(view, "Ready", before)[0] == "False"
+
+
+def test_a_new_tier_is_ready_only_when_all_its_engines_are() -> None:
+    assert told(GROWING, "Ready")[:2] == ("False", "EnginesStarting")
+
+
+def janitor_pod(**container: Any) -> Pod:
+    made = Container(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
+    return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
+
+
+def with_janitor(usage: Any = None, **changes: Any) -> status.View:
+    return changed(janitor=Janitor(usage=usage, **changes))
+
+
+HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
+REFUSED_BY_QUOTA = {
+    names.janitor_key(REF): Live(
+        uid="u",
+        resource_version="1",
+        content={
+            "status": {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}]}
+        },
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        pytest.param(VIEW, "True", "JanitorRuns", "within its budget", id="runs"),
+        pytest.param(
+            with_janitor(
+                pods=(
+                    janitor_pod(
+                        waiting_reason="CrashLoopBackOff", restarts=7, exit_code=1, exit_message="no such file: /blocks"
+                    ),
+                )
+            ),
+            "False",
+            "JanitorFailing",
+            "exit code 1: no such file: /blocks; `kubectl logs llama-janitor-0 --previous`",
+            id="crash loop",
+        ),
+        pytest.param(
+            with_janitor(
+                pods=(
+                    janitor_pod(waiting_reason="CrashLoopBackOff", restarts=3, exit_code=137, exit_reason="OOMKilled"),
+                )
+            ),
+            "False",
+            "JanitorFailing",
+            "raise spec.janitor.resources.memory",
+            id="killed for its memory",
+        ),
+        pytest.param(
+            with_janitor(pods=(janitor_pod(waiting_reason="CreateContainerConfigError", waiting_message="no x"),)),
+            "False",
+            "JanitorFailing",
+            "no x",
+            id="cannot be created",
+        ),
+        pytest.param(
+            with_janitor(pods=(janitor_pod(waiting_reason="ImagePullBackOff", waiting_message="not found"),)),
+            "False",
+            "JanitorImagePullFailed",
+            "cannot pull ghcr.io/kvtier/janitor:9 (ImagePullBackOff: not found), so nobody clears the volume",
+            id="image pull",
+        ),
+        pytest.param(with_janitor(pods=(HOMELESS,)), "False", "JanitorNotScheduled", "0/3 nodes", id="no node"),
+        pytest.param(changed(janitor=Janitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small", id="quota"),
+        pytest.param(
+            with_janitor(usage=replace(USAGE, problems=("cannot remove /x: EACCES",))),
+            "False",
+            "JanitorHindered",
+            "cannot remove /x",
+            id="hindered",
+        ),
+        pytest.param(changed(janitor=AWAY), "Unknown", "JanitorStarting", "not reported", id="moved"),
+        pytest.param(
+            changed(janitor=replace(AWAY, is_overdue=True)),
+            "False",
+            "JanitorFailing",
+            "no pod of the janitor is ready for minutes now",
+            id="no pod for long",
+        ),
+        pytest.param(with_janitor(), "Unknown", "JanitorStarting", "has not reported yet", id="new"),
+        pytest.param(
+            with_janitor(silence="refused"), "Unknown", "JanitorStarting", "not answer (refused)", id="silent"
+        ),
+        pytest.param(
+            with_janitor(usage=replace(USAGE, is_active=False)),
+            "Unknown",
+            "JanitorWaiting",
+            "Lease/llama-janitor",
+            id="2nd",
+        ),
+        pytest.param(
+            spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is removed", id="off"
+        ),
+    ],
+)
+def test_a_janitor_that_does_not_work_is_told_with_its_remedy(
+    view: status.View, verdict: str, reason: str, words: str
+) -> None:
+    found = told(view, "JanitorHealthy")
+    assert found[:2] == (verdict, reason)
+    assert words in found[2]
+    assert told(view, "Available")[0] == "True"
+    assert told(view, "Ready")[0] == ("False" if verdict == "False" else "True")
+
+
+def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
+    dead = with_janitor(pods=(janitor_pod(waiting_reason="CrashLoopBackOff", exit_code=1),))
+    healthy = status.report(VIEW, {}, now=NOON)
+    failing = status.report(dead, healthy, now=LATER)
+    again = status.report(VIEW, failing, now=LATER)
+    assert [each.reason for each in status.transitions(healthy, failing)] == ["JanitorFailing"]
+    assert [(each.level, each.reason) for each in status.transitions(failing, again)] == [
+        ("Normal", "Ready"),
+        ("Normal", "JanitorRuns"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        pytest.param(replace(VIEW, outdated=()), "True", "Current", "as this operator makes them", id="current"),
+        pytest.param(
+            replace(VIEW, outdated=("the image of install-connector from c:1 to c:2",)),
+            "False",
+            "EnginesOutdated",
+            "from c:1 to c:2: `kubectl annotate kvt llama -n serving --overwrite kvtier.dev/restart=",
+            id="an older operator's",
+        ),
+        pytest.param(
+            spec_view(replace(VIEW, outdated=()), engine={"image": "vllm/vllm-openai:v0.31.1"}),
+            "False",
+            "VllmUntested",
+            "is vLLM 0.31",
+            id="an untested vLLM",
+        ),
+        pytest.param(
+            spec_view(replace(VIEW, outdated=()), engine={"image": "mine/vllm@sha256:" + "0" * 64}),
+            "True",
+            "Current",
+            "",
+            id="an image that does not say",
+        ),
+        pytest.param(
+            replace(with_engines(READY, updated=1), outdated=()),
+            "Unknown",
+            "EnginesReplaced",
+            "1 of 2 engines are to be replaced",
+            id="a rollout",
+        ),
+        pytest.param(VIEW, "Unknown", "NotChecked", "", id="nobody rendered anything"),
+    ],
+)
+def test_engines_are_up_to_date_or_the_message_has_the_command(
+    view: status.View, verdict: str, reason: str, words: str
+) -> None:
+    found = told(view, "UpToDate")
+    assert found[:2] == (verdict, reason)
+    assert words in found[2]
+    assert told(view, "Ready")[0] == ("False" if reason == "EnginesReplaced" else "True")
+
+
+def test_a_message_counts_what_is_awaited_and_nothing_else() -> None:
+    ending = told(with_engines(READY, replicas=3), "EnginesReady")[2]
+    assert ending == "1 more than 2 are yet to end"
+    starting = told(with_engines(STARTING), "EnginesReady")[2]
+    assert starting == "0 of 2 engines are ready"
+    unseen = told(with_engines(READY, observed_generation=0), "EnginesReady")[2]
+    assert unseen == "the latest change is yet to reach the pods"
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (VIEW, "nothing is left to do for this spec"),
+        (with_engines(STARTING, is_stalled=True), "nothing goes on until a person acts: see Stalled"),
+        (spec_view(paused=True), "nothing goes on while the tier is paused"),
+    ],
+    ids=["done", "stalled", "paused"],
+)
+def test_who_does_not_go_on_says_why(view: status.View, words: str) -> None:
+    assert told(view, "Reconciling") == ("False", "Idle", words)

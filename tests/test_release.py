@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release is made of: named by digest, of the version in the code, and nothing installed without a hash."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from pathlib import Path
+
+import ci_tools
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+release, linters = ci_tools.load("release"), ci_tools.load("linters")
+VERSION = release.version_of_code()
+DIGESTS = {name: f"sha256:{number:064d}" for number, name in enumerate(release.IMAGES, 1)}
+PUSHED = tuple(f"{name}={digest}" for name, digest in DIGESTS.items())
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
+
+
+def test_chart_and_manifests_of_a_release_name_its_images_by_digest(tmp_path: Path) -> None:
+    release.main(f"v{VERSION}", str(tmp_path), *PUSHED)
+    found = [each for each in yaml.safe_load_all((tmp_path / "install.yaml").read_text()) if each]
+    for manifest in found:
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+    (operator,) = (each for each in found if each["kind"] == "Deployment")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"ghcr.io/kvtier/operator@{DIGESTS['operator']}"
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    assert given["KVTIER_CONNECTOR_IMAGE"] == f"ghcr.io/kvtier/connector@{DIGESTS['connector']}"
+    assert given["KVTIER_JANITOR_IMAGE"] == f"ghcr.io/kvtier/janitor@{DIGESTS['janitor']}"
+    assert {each["kind"] for each in found} >= {"Namespace", "CustomResourceDefinition", "ClusterRole"}
+    with tarfile.open(tmp_path / f"kvtier-{VERSION}.tgz") as chart:
+        names = chart.getnames()
+        values = chart.extractfile("kvtier/values.yaml")
+        assert values is not None
+        assert values.read().decode().count("sha256:0") == 3
+    assert {"kvtier/dashboards/tier.json", "kvtier/rules/alerts.yaml", "kvtier/files/kvcachetier.yaml"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("version", "pushed", "complaint"),
+    [
+        ("v99.0.0", PUSHED, "is not the version of the code"),
+        (f"v{VERSION}", PUSHED[:2], "name the digest of each image"),
+        (f"v{VERSION}", (*PUSHED[:2], "janitor=latest"), "name the digest of each image"),
+    ],
+)
+def test_a_release_that_is_not_whole_is_refused(
+    version: str, pushed: tuple[str, ...], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=complaint):
+        release.main(version, str(tmp_path / "out"), *pushed)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.lock")), ids=lambda lock: lock.stem)
+def test_every_locked_package_has_hashes_but_the_one_of_another_index(lock: Path) -> None:
+    text = lock.read_text()
+    bare = re.findall(r"^([a-z0-9.-]+)==[^\\\n]*$", text, re.MULTILINE)
+    assert bare == (["torch"] if lock.stem == "engine-cpu" else [])
+    assert text.count("--hash=sha256:") >= len(re.findall(r"^[a-z0-9.-]+==", text, re.MULTILINE)) - 1
+
+
+@pytest.mark.parametrize("file", ["operator/Dockerfile", "connector/janitor.Dockerfile"])
+def test_an_image_installs_nothing_without_a_hash(file: str) -> None:
+    installs = re.findall(r"pip install (.*?)&&", (ROOT / file).read_text())
+    assert all("--require-hashes" in each or each.strip().endswith("--no-deps /src") for each in installs)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_no_more_than_it_says(workflow: Path) -> None:
+    found = yaml.safe_load(workflow.read_text())
+    assert found["permissions"] == {"contents": "read"}
+    for job in found["jobs"].values():
+        assert "timeout-minutes" in job or "uses" in job
+        for step in job.get("steps", ()):
+            assert (
+                not step.get("uses", "").startswith("actions/checkout") or step["with"]["persist-credentials"] is False
+            )
+
+
+def test_workflows_scripts_and_dockerfiles_are_what_their_linters_take() -> None:
+    assert set(linters.commands()) == {"actionlint", "shellcheck", "hadolint"}
+    assert all(linters.commands().values())
+    assert linters.main() == 0
+
+
+def test_the_licence_names_its_holder() -> None:
+    assert "[yyyy]" not in (ROOT / "LICENSE").read_text()
+    assert "Copyright 2026 The kvtier authors" in (ROOT / "NOTICE").read_text()
