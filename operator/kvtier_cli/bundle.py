@@ -62,13 +62,17 @@ def report(tier: str | None, *, file: Path | None, logs: bool, output: str, **cl
     with pack:
         pack.add("README.txt", _READ_ME)
         pack.add("report.json", json.dumps({"kvtier": __version__, "made": made.isoformat(), "namespace": namespace}))
-        pack.try_to("doctor.json", lambda: json.dumps([asdict(each) for each in doctor.examine(where)], indent=2))
+        pack.try_to("doctor.json", lambda: _doctor(where))
         for body in bodies:
             _add_tier(pack, where, body, with_logs=logs)
         pack.add("unread.txt", "\n".join(pack.unread))
     document = {"file": str(file), "tiers": len(bodies), "parts": pack.parts, "unread": pack.unread}
     answers.show(document, output, lambda: _page(document))
     return FOUND if pack.unread else FINE
+
+
+def _doctor(where: targets.Where) -> str:
+    return json.dumps(redaction.manifest([asdict(each) for each in doctor.examine(where)]), indent=2)
 
 
 def _page(document: dict[str, Any]) -> str:
@@ -115,9 +119,18 @@ class Pack:
         """Add objects, redacted."""
         self.try_to(name, lambda: answers.as_yaml(redaction.manifest(read())))
 
-    def add_text(self, name: str, read: Callable[[], str]) -> None:
-        """Add a log or an exposition, redacted."""
+    def add_metrics(self, name: str, read: Callable[[], str]) -> None:
+        """Add an exposition, redacted."""
         self.try_to(name, lambda: redaction.text(read()))
+
+    def add_log(self, name: str, read: Callable[[], str]) -> None:
+        """Add the last lines of a log, redacted."""
+
+        def redacted() -> str:
+            lines = read()
+            return redaction.log(lines, is_cut=lines.count("\n") >= _LOG_LINES)
+
+        self.try_to(name, redacted)
 
 
 def _add_tier(pack: Pack, where: targets.Where, body: names.Manifest, *, with_logs: bool) -> None:
@@ -151,9 +164,9 @@ def _add_pod(pack: Pack, where: targets.Where, pod: names.Manifest, base: str, *
     component = (pod["metadata"].get("labels") or {}).get(names.LABEL_COMPONENT)
     port = {names.COMPONENT_ENGINE: names.HTTP_PORT, names.COMPONENT_JANITOR: JANITOR_PORT}.get(component or "")
     if port and standing.is_ready(pod):
-        pack.add_text(f"{base}/{name}/metrics.txt", lambda: str(where.person.fetch(pod, port, "/metrics")))
+        pack.add_metrics(f"{base}/{name}/metrics.txt", lambda: str(where.person.fetch(pod, port, "/metrics")))
     if not with_logs:
         return
     for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
         read = functools.partial(where.person.log, pod, container["name"], lines=_LOG_LINES)
-        pack.add_text(f"{base}/{name}/{container['name']}.log", read)
+        pack.add_log(f"{base}/{name}/{container['name']}.log", read)

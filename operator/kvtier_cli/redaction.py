@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 REDACTED: Final = "(redacted)"
@@ -86,7 +86,7 @@ def _document(content: str) -> str:
     if content.startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             return json.dumps(manifest(json.loads(content)))
-    return "\n".join(line(each) for each in content.split("\n"))
+    return "\n".join(_records(content.split("\n"), is_cut=False))
 
 
 def _items(items: list[Any]) -> list[Any]:
@@ -105,8 +105,40 @@ def _items(items: list[Any]) -> list[Any]:
 
 
 def text(lines: str) -> str:
-    """Return a log or an exposition, line by line, without what may be secret."""
+    """Return an exposition, or what else has its lines for themselves, without what may be secret."""
     return "".join(f"{line(each)}\n" for each in lines.splitlines())
+
+
+def log(lines: str, *, is_cut: bool) -> str:
+    """Return a log without what may be secret, and nothing of a prompt that goes on over several lines.
+
+    Args:
+        lines: the log.
+        is_cut: it may begin in the middle of a record.
+    """
+    return "".join(f"{each}\n" for each in _records(lines.splitlines(), is_cut=is_cut))
+
+
+_HEAD: Final = re.compile(
+    r"(?:\([^()]*\)\s*)?(?:\[?(?:\d{4}-)?\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*"
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+(?:\d\d-\d\d \d\d:\d\d:\d\d\s*)?)\s*(?:\[[^\]]*\])?"
+)
+"""How a record of vLLM, of its web server or of ours begins. vLLM repeats it on each line of one record."""
+
+
+def _records(lines: Iterable[str], *, is_cut: bool) -> Iterator[str]:
+    """Return lines redacted; of a record that may quote a prompt, no line is left but the beginning of the first."""
+    every = list(lines)
+    quoting: str | None = "" if is_cut and any(map(_HEAD.match, every)) else None
+    for each in every:
+        head = _HEAD.match(each)
+        if quoting is not None and (head is None or head[0] == quoting):
+            yield REDACTED
+            continue
+        # A line of JSON is a record by itself.
+        is_open = _PROMPT.search(each) is not None and not each.startswith("{")
+        quoting = ("" if head is None else head[0]) if is_open else None
+        yield line(each)
 
 
 def line(words: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typing_extensions import override
 
+from kvtier_cli import doctor
 from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
@@ -72,8 +73,22 @@ def test_in_a_pod_the_variable_names_the_cluster() -> None:
 
 
 @pytest.mark.usefixtures("in_a_pod")
+def test_in_a_pod_a_file_in_its_usual_place_names_the_cluster(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".kube").mkdir()
+    file.rename(tmp_path / ".kube" / "config")
+    monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    person = Person()
+    assert person.tiers("elsewhere") == []
+    assert person.namespace == "default"
+
+
+@pytest.mark.usefixtures("in_a_pod")
 def test_in_a_pod_without_the_variable_the_namespace_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.setattr("kubernetes.config.incluster_config.InClusterConfigLoader._load_config", lambda _loader: None)
     monkeypatch.setattr(
         "kubernetes.config.incluster_config.InClusterConfigLoader._set_config", lambda _loader, _settings: None
@@ -179,3 +194,20 @@ def test_a_report_is_made_where_pods_cannot_be_listed(
     assert "default.shy: metrics and logs of its pods: pods is forbidden" in found["unread"]
     with tarfile.open(file) as archive:
         assert "kvtier-report/default.shy/tier.yaml" in archive.getnames()
+
+
+def test_what_the_doctor_finds_is_redacted_in_a_report(
+    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tier(api, "examined")
+    proxied = "no answer from https://user:hunter2@proxy.example.org:3128"
+    finding = doctor.Finding(what="storage", state="unknown", message=proxied, remedy="Authorization: Bearer hunter2")
+    monkeypatch.setattr(doctor, "examine", lambda _where: [finding])
+    file = tmp_path / "report.tar.gz"
+    answer(capsys, "report", "examined", "--no-logs", "--file", str(file), code=0)
+    with tarfile.open(file) as archive:
+        found = archive.extractfile("kvtier-report/doctor.json")
+        assert found is not None
+        text = found.read().decode()
+    assert "hunter2" not in text
+    assert json.loads(text)[0]["what"] == "storage"

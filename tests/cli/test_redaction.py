@@ -105,3 +105,56 @@ def test_a_tenant_has_the_same_mark_everywhere() -> None:
     assert redaction.manifest({"tenants": [{"tenant": "acme", "blocks": 1}]})["tenants"][0]["tenant"] == mark
     assert mark in redaction.line('x{tenant="acme"} 1')
     assert redaction.tenant("other") != mark
+
+
+VLLM = "(APIServer pid=1) INFO 11-22 07:43:17 [logger.py:47] "
+
+
+@pytest.mark.parametrize("repeated", ["", VLLM, "  "])
+def test_a_prompt_of_several_lines_goes_with_its_record(repeated: str) -> None:
+    told = [
+        f"{VLLM}Received request cmpl-1: prompt: 'once upon",
+        f"{repeated}a time hunter2",
+        f"{repeated}",
+        f"{repeated}and so acme'",
+    ]
+    after = "(APIServer pid=1) INFO 11-22 07:43:18 [engine.py:1] Added request"
+    kept = redaction.log("\n".join([f"{VLLM}starting", *told, after]), is_cut=False).splitlines()
+    assert kept[0] == f"{VLLM}starting"
+    assert not any(word in "\n".join(kept) for word in ("once", "hunter2", "acme"))
+    assert kept[-1] == after
+
+
+@pytest.mark.parametrize(
+    "next_record",
+    [
+        "INFO 11-22 07:43:18 [engine.py:1] Added request",
+        'INFO:     10.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK',
+        "[2026-11-22 07:43:18,001] kvtier_operator [INFO    ] wrote",
+        "2026-11-22T07:43:18.001Z wrote",
+    ],
+)
+def test_what_follows_a_prompt_of_several_lines_stays(next_record: str) -> None:
+    found = redaction.log(f"INFO 11-22 07:43:17 [a.py:1] prompt: once\nupon a time\n{next_record}\n", is_cut=False)
+    assert "upon" not in found
+    assert next_record in found
+
+
+def test_the_rest_of_a_record_whose_beginning_was_cut_off_is_left_out() -> None:
+    lines = "upon a time\nINFO 11-22 07:43:17 [a.py:1] ready\n"
+    assert "upon" not in redaction.log(lines, is_cut=True)
+    assert redaction.log(lines, is_cut=False) == lines
+    assert redaction.log("Traceback:\nKeyError: 'layers.0'\n", is_cut=True).startswith("Traceback")
+
+
+def test_records_of_json_are_each_by_themselves() -> None:
+    lines = '{"message": "a", "prompt": "once"}\n{"message": "wrote"}\n'
+    assert "once" not in redaction.log(lines, is_cut=False)
+    assert '{"message": "wrote"}' in redaction.log(lines, is_cut=False)
+
+
+def test_the_last_words_of_a_container_lose_a_prompt_of_several_lines() -> None:
+    state = {"terminated": {"message": f"{VLLM}prompt: 'once\nupon a time'\nINFO 11-22 07:43:18 [a.py:1] ended"}}
+    found = json.dumps(redaction.manifest({"status": {"containerStatuses": [{"name": "engine", "state": state}]}}))
+    assert "upon" not in found
+    assert "ended" in found

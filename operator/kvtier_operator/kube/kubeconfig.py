@@ -37,6 +37,17 @@ def read_settings(*, kubeconfig: str | None = None, context: str | None = None) 
     return settings
 
 
+def of_person(kubeconfig: str | None) -> str | None:
+    """Return the file that a person means, as kubectl does: in a pod, too, one of theirs goes before its account."""
+    named = kubeconfig or os.environ.get("KUBECONFIG")
+    if named:
+        return named
+    with contextlib.suppress(RuntimeError):  # an account without a home
+        usual = Path("~/.kube/config").expanduser()
+        return str(usual) if usual.is_file() else None
+    return None
+
+
 def read_namespace(*, kubeconfig: str | None = None, context: str | None = None) -> str:
     """Return the namespace of the context, or else of the pod that this is, as kubectl would take it."""
     if not kubeconfig and not context and "KUBERNETES_SERVICE_HOST" in os.environ and _NAMESPACE_FILE.exists():

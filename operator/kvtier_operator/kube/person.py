@@ -6,7 +6,6 @@ For the command line alone. What it may do is what the person may do.
 
 from __future__ import annotations
 
-import os
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -18,7 +17,7 @@ from kubernetes.stream import stream
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable, KindMissing
 from kvtier_operator.kube.client import KubernetesCluster
-from kvtier_operator.kube.kubeconfig import read_namespace, read_settings
+from kvtier_operator.kube.kubeconfig import of_person, read_namespace, read_settings
 from kvtier_operator.names import Manifest
 
 FIELD_MANAGER: Final = "kvtier"
@@ -40,8 +39,7 @@ class Person:
         Raises:
             ClusterUnavailable: there is none.
         """
-        # In a pod, too, a person who names a file means that one. The operator means its own cluster.
-        kubeconfig = kubeconfig or os.environ.get("KUBECONFIG")
+        kubeconfig = of_person(kubeconfig)
         self._settings = read_settings(kubeconfig=kubeconfig, context=context)
         self._settings.retries = False
         self._api = client.ApiClient(self._settings)
