@@ -124,9 +124,9 @@ def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, capsys: p
     page = capsys.readouterr().out
     for word in ("Ready=True", "CONDITIONS", "VolumeBound", "ENGINES  1 of 1 ready", "SIZES AND USE", "HITS", "NEXT"):
         assert word in page
-    found = answer(capsys, "status", "typed")
-    assert found["usage"]["tier"] == "default/typed"
-    assert found["silent"] == []
+    # A busy machine may keep a pod from answering once, and it is then said which one.
+    usage = until(lambda: (found := answer(capsys, "status", "typed"))["silent"] == [] and found["usage"], SECONDS)
+    assert usage["tier"] == "default/typed"
     assert main(["status", "-A"]) in {0, 1}
     assert "default/typed" in capsys.readouterr().out
 
