@@ -8,19 +8,21 @@ in any case.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable
+from kvtier_operator.gather import read_preflight
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others, stands
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.parts import claim
+from kvtier_operator.parts import claim, preflight
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
+from kvtier_operator.problems import Preflight, State
 from kvtier_operator.snapshot import Live, Snapshot
 
 
@@ -141,6 +143,48 @@ def _take_back(cluster: Cluster, manifest: Manifest, before: Live | None, applie
 
 def _template(manifest: Mapping[str, Any]) -> object:
     return (manifest.get("spec") or {}).get("template")
+
+
+def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Preflight:
+    """Bring the preflight of a tier a step further and return how far it is.
+
+    Args:
+        cluster: what is read and written; not at all once a claim was found good, or is known not to be tried.
+        plan: what the tier becomes.
+        snapshot: what stands.
+        status: what the status says so far.
+
+    Raises:
+        ClusterError: the Job could not be read or written.
+    """
+    storage = status.get("storage") or {}
+    known = preflight.remembered(plan.spec, snapshot, storage)
+    if known is not None and known.state is State.OFF:
+        return _end_preflight(cluster, plan, known, status)
+    if known is not None or plan.spec.paused:
+        return known or Preflight(state=State.RUNNING, detail="the tier is paused")
+    key = preflight.key_of(plan.spec, snapshot)
+    job = read_preflight(cluster, plan.tier)
+    if job.key and job.key != key and not job.is_foreign:
+        cluster.delete(names.preflight_key(plan.tier), plan.tier.namespace, uid=job.uid)
+    elif not job.uid:
+        is_bound = snapshot.claim is not None and snapshot.claim.phase == "Bound"
+        cluster.apply(preflight.job(plan, key, places_volume=plan.is_on_one_node and not is_bound), over=None)
+    return preflight.outcome(key, storage, job)
+
+
+def _end_preflight(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
+    """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
+    conditions = status.get("conditions", ())
+    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == preflight.CHECKED.kind), {})
+    if (told.get("reason"), told.get("message")) == (Reason.PREFLIGHT_OFF.value, off.detail):
+        return off
+    if plan.spec.paused:
+        return replace(off, detail=f"{off.detail}; the tier is paused, and a Job that runs goes on")
+    found = cluster.get(names.preflight_key(plan.tier), plan.tier.namespace)
+    if found is not None and names.is_ours(found, plan.tier):
+        cluster.delete(names.preflight_key(plan.tier), plan.tier.namespace, uid=found["metadata"]["uid"])
+    return off
 
 
 def apply_live_settings(cluster: Cluster, spec: TierSpec, snapshot: Snapshot, done: Done) -> None:

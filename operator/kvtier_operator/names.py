@@ -174,6 +174,11 @@ def engine_key(tier: TierRef) -> ObjectKey:
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier))
 
 
+def preflight_key(tier: TierRef) -> ObjectKey:
+    """Return the Job that tries a claim."""
+    return ObjectKey(api_version="batch/v1", kind="Job", name=preflight(tier))
+
+
 def janitor_key(tier: TierRef) -> ObjectKey:
     """Return the Deployment of the janitor."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=janitor(tier))

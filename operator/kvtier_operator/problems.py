@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from kvtier_operator.errors import OperatorError
 from kvtier_operator.plan import Generation, Refusal
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.preflight_result import Preflight
 from kvtier_operator.plan.sizing import Sizing
 from kvtier_operator.proof.findings import Findings
 from kvtier_operator.proof.targets import Ask
@@ -40,6 +40,29 @@ def met(reason: Reason, message: str) -> Problem:
 def unknown(reason: Reason, message: str) -> Problem:
     """Return what is said of a condition that nobody can judge yet."""
     return Problem(reason=reason, message=message, is_known=False)
+
+
+class State(enum.Enum):
+    """How far a preflight is."""
+
+    OFF = enum.auto()
+    WAITING = enum.auto()
+    """There is no claim to try yet."""
+    RUNNING = enum.auto()
+    PASSED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What is known of a claim."""
+
+    state: State
+    key: str = ""
+    detail: str = ""
+    """What it waits for, or why the volume cannot be used."""
+    measured: Mapping[str, Any] | None = None
+    """For the status."""
 
 
 @dataclass(frozen=True, kw_only=True)

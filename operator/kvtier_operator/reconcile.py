@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_operator import names, preflights, status
+from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.apply import Done, apply_live_settings, apply_parts
+from kvtier_operator.apply import Done, apply_live_settings, apply_parts, apply_preflight
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
@@ -34,7 +34,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.plan.preflight_result import State
+from kvtier_operator.problems import State
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.proof.probes import Probes
@@ -215,7 +215,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     )
     done = Done(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
     try:
-        view = replace(view, preflight=preflights.advance(cluster, plan, snapshot, body.get("status") or {}))
+        view = replace(view, preflight=apply_preflight(cluster, plan, snapshot, body.get("status") or {}))
     except ClusterError as error:
         done.failures.append(error)
     tried = view.preflight

@@ -151,6 +151,24 @@ class Janitor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreflightJob:
+    """The Job that tries a claim, and its pods, as last seen."""
+
+    key: str = ""
+    """Of the claim that it tries; empty where there is no Job."""
+    uid: str = ""
+    is_foreign: bool = False
+    """Something else stands under its name."""
+    failure: str = ""
+    """Why the Job gave up, in the words of its controller."""
+    waiting: str = ""
+    """What its pod waits for."""
+    exit_code: int | None = None
+    message: str = ""
+    """Its pod's last words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """One node, as far as it decides whether an engine fits."""
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.resources import Registry, Resource
 from kvtier_localcluster.apiserver.validation import Validator
 from kvtier_operator.api import TierSpec, crd, parse

@@ -15,7 +15,7 @@ from kvtier_operator.api import containers
 from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import loras, pod_settings
+from kvtier_operator.parts import adapters, pod_settings
 from kvtier_operator.parts.connector_config import kv_transfer_config
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import TierPlan
@@ -216,7 +216,7 @@ def _engine_container(plan: TierPlan, added: Mapping[str, Any]) -> Manifest:
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
             *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
-            *loras.mounts(plan.spec.model),
+            *adapters.mounts(plan.spec.model),
             *engine.pod_template.volume_mounts,
         ],
     }
@@ -242,7 +242,7 @@ def _args(plan: TierPlan) -> list[str]:
         f"--shutdown-timeout={REQUEST_DRAIN_SECONDS}",
         f"--kv-transfer-config={kv_transfer_config(plan)}",
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
-        *loras.args(model),
+        *adapters.args(model),
         *engine.args,
     ]
 
@@ -280,7 +280,7 @@ def _volumes(plan: TierPlan) -> list[Manifest]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         {"name": "scratch", "emptyDir": {}},
         *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
-        *loras.volumes(plan.spec.model),
+        *adapters.volumes(plan.spec.model),
         *plan.spec.engine.pod_template.volumes,
     ]
 

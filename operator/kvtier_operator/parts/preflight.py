@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that tries a volume before engines use it, and what the status keeps of it. Pure."""
+"""The Job that tries a claim before engines use it: whether it has to, what it has shown, what is kept of that. Pure.
+
+A claim is tried once: what was found is kept in the status, under a key that changes with the claim and with the user
+that the pods run as. Engines that run already are never held up by it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from kvtier_operator import names, quantity
+from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pod_settings
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.preflight_result import State
-from kvtier_operator.problems import Condition, Problem, View, not_checked, unknown
+from kvtier_operator.plan.digest import digest
+from kvtier_operator.problems import Condition, Preflight, Problem, State, View, not_checked, unknown
+from kvtier_operator.snapshot import PreflightJob, Snapshot
 
 RESULT_FILE: Final = "/dev/termination-log"
 
@@ -23,7 +30,24 @@ KEPT_SECONDS: Final = 300
 """A Job that has failed is made anew after this long: the fault may have been removed."""
 
 
-def preflight(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
+ALWAYS: Final = "Always"
+_WRITTEN: Final = "ReadWrite"
+"""The mode in which engines need what a preflight asks for."""
+
+_MEASURED: Final = (
+    "directIo",
+    "totalBytes",
+    "freeBytes",
+    "writeBytesPerSecond",
+    "readBytesPerSecond",
+    "statMicroseconds",
+    "roundTripMicroseconds",
+)
+_TOLD: Final = ("fileSystem", "chosen", "advice")
+_MOST_CHARACTERS: Final = 256
+
+
+def job(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
     """Return the Job. It runs where engines may run and as their user.
 
     Args:
@@ -92,6 +116,81 @@ def _container(plan: TierPlan, *, places_volume: bool) -> Manifest:
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
         ],
     }
+
+
+def key_of(spec: TierSpec, snapshot: Snapshot) -> str:
+    """Return what a preflight is valid for; empty while there is no claim."""
+    if snapshot.claim is None:
+        return ""
+    return digest(
+        {
+            "claim": snapshot.claim.name,
+            "uid": snapshot.claim.uid,
+            "path": spec.volume.path,
+            "securityContext": spec.engine.pod_template.security_context or {},
+        }
+    )
+
+
+def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -> Preflight | None:
+    """Return what is known without looking at any Job; None where one must be looked at."""
+    key = key_of(spec, snapshot)
+    if spec.proof.preflight != ALWAYS:
+        return Preflight(state=State.OFF, detail="spec.proof.preflight is Never")
+    if not key:
+        return Preflight(state=State.WAITING)
+    if storage.get("key") == key and storage.get("problem") is None and "key" in storage:
+        return Preflight(state=State.PASSED, key=key)
+    if spec.disk.mode != _WRITTEN:
+        return Preflight(state=State.OFF, detail=f"spec.disk.mode is {spec.disk.mode}: nothing is written there")
+    return None
+
+
+def outcome(key: str, storage: Mapping[str, Any], seen: PreflightJob) -> Preflight:
+    """Return what a Job has shown; a failure is told until the next Job has ended."""
+    if seen.is_foreign:
+        return Preflight(state=State.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it")
+    if seen.key == key and seen.exit_code == 0:
+        return Preflight(state=State.PASSED, key=key, measured=_measured(seen.message))
+    if seen.key == key and (seen.exit_code is not None or seen.failure):
+        problem = _problem(seen.message) or seen.failure or f"it ended with exit code {seen.exit_code}"
+        return Preflight(state=State.FAILED, key=key, detail=problem)
+    if storage.get("key") == key and storage.get("problem"):
+        return Preflight(state=State.FAILED, key=key, detail=str(storage["problem"]))
+    return Preflight(state=State.RUNNING, key=key, detail=seen.waiting)
+
+
+def _document(message: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(message.strip().splitlines()[-1]) if message.strip() else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _problem(message: str) -> str:
+    told = _document(message)
+    return str(told["problem"])[:1000] if told.get("problem") else message.strip()[-500:]
+
+
+def _measured(message: str) -> dict[str, Any]:
+    fields = {_camel(name): value for name, value in _document(message).items()}
+    measured = {name: fields[name] for name in _MEASURED if _is_sound(name, fields.get(name))}
+    told = {
+        name: fields[name][:_MOST_CHARACTERS] for name in _TOLD if isinstance(fields.get(name), str) and fields[name]
+    }
+    return {**measured, **told}
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    if name == "directIo":
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(part.capitalize() for part in rest)
 
 
 def _judge(view: View, previous: Mapping[str, Any]) -> Problem:

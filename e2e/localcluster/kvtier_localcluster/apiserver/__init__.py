@@ -30,8 +30,8 @@ webhooks, following of logs, and Protobuf bodies of kinds that kubectl does not 
 
 from __future__ import annotations
 
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.audit import AuditEntry, Target
-from kvtier_localcluster.apiserver.errors import ApiError
 from kvtier_localcluster.apiserver.server import ApiServer, ApiServerThread
 from kvtier_localcluster.apiserver.structural import structural_problems
 

@@ -17,7 +17,7 @@ from typing import Final
 import aiohttp
 import jsonpatch
 
-from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.storage import Storage

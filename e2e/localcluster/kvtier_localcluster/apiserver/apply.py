@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_localcluster.apiserver import fieldsets, schemas
-from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json, timestamp
 
 _OWNED_METADATA = ("labels", "annotations", "finalizers", "ownerReferences")

@@ -12,8 +12,8 @@ from typing import Final
 
 from multidict import CIMultiDictProxy
 
+from kvtier_localcluster.apiserver.api_errors import ApiError, qualified
 from kvtier_localcluster.apiserver.audit import Target
-from kvtier_localcluster.apiserver.errors import ApiError, qualified
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.storage import Storage
 

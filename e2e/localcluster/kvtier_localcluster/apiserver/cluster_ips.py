@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 
-from kvtier_localcluster.apiserver.errors import ApiError, invalid
+from kvtier_localcluster.apiserver.api_errors import ApiError, invalid
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.storage import Storage
 

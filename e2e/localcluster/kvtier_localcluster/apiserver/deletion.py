@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver.admission import Admission, admit
-from kvtier_localcluster.apiserver.errors import conflict, not_found
+from kvtier_localcluster.apiserver.api_errors import conflict, not_found
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, timestamp
 from kvtier_localcluster.apiserver.resources import Registry, Resource
 from kvtier_localcluster.apiserver.storage import EventType, Storage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json, field_at, object_key, timestamp
 from kvtier_localcluster.apiserver.selectors import labels_match
 from kvtier_localcluster.apiserver.storage import EventType, Storage

@@ -14,7 +14,7 @@ from typing import Final
 
 from aiohttp import web
 
-from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.api_errors import bad_request
 from kvtier_localcluster.apiserver.objects import Json
 
 PROTOCOLS: Final = ("v5.channel.k8s.io", "v4.channel.k8s.io")

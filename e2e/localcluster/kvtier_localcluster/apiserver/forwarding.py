@@ -14,7 +14,7 @@ from typing import Final, Self
 from aiohttp import WSMsgType, web
 
 from kvtier_localcluster.apiserver import spdy
-from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.api_errors import bad_request
 from kvtier_localcluster.apiserver.objects import Json, field_at
 
 PROTOCOL: Final = "SPDY/3.1+portforward.k8s.io"

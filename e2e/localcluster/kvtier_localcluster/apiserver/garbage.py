@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.deletion import (
     CRD_FINALIZER,
     FOREGROUND_FINALIZER,
@@ -19,7 +20,6 @@ from kvtier_localcluster.apiserver.deletion import (
     Deleter,
     crd_storage,
 )
-from kvtier_localcluster.apiserver.errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, StorageKey, object_key, owner_uids
 from kvtier_localcluster.apiserver.resources import Registry
 from kvtier_localcluster.apiserver.storage import Event, EventType, Storage

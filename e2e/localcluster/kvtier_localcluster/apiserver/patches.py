@@ -10,7 +10,7 @@ from typing import Any, Final
 import jsonpatch
 
 from kvtier_localcluster.apiserver import schemas
-from kvtier_localcluster.apiserver.errors import ApiError
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json
 
 APPLY: Final = "application/apply-patch+yaml"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json
 
 MAGIC: Final = b"k8s\x00"

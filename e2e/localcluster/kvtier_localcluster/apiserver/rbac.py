@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.audit import Target, parse_path, verb_of
-from kvtier_localcluster.apiserver.errors import ApiError
 from kvtier_localcluster.apiserver.objects import Json
 
 

@@ -8,7 +8,7 @@ import binascii
 import json
 from collections.abc import Awaitable, Callable, Mapping
 
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json, compact_json, object_key
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.selectors import Selection

@@ -24,10 +24,10 @@ from kvtier_localcluster.apiserver import (
     tables,
     watching,
 )
+from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.audit import AuditEntry, Target, parse_path, verb_of
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
 from kvtier_localcluster.apiserver.deletion import DeleteOptions, Deleter
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, compact_json, object_key
 from kvtier_localcluster.apiserver.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.resources import Registry, Resource

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.api_errors import bad_request
 from kvtier_localcluster.apiserver.objects import Json, field_at
 from kvtier_localcluster.apiserver.resources import Resource, ScalePaths
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier_localcluster.apiserver.errors import bad_request
+from kvtier_localcluster.apiserver.api_errors import bad_request
 from kvtier_localcluster.apiserver.objects import Json, field_at
 from kvtier_localcluster.apiserver.resources import Resource
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kvtier_localcluster.apiserver.errors import expired
+from kvtier_localcluster.apiserver.api_errors import expired
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, StorageKey, object_key, owner_uids
 
 HISTORY_LIMIT: Final = 2000

@@ -7,7 +7,7 @@ import copy
 from typing import Final
 
 from kvtier_localcluster.apiserver import patches
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request, conflict, invalid
+from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request, conflict, invalid
 from kvtier_localcluster.apiserver.objects import Json, without_nulls
 from kvtier_localcluster.apiserver.patches import APPLY, JSON_PATCH, MERGE, STRATEGIC, Patch
 from kvtier_localcluster.apiserver.resources import Resource

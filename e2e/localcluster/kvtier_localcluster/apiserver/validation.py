@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver import builtin_rules, cel, crd_schema
+from kvtier_localcluster.apiserver.api_errors import bad_request, invalid
 from kvtier_localcluster.apiserver.builtin_schema import SchemaWalk
 from kvtier_localcluster.apiserver.cel_cost import cost_problems
 from kvtier_localcluster.apiserver.defaulting import set_builtin_defaults
-from kvtier_localcluster.apiserver.errors import bad_request, invalid
 from kvtier_localcluster.apiserver.objects import Json
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.structural import structural_problems

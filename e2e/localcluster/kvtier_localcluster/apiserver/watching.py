@@ -13,7 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
-from kvtier_localcluster.apiserver.errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json, compact_json
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.selectors import Selection

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from kvtier_localcluster.apiserver import apply, updates
 from kvtier_localcluster.apiserver.admission import Admission, admit
+from kvtier_localcluster.apiserver.api_errors import ApiError, already_exists, bad_request, conflict, invalid, not_found
 from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.deletion import Deleter
-from kvtier_localcluster.apiserver.errors import ApiError, already_exists, bad_request, conflict, invalid, not_found
 from kvtier_localcluster.apiserver.initial_state import CLAIM_FINALIZER, counts_generations, reset_status
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, object_key, timestamp, without_nulls
 from kvtier_localcluster.apiserver.patches import APPLY, Patch
