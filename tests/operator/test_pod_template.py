@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import pod_security, render
+from kvtier_operator.parts import engine, pod_security, render
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import make_unchecked_plan, nodes, shares
 from kvtier_operator.snapshot import Container, Engines, Nodes
@@ -247,3 +248,17 @@ def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str,
 def test_an_init_container_that_did_its_work_is_no_trouble() -> None:
     view = with_pod(containers=(Container(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
     assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
+
+
+@pytest.mark.parametrize(
+    ("template", "grace", "shutdown"), [({}, 90, 60), ({"terminationGracePeriodSeconds": 180}, 180, 150)]
+)
+def test_what_an_engine_may_take_to_end_fits_into_what_its_pod_may(
+    template: dict[str, Any], grace: int, shutdown: int
+) -> None:
+    pod = pod_of(**template)
+    (waits,) = (int(each) for each in re.findall(r"sleep\((\d+)\)", str(container(pod)["lifecycle"]["preStop"])))
+
+    assert pod["terminationGracePeriodSeconds"] == grace
+    assert f"--shutdown-timeout={shutdown}" in container(pod)["args"]
+    assert waits + shutdown + engine.TEARDOWN_SECONDS <= grace

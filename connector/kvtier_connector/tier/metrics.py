@@ -50,6 +50,12 @@ SHED_STORES = Metric(
     "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
+DRAINED_BLOCKS = Metric(
+    "vllm:kvtier_disk_drained_blocks",
+    "Blocks that were to be written when the engine was told to end, or since, by what became of them: written, or "
+    "lost, which the log says, too, since nobody may ask any more.",
+    ("outcome",),
+)
 ACTIVE = Metric(
     "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
 )
@@ -152,6 +158,7 @@ METRICS = (
     PRESENT_BLOCKS,
     MISSES,
     SHED_STORES,
+    DRAINED_BLOCKS,
     ACTIVE,
     REFUSED,
     KEY_MISSING,
@@ -176,6 +183,9 @@ METRICS = (
     FIRST_TOKEN_SECONDS,
     FIRST_TOKEN_PROMPTS,
 )
+
+WRITTEN = "written"
+LOST = "lost"
 
 ABSENT = "absent"
 LATE_PROBE = "late_probe"

@@ -27,6 +27,7 @@ from kvtier_connector.store.layout import Home
 from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Admission, Offers
+from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.facts import engine_facts
 from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequests
@@ -65,6 +66,7 @@ class Parts:
     admission: Admission
     offers: Offers
     stats: metrics.Stats
+    drain: Drain
 
 
 class Site:
@@ -91,6 +93,7 @@ class Site:
             admission=parts.admission,
             offers=parts.offers,
             stats=parts.stats,
+            drain=parts.drain,
             row_bytes=rows.length,
         )
 

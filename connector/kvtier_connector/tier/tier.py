@@ -41,6 +41,7 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.adapters import Adapters
 from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
+from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 from kvtier_connector.tier.site import Parts, Rows, Sites
@@ -137,6 +138,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._why_not_loading: str | None = metrics.INERT
         self._is_closed = False
         self._breaker = Breaker()
+        self.drain = Drain.of_engine(getattr(offloading_spec, "engine_config", None), self.stats, name=config.tier)
         region_fd: int | None = getattr(offloading_spec, "region_fd", None)
         parts = Parts(
             rows=Rows(primary_kv_view, self.row_count, self.row_bytes, region_fd),
@@ -145,6 +147,7 @@ class SharedVolumeTier(SecondaryTierManager):
             admission=self.admission,
             offers=self._offers,
             stats=self.stats,
+            drain=self.drain,
         )
         self._sites = Sites(config, parts, self.fs, generation=generation)
         self._take_place()
@@ -277,6 +280,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._why_not_loading = (
             metrics.NEW_WEIGHTS if self.is_doubting else why_not_loading(self._volume, self._breaker, is_stuck=is_stuck)
         )
+        self._transfers.drain()
         if self._volume.refused_field and self._transfers:
             # The directory is somebody else's by now: what waits does not belong there.
             self._transfers.withdraw(metrics.INERT)
@@ -298,7 +302,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._transfers or self._asked)
+        return bool(self._transfers or self._asked or (self.drain.is_begun and self.peek_shed(1)))
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -334,10 +338,13 @@ class SharedVolumeTier(SecondaryTierManager):
         self._transfers.withdraw(metrics.SHUTDOWN)
         self._movers.withdraw(list(self._probes))
         self.drain_jobs()
+        self.drain.close()
         self._adapters.close()
         self._sites.close()
 
     def _why_not_storing(self) -> str | None:
+        if self.drain.is_over:
+            return metrics.SHUTDOWN
         if self.is_doubting:
             return metrics.NEW_WEIGHTS
         if cause := why_not_storing(self._volume, self._breaker, is_stuck=self._is_storing_stuck):

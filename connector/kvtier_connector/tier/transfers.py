@@ -27,6 +27,7 @@ from kvtier_connector.store.layout import BlockKey, Lineage
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Admission, Offers
+from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 
 POLL_SECONDS = 0.001
@@ -37,6 +38,8 @@ LONGEST_AGAIN_SECONDS = 60.0
 """After how long chunks are offered again, doubled each time that it was in vain."""
 _NEVER_AGAIN = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.SHUTDOWN})
 """Why a chunk was not written where offering it again would change nothing."""
+_UNWANTED = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.BYPASSED, metrics.INERT})
+"""Why a chunk was not written that was not to be: the end of the engine loses nothing by it."""
 
 
 class Landed(NamedTuple):
@@ -80,6 +83,7 @@ class Transfers:
         admission: Admission,
         offers: Offers,
         stats: metrics.Stats,
+        drain: Drain,
         row_bytes: int,
     ) -> None:
         """Store the parts."""
@@ -89,6 +93,7 @@ class Transfers:
         self._admission = admission
         self._offers = offers
         self._stats = stats
+        self._drain = drain
         self._row_bytes = row_bytes
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
@@ -207,6 +212,22 @@ class Transfers:
         stored, self._stored = self._stored, []
         return stored
 
+    def drain(self) -> None:
+        """If the engine was told to end, write what can be written before it does, and then nothing more."""
+        drain = self._drain
+        if not drain.is_begun:
+            return
+        if drain.announce(self.storing):
+            # What was not written is offered again at once: there is no later.
+            self._again_at = 0.0
+        if not drain.is_over:
+            return
+        if self.storing:
+            self._cause = metrics.SHUTDOWN
+            self._movers.withdraw([number for number, each in self._tasks.items() if not each.order.is_promotion])
+        else:
+            drain.tell()
+
     def withdraw(self, cause: str) -> None:
         """Take everything back that is under way: each still ends, once the movers do not touch its row."""
         self._cause = cause
@@ -254,11 +275,14 @@ class Transfers:
             transfer.done.append(key)
             self._stored.append(key)
             self._shed.pop(key, None)
+            self._drain.note(key, is_written=True)
             self._stats.count(metrics.PRESENT_BLOCKS if isinstance(outcome, Present) else metrics.WRITTEN_BLOCKS)
             if isinstance(outcome, Stored):
                 self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
             return
         cause = self._store_cause(done)
+        if cause not in _UNWANTED:
+            self._drain.note(key, is_written=False)
         if cause in _NEVER_AGAIN:
             self._shed.pop(key, None)
         if not transfer.is_again:

@@ -26,10 +26,11 @@ ENGINE: Final = "engine"
 PortionName = Annotated[StrictStr, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 """The name of a part of a pod: a volume, a container, a claim."""
 
+_Int64 = Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 63)]
 IntOrText = Annotated[
-    StrictInt | Annotated[StrictStr, Field(max_length=64)], WithJsonSchema({"x-kubernetes-int-or-string": True})
+    _Int64 | Annotated[StrictStr, Field(max_length=64)], WithJsonSchema({"x-kubernetes-int-or-string": True})
 ]
-"""A number with or without a unit, as Kubernetes takes it."""
+"""A number with or without a unit, as Kubernetes takes it: beyond 64 bits, a number is none to it."""
 
 _Amounts = Annotated[Mapping[LabelKey, IntOrText], Field(max_length=32)]
 _Patience = Annotated[StrictInt, Field(ge=0, le=86400)]

@@ -310,6 +310,10 @@ class PodTemplate(ApiModel):
     ] = ()
     """Devices that dynamic resource allocation finds for the pods. For the engine's accelerators, also set
     `accelerator.resource` to `claim`."""
+    termination_grace_period_seconds: Annotated[StrictInt, Field(ge=45, le=3600)] | None = None
+    """Seconds that a pod has to end; 90 if left out. Ten until nobody sends it requests any more, 20 for the end of
+    vLLM's processes, and the rest for requests that run and blocks that wait to be written: what the volume has not
+    taken by then is computed again where it is needed."""
     host_network: StrictBool | None = None
     """Whether the pods use the network of the node: one engine for each node then, at port 8000. Breaks the restricted
     Pod Security Standard, so the namespace must allow it."""

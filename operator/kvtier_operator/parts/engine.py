@@ -36,7 +36,7 @@ ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
 
 REQUEST_DRAIN_SECONDS: Final = 60
-"""How long requests that run then may go on."""
+"""How long requests that run then may go on, and blocks be written that wait for it, where the user says nothing."""
 
 TEARDOWN_SECONDS: Final = 20
 """What vLLM takes to end its workers, and the connector to finish the writes it has begun."""
@@ -123,6 +123,12 @@ def _startup_seconds(plan: TierPlan) -> int:
     return int(max(plan.sizing.startup_seconds, allowed + probe.get("initialDelaySeconds", 0)))
 
 
+def _shutdown_seconds(plan: TierPlan) -> int:
+    """Return what vLLM may take from its signal on, before it kills its own processes."""
+    grace = plan.spec.engine.pod_template.termination_grace_period_seconds
+    return REQUEST_DRAIN_SECONDS if grace is None else grace - ENDPOINT_DRAIN_SECONDS - TEARDOWN_SECONDS
+
+
 def _template(plan: TierPlan) -> Manifest:
     template = plan.spec.engine.pod_template
     restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
@@ -142,7 +148,7 @@ def _pod(plan: TierPlan) -> Manifest:
         "automountServiceAccountToken": False,
         # A Service called "vllm" would otherwise set VLLM_PORT=tcp://…, which vLLM reads as its own setting.
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + REQUEST_DRAIN_SECONDS + TEARDOWN_SECONDS,
+        "terminationGracePeriodSeconds": ENDPOINT_DRAIN_SECONDS + _shutdown_seconds(plan) + TEARDOWN_SECONDS,
         "securityContext": pod_settings.security_context(template),
         # On the node's network, the node's own resolver knows no Service.
         **({"dnsPolicy": "ClusterFirstWithHostNet"} if template.host_network else {}),
@@ -239,7 +245,7 @@ def _args(plan: TierPlan) -> list[str]:
         f"--tensor-parallel-size={engine.tensor_parallel}",
         "--enable-prefix-caching",
         f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
-        f"--shutdown-timeout={REQUEST_DRAIN_SECONDS}",
+        f"--shutdown-timeout={_shutdown_seconds(plan)}",
         f"--kv-transfer-config={kv_transfer_config(plan)}",
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
         *adapters.args(model),

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of an engine: what waits to be written is written while there is time, and then given up and named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+import pytest
+from rig import Rigs, key, keys, wait_until
+from slow_fs import GatedFs
+
+from kvtier_connector.tier import drain, metrics
+from kvtier_connector.tier.drain import Drain
+
+DRAINED = "vllm:kvtier_disk_drained_blocks"
+
+
+def of_blocks(call: str, path: str) -> bool:
+    return call == "pwritev" and ".kvb" in path
+
+
+@pytest.fixture
+def slow() -> GatedFs:
+    """A volume on which no write of a block comes to an end until the gate opens."""
+    return GatedFs(of_blocks)
+
+
+def set_seconds(made: Drain, seconds: float) -> None:
+    made.__dict__["_seconds"] = seconds
+
+
+def test_what_waits_to_be_written_is_written_before_the_engine_ends(rigs: Rigs, slow: GatedFs) -> None:
+    rig = rigs.make(fs=slow)
+    set_seconds(rig.tier.drain, 60.0)
+    context = rig.begin_offload(keys(12))
+    rig.finish(context)
+    wait_until(lambda: slow.waiting > 0, "the volume holds up writes")
+
+    rig.tier.drain.begin()
+    rig.end_step()
+    assert rig.manager.has_pending_work(), "vLLM would end the engine with blocks in its hands"
+    slow.open_gate()
+    rig.settle()
+
+    rig.close()
+    assert (rig.tier.drain.written, rig.tier.drain.lost) == (12, 0)
+    assert rig.metric(DRAINED, metrics.WRITTEN) == 12
+    assert rigs.make().serve(keys(12)).hit_blocks == 12
+
+
+def test_an_engine_gives_up_what_the_volume_does_not_take_in_time(
+    rigs: Rigs, slow: GatedFs, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs.make(fs=slow)
+    rig.finish(rig.begin_offload(keys(12)))
+    wait_until(lambda: slow.waiting > 0, "the volume holds up writes")
+
+    set_seconds(rig.tier.drain, 0.05)
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    try:
+        rig.tier.drain.begin()
+        rig.settle()
+        rig.close()
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+        slow.open_gate()
+    assert (rig.tier.drain.written, rig.tier.drain.lost) == (0, 12)
+    assert rig.metric(DRAINED, metrics.LOST) == 12
+    assert rig.metric("vllm:kvtier_disk_shed_stores", metrics.SHUTDOWN) == 12
+    assert "0 blocks written, 12 lost" in caplog.text
+
+
+def test_nothing_is_taken_on_when_the_time_is_over_and_what_is_there_is_still_served(rigs: Rigs) -> None:
+    rigs.write(keys(4))
+    rig = rigs.make()
+    set_seconds(rig.tier.drain, 0.0)
+    rig.tier.drain.begin()
+
+    rig.offload(keys(3, first=100))
+
+    assert rig.tier.drain.lost == 3
+    assert rig.serve(keys(4)).hit_blocks == 4
+
+
+def test_what_was_not_written_before_is_offered_again_at_once(rigs: Rigs) -> None:
+    fs = GatedFs(of_blocks)
+    rig = rigs.make(fs=fs, chunks=64)
+    set_seconds(rig.tier.drain, 60.0)
+    # Half of the CPU tier waits: what comes then is not written.
+    for number in range(4):
+        rig.finish(rig.begin_offload(keys(12, first=12 * number), f"writer-{number}"))
+    shed = rig.metric("vllm:kvtier_disk_shed_stores", metrics.QUEUE_FULL)
+    assert shed > 0
+
+    rig.tier.drain.begin()
+    fs.open_gate()
+    rig.settle()
+
+    assert rig.tier.drain.lost == 0
+    rig.close()
+    assert rigs.make().serve(keys(48)).hit_blocks == 48
+
+
+def test_blocks_that_nobody_wanted_written_are_not_lost(rigs: Rigs) -> None:
+    rig = rigs.make(min_reuse=2)
+    set_seconds(rig.tier.drain, 60.0)
+    rig.tier.drain.begin()
+
+    rig.offload([key(1)])
+
+    assert rig.metric("vllm:kvtier_disk_shed_stores", metrics.UNREUSED) == 1
+    assert rig.tier.drain.lost == 0
+
+
+def test_most_of_the_time_that_vllm_leaves_is_for_writing_and_enough_for_the_end() -> None:
+    assert drain.seconds_to_write(60) == 48
+    assert drain.seconds_to_write(10) == 5
+    assert drain.seconds_to_write(0) == 0
+
+
+def test_the_signal_reaches_the_drain_and_then_vllm() -> None:
+    heard: list[int] = []
+
+    def of_vllm(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, of_vllm)
+    made = Drain(60, metrics.Stats(), name="ns/tier")
+    try:
+        made.watch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert made.is_begun
+        assert heard == [signal.SIGTERM]
+        made.close()
+        assert signal.getsignal(signal.SIGTERM) is of_vllm
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_vllm_sets_afterwards_stays() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    made = Drain(60, metrics.Stats(), name="ns/tier")
+    try:
+        made.watch()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        made.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_signals_of_a_process_in_which_vllm_listens_to_none_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    made = Drain(60, metrics.Stats(), name="ns/tier")
+    made.watch()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    thread = threading.Thread(target=made.watch)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
