@@ -39,7 +39,9 @@ def main() -> None:
         HF_HUB_OFFLINE="1",
     )
     import vllm
-    from e2e.matrix import proof
+    from e2e.matrix import one_engine, proof
+
+    one_engine.import_engine(device=options.device)
 
     options.results.mkdir(parents=True, exist_ok=True)
     bad = []

@@ -25,8 +25,8 @@ class Request:
     """Name of an adapter."""
     image: int | None = None
     """Seed of the picture that goes with the prompt."""
-    is_embedded: bool = False
-    """Whether the prompt is given as embeddings."""
+    embedding: int | None = None
+    """Seed of the table by which the prompt is given as embeddings; None where it is given as tokens."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as another process reads it."""

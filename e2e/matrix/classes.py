@@ -31,14 +31,22 @@ class ModelClass:
     """Fields of the tier, beside those of all classes."""
     asks: str = "plain"
     """How prompts are asked: plain, salted, embedded, lora or image."""
+    loras: tuple[str, ...] = ()
+    """Names of adapters; the first one is written anew at the end."""
     pair_tokens: int = 1200
     """Of each of two prompts with two thirds in common."""
     at_once: int = 1
     """Requests that the reader has at a time."""
+    reader_tokens: int = 0
+    """Tokens of the reader's answers, where they are to be longer than those that are compared."""
+    must_preempt: bool = False
+    """Whether the reader is to run out of blocks while it answers."""
     of: str = ""
     """Class whose first engine wrote what this one reads; empty for one of its own."""
     draft: Shape | None = None
     """Of a draft model."""
+    draft_method: str = "draft_model"
+    """As vLLM names it: draft_model or eagle."""
     needs: str = ""
     """What the CPU build lacks for it; empty where it runs."""
 
@@ -48,6 +56,7 @@ def _chunks(tokens: int) -> Mapping[str, Any]:
 
 
 _SMALL: Final = _chunks(CHUNK_TOKENS)
+_SMALL_STEPS: Final = ("--max-num-batched-tokens=160", "--max-num-seqs=16")
 _STATES: Final[dict[str, Any]] = {"pair_tokens": 3600}
 """Longer than a step."""
 
@@ -71,14 +80,15 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         of="dense",
         reader_args=("--num-gpu-blocks-override=40",),
         at_once=16,
+        reader_tokens=140,
+        must_preempt=True,
     ),
     ModelClass(
         name="small_prefill",
         title="Dense, prompts computed in pieces of 160 tokens",
         shape=shapes.LLAMA,
         spec=_SMALL,
-        of="dense",
-        reader_args=("--max-num-batched-tokens=160",),
+        args=_SMALL_STEPS,
     ),
     ModelClass(
         name="salted",
@@ -86,6 +96,21 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         shape=shapes.LLAMA,
         spec=_SMALL,
         asks="salted",
+    ),
+    ModelClass(
+        name="lora",
+        title="Dense, two adapters (LoRA) and none: others miss, one that was rewritten too",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        asks="lora",
+        loras=("x", "y"),
+    ),
+    ModelClass(
+        name="image",
+        title="Pictures in prompts (LLaVA): the same text with another picture misses",
+        shape=shapes.LLAVA,
+        spec=_SMALL,
+        asks="image",
     ),
     ModelClass(
         name="ngram",
@@ -102,6 +127,14 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         draft={**shapes.LLAMA, "num_hidden_layers": 1},
     ),
     ModelClass(
+        name="eagle",
+        title="Speculation by EAGLE",
+        shape=shapes.LLAMA,
+        spec=_SMALL,
+        draft=shapes.LLAMA,
+        draft_method="eagle",
+    ),
+    ModelClass(
         name="fp8_kv",
         title="fp8 KV cache",
         shape=shapes.LLAMA,
@@ -110,7 +143,7 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ),
     ModelClass(
         name="embedded",
-        title="Prompts given as embeddings",
+        title="Prompts given as embeddings: others of the same length miss",
         shape=shapes.LLAMA,
         spec=_SMALL,
         args=("--enable-prompt-embeds",),
@@ -118,10 +151,10 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ),
     ModelClass(
         name="async",
-        title="Asynchronous scheduling",
+        title="Asynchronous scheduling, prompts computed in pieces of 160 tokens",
         shape=shapes.LLAMA,
         spec=_SMALL,
-        args=("--async-scheduling",),
-        needs="vLLM's CPU platform turns it off",
+        args=("--async-scheduling", *_SMALL_STEPS),
+        needs="vLLM's CPU platform turns asynchronous scheduling off (vllm/platforms/cpu.py)",
     ),
 )

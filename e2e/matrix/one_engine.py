@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one vLLM engine in this process, asks it round after round, and returns what it answered and counted.
 
-The process is a fork of one that has imported vLLM and nothing more: imports take longer than these models, and what an
-engine computed reaches the next one through the volume only.
+The process is a fork of one that has imported vLLM and started nothing: imports take longer than these models, and what
+an engine computed reaches the next one through the volume only.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,8 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from e2e.matrix import shapes
 from e2e.matrix.asking import Request
@@ -27,12 +29,39 @@ AT_ONCE_COLD = 8
 LOGPROBS = 5
 SETTLE_SECONDS = 60.0
 QUIET_SECONDS = 2.0
+"""Without a further block: then all are written."""
+COUNT_SECONDS = 0.3
+"""In which an engine that only read tells what it counted."""
 
+_ENGINE: Final = (
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "kvtier_connector.tier.offloading_connector",
+)
 _COUNTED = ("vllm:kvtier_", "vllm:prefix_cache", "vllm:external_prefix_cache", "vllm:num_preemptions")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How an engine is asked."""
+
+    at_once: int = 1
+    """Requests that it has at a time."""
+    answer_tokens: int = ANSWER_TOKENS
+    does_write: bool = False
+    """Whether to wait until all that it computed lies on the volume."""
+
+
+def import_engine(*, device: str) -> None:
+    """Import what engines need, once for all that are started from this process."""
+    for name in (*_ENGINE, *(("vllm.v1.worker.cpu_worker",) if device == "cpu" else ())):
+        importlib.import_module(name)
+
+
 def run(
-    rendered: Rendered, rounds: Mapping[str, Sequence[Request]], *, log: Path, at_once: int, limit_seconds: float
+    rendered: Rendered, rounds: Mapping[str, Sequence[Request]], *, log: Path, pace: Pace, limit_seconds: float
 ) -> dict[str, Any]:
     """Ask an engine of its own in a process of its own; return `answers` by round, or `error`.
 
@@ -40,12 +69,12 @@ def run(
         rendered: what it is started with.
         rounds: what it is asked, by name.
         log: file for what it prints.
-        at_once: how many requests it has at a time.
+        pace: how it is asked.
         limit_seconds: when it is ended.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(sender, rendered, rounds, log, at_once))
+    child = context.Process(target=_child, args=(sender, rendered, rounds, log, pace))
     child.start()
     sender.close()
     try:
@@ -63,13 +92,13 @@ def run(
         child.join()
 
 
-def _child(sender: Any, rendered: Rendered, rounds: Mapping[str, Sequence[Request]], log: Path, at_once: int) -> None:
+def _child(sender: Any, rendered: Rendered, rounds: Mapping[str, Sequence[Request]], log: Path, pace: Pace) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     os.environ.update(rendered.env)
     try:
-        result = _serve(rendered, rounds, at_once)
+        result = _serve(rendered, rounds, pace)
     except BaseException as error:  # noqa: BLE001  whatever ended it is the result
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
@@ -81,30 +110,36 @@ def _child(sender: Any, rendered: Rendered, rounds: Mapping[str, Sequence[Reques
     os._exit(0)
 
 
-def _serve(rendered: Rendered, rounds: Mapping[str, Sequence[Request]], at_once: int) -> dict[str, Any]:
+def _serve(rendered: Rendered, rounds: Mapping[str, Sequence[Request]], pace: Pace) -> dict[str, Any]:
     from vllm import LLM
 
-    began = time.process_time()
-    llm = LLM.from_engine_args(engine_arguments(rendered.argv))
+    began = time.monotonic()
+    parsed, loras = engine_arguments(rendered.argv)
+    llm = LLM.from_engine_args(parsed)
     config = llm.llm_engine.vllm_config
     result: dict[str, Any] = {
-        "start_seconds": round(time.process_time() - began, 1),
         "block_tokens": config.cache_config.block_size,
         "attention": _backends(llm),
         "answers": {},
         "counts": {},
+        "seconds": {"start": round(time.monotonic() - began, 1)},
     }
     before = _counts(llm)
     for name, requests in rounds.items():
+        began = time.monotonic()
         answers = []
-        pace = AT_ONCE_COLD if name == "cold" else at_once
-        for first in range(0, len(requests), pace):
-            answers += _ask(llm, requests[first : first + pace])
-        _settle(llm)
+        size = AT_ONCE_COLD if name == "cold" else pace.at_once
+        for first in range(0, len(requests), size):
+            answers += _ask(llm, requests[first : first + size], loras, pace.answer_tokens)
+        _settle(llm, COUNT_SECONDS)
         after = _counts(llm)
         result["answers"][name] = answers
         result["counts"][name] = {key: value - before.get(key, 0) for key, value in after.items()}
+        result["seconds"][name] = round(time.monotonic() - began, 1)
         before = after
+    if pace.does_write:
+        _settle(llm, QUIET_SECONDS)
+        result["written"] = _counts(llm)
     llm.llm_engine.engine_core.shutdown()
     return result
 
@@ -115,18 +150,22 @@ def _backends(llm: Any) -> list[str]:
     return sorted({type(layer).__name__ for layer in found})
 
 
-def _ask(llm: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
+def _ask(llm: Any, requests: Sequence[Request], loras: Mapping[str, str], answer_tokens: int) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(
-        max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=LOGPROBS
+        max_tokens=answer_tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=LOGPROBS
     )
-    outputs = llm.generate([_prompt(request) for request in requests], parameters, use_tqdm=False)
+    adapters = [_adapter(request.lora, loras) for request in requests] if loras else None
+    outputs = llm.generate(
+        [_prompt(request) for request in requests], parameters, use_tqdm=False, lora_request=adapters
+    )
     return [
         {
-            "tokens": list(output.outputs[0].token_ids),
+            "tokens": list(output.outputs[0].token_ids)[:ANSWER_TOKENS],
             "logprobs": [
-                {str(token): entry.logprob for token, entry in step.items()} for step in output.outputs[0].logprobs
+                {str(token): entry.logprob for token, entry in step.items()}
+                for step in output.outputs[0].logprobs[:ANSWER_TOKENS]
             ],
             "cached_tokens": output.num_cached_tokens,
             "prompt_tokens": len(output.prompt_token_ids or ()),
@@ -135,31 +174,49 @@ def _ask(llm: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
     ]
 
 
+def _adapter(name: str, loras: Mapping[str, str]) -> Any:
+    """Return an adapter as vLLM's API server names it to the engine."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, 1 + list(loras).index(name), loras[name]) if name else None
+
+
 def _prompt(request: Request) -> dict[str, Any]:
     salted = {"cache_salt": request.salt} if request.salt else {}
-    if request.is_embedded:
-        return {"prompt_embeds": _embed(request.tokens), **salted}
-    return {"prompt_token_ids": list(request.tokens), **salted}
+    if request.embedding is not None:
+        return {"prompt_embeds": _embed(request.tokens, request.embedding), **salted}
+    pictured = {} if request.image is None else {"multi_modal_data": {"image": _picture(request.image)}}
+    return {"prompt_token_ids": list(request.tokens), **pictured, **salted}
 
 
-def _embed(tokens: Sequence[int]) -> Any:
+def _embed(tokens: Sequence[int], seed: int) -> Any:
     """Return a vector for each token, the same in every process."""
     import torch
 
-    table = torch.randn((VOCABULARY, shapes.LLAMA["hidden_size"]), generator=torch.Generator().manual_seed(3))
+    table = torch.randn((VOCABULARY, shapes.LLAMA["hidden_size"]), generator=torch.Generator().manual_seed(seed))
     return table.to(torch.bfloat16)[list(tokens)]
 
 
-def _settle(llm: Any) -> None:
-    """Wait until nothing more is written: an engine that rests tells in its next step what its movers did."""
+def _picture(seed: int) -> Any:
+    """Return a picture of noise, the same in every process."""
+    import numpy as np
+    from PIL import Image
+
+    side = shapes.PICTURE_SIDE
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+def _settle(llm: Any, quiet_seconds: float) -> None:
+    """Wait until nothing more is counted: an engine that rests tells in its next step what its movers did."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    last, since = -1.0, time.monotonic()
-    while time.monotonic() < deadline and time.monotonic() - since < QUIET_SECONDS:
+    last: list[float] = []
+    since = time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < quiet_seconds:
         llm.llm_engine.engine_core.engine_core.step_fn()
         counts = _counts(llm)
-        written = counts.get("vllm:kvtier_disk_written_blocks", 0)
-        if written != last or counts.get("vllm:kvtier_disk_queued_jobs", 0):
-            last, since = written, time.monotonic()
+        moved = [counts.get(f"vllm:kvtier_disk_{name}", 0) for name in ("written_blocks", "read_blocks", "queued_jobs")]
+        if moved != last:
+            last, since = moved, time.monotonic()
         time.sleep(0.05)
 
 

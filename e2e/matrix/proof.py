@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any, Final
 from e2e.matrix import asking, one_engine, rendering, weights
 from e2e.matrix.asking import Request
 from e2e.matrix.classes import ModelClass
+from e2e.matrix.one_engine import ANSWER_TOKENS, Pace
 from e2e.matrix.rendering import Rendered
+from e2e.matrix.shapes import PICTURE_TOKEN, VOCABULARY
 
 from kvtier_operator.errors import SpecInvalid
 
@@ -26,7 +29,13 @@ TOLERANCE: Final = 0.5
 """How far log-probabilities may lie apart where the engines computed in pieces of other lengths: bfloat16 lets even an
 engine's own hit differ from computing the prompt by half as much."""
 
+ADAPTERS: Final = "adapters"
+"""Claim with the adapters."""
+ADAPTER_SECONDS: Final = 2.0
+"""By how much the tier distrusts clocks."""
+
 _UNLIKE = 99.0
+_KEPT: Final = ("--prefix-cache-retention-interval", "--long-prefill-token-threshold")
 _READ = "vllm:kvtier_disk_read_blocks"
 _EXTERNAL = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS = "vllm:num_preemptions"
@@ -39,16 +48,19 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     directory = work / (model.of or model.name)
     place = work / "weights" / (model.of or model.name)
     weights.write(place, model.shape)
+    for number, name in enumerate(model.loras):
+        weights.write_lora(_adapter(directory, name), model.shape, seed=number)
     args = [*model.args, *_drafting(model, work)]
     try:
         writer = rendering.render(tier_spec(model, place, device, args), directory)
         reader = rendering.render(tier_spec(model, place, device, (*args, *model.reader_args)), directory)
     except SpecInvalid as error:
         return {"verdict": "refused", "by": "the operator", "message": str(error)}
-    vocabulary = model.shape["vocab_size"]
-    prompts = _asked(model, asking.prompts(vocabulary))
-    first, second = _asked(model, asking.pair(vocabulary, model.pair_tokens))
-    twins = _asked(model, asking.twins(vocabulary))
+    prompts = _asked(model, asking.prompts(VOCABULARY))
+    first, second = _asked(model, asking.pair(VOCABULARY, model.pair_tokens))
+    second = replace(second, lora=first.lora, image=first.image)
+    twins = _asked(model, asking.twins(VOCABULARY))
+    twins = [replace(each, lora=twins[0].lora, image=twins[0].image) for each in twins]
     # What is asked last has the least time to reach the volume.
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
     evidence = directory / "writer.json"
@@ -56,51 +68,112 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
         made = json.loads(evidence.read_text())
     else:
         shutil.rmtree(directory / "volume", ignore_errors=True)
-        made = one_engine.run(writer, rounds, log=directory / "writer.log", at_once=1, limit_seconds=LIMIT_SECONDS)
-        evidence.write_text(json.dumps(made))
+        _wait_for_age(model)
+        made = _run(writer, rounds, directory, "writer", Pace(does_write=True))
     if "error" in made:
         return _without(model, writer, prompts, directory, message=made["error"])
-    strangers = [replace(each, salt="another") for each in prompts[:4]] if model.asks == "salted" else []
-    read = one_engine.run(
+    read = _run(
         reader,
-        {"strangers": strangers, "disk": prompts, "pair": [second]},
-        log=directory / f"{model.name}-reader.log",
-        at_once=model.at_once,
-        limit_seconds=LIMIT_SECONDS,
+        {"strangers": _strangers(model, first), "disk": prompts, "pair": [second]},
+        directory,
+        f"{model.name}-reader",
+        Pace(at_once=model.at_once, answer_tokens=model.reader_tokens or ANSWER_TOKENS),
     )
-    (directory / f"{model.name}-reader.json").write_text(json.dumps(read))
     if "error" in read:
         return {"verdict": "failed", "by": "the second engine", "message": read["error"]}
-    return judge(model, made, read)
+    row = {**judge(model, made, read), "args": _chosen(writer)}
+    if model.loras:
+        answers = [*made["answers"]["pair"], *made["answers"]["gpu"]]
+        row.update(_rewrite(model, reader, directory, list(zip([first, *prompts], answers, strict=True))))
+    return row
+
+
+def _run(
+    rendered: Rendered, rounds: Mapping[str, Sequence[Request]], directory: Path, name: str, pace: Pace
+) -> dict[str, Any]:
+    found = one_engine.run(rendered, rounds, log=directory / f"{name}.log", pace=pace, limit_seconds=LIMIT_SECONDS)
+    (directory / f"{name}.json").write_text(json.dumps(found))
+    return found
+
+
+def _chosen(rendered: Rendered) -> list[str]:
+    """Return the flags by which the operator has windows and states kept in the middle of prompts."""
+    return [word for word in rendered.argv if word.startswith(_KEPT)]
+
+
+def _adapter(directory: Path, name: str) -> Path:
+    return directory / "adapters" / ADAPTERS / name
+
+
+def _wait_for_age(model: ModelClass) -> None:
+    """An engine knows what an adapter holds if its files are older than the engine, by any clock."""
+    if model.loras:
+        time.sleep(2 * ADAPTER_SECONDS)
+
+
+def _rewrite(
+    model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Write an adapter anew at its place and ask for it again: no block of the old one may be found."""
+    name = model.loras[0]
+    weights.write_lora(_adapter(directory, name), model.shape, seed=len(model.loras))
+    _wait_for_age(model)
+    known = [(request, answer) for request, answer in before if request.lora == name]
+    found = _run(rendered, {"rewritten": [request for request, _ in known]}, directory, "rewritten", Pace())
+    if "error" in found:
+        return {"verdict": "failed", "by": "the third engine", "message": found["error"]}
+    answers = found["answers"]["rewritten"]
+    changed = sum(answer["tokens"] != now["tokens"] for (_, answer), now in zip(known, answers, strict=True))
+    blocks = found["counts"]["rewritten"].get(_READ, 0)
+    row: dict[str, Any] = {"rewritten": len(known), "rewritten_blocks": blocks, "rewritten_changed": changed}
+    if blocks or not changed:
+        row["verdict"] = "wrong answers: an adapter that was rewritten" if blocks else "blind: adapters change nothing"
+    return row
 
 
 def _without(
     model: ModelClass, writer: Rendered, prompts: Sequence[Request], directory: Path, *, message: str
 ) -> dict[str, Any]:
     """Say whose fault it is that the first engine ended: run it once more without the tier."""
-    found = one_engine.run(
-        rendering.without_tier(writer),
-        {"cold": prompts},
-        log=directory / f"{model.name}-without.log",
-        at_once=1,
-        limit_seconds=LIMIT_SECONDS,
-    )
+    found = _run(rendering.without_tier(writer), {"cold": prompts}, directory, f"{model.name}-without", Pace())
     if "error" not in found:
         return {"verdict": "failed", "by": "kvtier", "message": message}
     return {"verdict": "refused", "by": "vLLM, without kvtier too", "message": found["error"]}
 
 
 def _asked(model: ModelClass, prompts: Sequence[tuple[int, ...]]) -> list[Request]:
-    settings: Mapping[str, Mapping[str, Any]] = {"salted": {"salt": "pepper"}, "embedded": {"is_embedded": True}}
-    return asking.plain(prompts, **settings.get(model.asks, {}))
+    settings: Mapping[str, Mapping[str, Any]] = {"salted": {"salt": "pepper"}, "embedded": {"embedding": 3}}
+    made = asking.plain(prompts, **settings.get(model.asks, {}))
+    if model.asks == "lora":
+        names = (*model.loras, "")
+        made = [replace(each, lora=names[number % len(names)]) for number, each in enumerate(made)]
+    if model.asks == "image":
+        made = [
+            replace(each, tokens=(PICTURE_TOKEN, *each.tokens), image=number // asking.PROMPTS_A_STEM)
+            for number, each in enumerate(made)
+        ]
+    return made
+
+
+def _strangers(model: ModelClass, request: Request) -> list[Request]:
+    """Return a request that was computed under identities under which it was not."""
+    if model.asks == "salted":
+        return [replace(request, salt=""), replace(request, salt="another")]
+    if model.asks == "embedded":
+        return [replace(request, embedding=4)]
+    if model.asks == "lora":
+        return [replace(request, lora=name) for name in (*model.loras, "") if name != request.lora]
+    if model.asks == "image":
+        return [replace(request, image=100)]
+    return []
 
 
 def _drafting(model: ModelClass, work: Path) -> list[str]:
     if model.draft is None:
         return []
     place = work / "weights" / f"{model.name}-draft"
-    weights.write(place, model.draft, seed=weights.SEED + 1)
-    settings = {"method": "draft_model", "model": str(place), "num_speculative_tokens": 2}
+    (weights.write_eagle if model.draft_method == "eagle" else weights.write)(place, model.draft, seed=weights.SEED + 1)
+    settings = {"method": model.draft_method, "model": str(place), "num_speculative_tokens": 2}
     return [f"--speculative-config={json.dumps(settings)}"]
 
 
@@ -108,11 +181,14 @@ def tier_spec(model: ModelClass, place: Path, device: str, args: Sequence[str]) 
     """Return the ``spec`` of the tier that a user would apply."""
     config = json.loads((place / "config.json").read_text())
     is_cpu = device == "cpu"
-    flags = ["--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", "--max-model-len=4096", *args]
+    flags = ["--enforce-eager", "--dtype=bfloat16", "--max-model-len=4096", *args]
+    # Pictures are made into tokens with the words around them.
+    flags += [] if model.asks == "image" else ["--skip-tokenizer-init"]
     # Tiny engines share one machine.
     flags += ["--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=256M"] if is_cpu else []
+    loras = [{"name": name, "source": {"claim": ADAPTERS, "path": name}} for name in model.loras]
     return {
-        "model": {"name": str(place), "config": config},
+        "model": {"name": str(place), "config": config, **({"loras": loras} if loras else {})},
         "engine": {
             "image": rendering.IMAGE,
             "accelerator": {"resource": "none" if is_cpu else "nvidia.com/gpu"},
@@ -151,9 +227,11 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
         "preemptions": read["counts"]["disk"].get(_PREEMPTIONS, 0),
         "pair_tokens": read["answers"]["pair"][0]["cached_tokens"],
         "pair_common": model.pair_tokens * 2 // 3,
-        "seconds": [made["start_seconds"], read["start_seconds"]],
+        "seconds": [made["seconds"], read["seconds"]],
     }
     row["verdict"] = verdict(row)
+    if model.must_preempt and not row["preemptions"]:
+        row["verdict"] = "blind: nothing was preempted"
     return row
 
 

@@ -49,6 +49,7 @@ def render(spec: Mapping[str, Any], directory: Path) -> Rendered:
         names.VOLUME_MOUNT: directory / "volume",
         names.CONFIG_MOUNT: directory / "config",
         names.ENGINE_STATE: directory / "state",
+        names.LORA_MOUNT: directory / "adapters",
     }
     for path in mounts.values():
         path.mkdir(parents=True, exist_ok=True)
@@ -70,12 +71,12 @@ def without_tier(rendered: Rendered) -> Rendered:
     return replace(rendered, argv=tuple(word for word in rendered.argv if not word.startswith("--kv-transfer-config")))
 
 
-def engine_arguments(argv: Sequence[str]) -> Any:
-    """Read the command line as vLLM's API server does."""
+def engine_arguments(argv: Sequence[str]) -> tuple[Any, dict[str, str]]:
+    """Read the command line as vLLM's API server does; return what it starts the engine with, and adapters by name."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
     validate_parsed_serve_args(parsed)
-    return EngineArgs.from_cli_args(parsed)
+    return EngineArgs.from_cli_args(parsed), {module.name: module.path for module in parsed.lora_modules or ()}

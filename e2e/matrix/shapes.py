@@ -12,6 +12,9 @@ from typing import Any, Final
 
 VOCABULARY: Final = 2048
 LONGEST_PROMPT: Final = 4096
+PICTURE_SIDE: Final = 56
+PICTURE_TOKEN: Final = 3
+"""Stands in a prompt for its picture."""
 
 Shape = Mapping[str, Any]
 
@@ -31,6 +34,24 @@ _DENSE: Final[Shape] = {
 }
 
 LLAMA: Final[Shape] = {"model_type": "llama", **_DENSE}
+
+LLAVA: Final[Shape] = {
+    "model_type": "llava",
+    "text_config": {"initializer_range": 0.08, **LLAMA},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": PICTURE_SIDE,
+        "patch_size": 14,
+        "projection_dim": 64,
+    },
+    "image_token_index": PICTURE_TOKEN,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
 
 GQA: Final[Shape] = {"model_type": "qwen3", **_DENSE, "num_key_value_heads": 2}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a model of random weights whose answers depend on the whole prompt.
+"""Writes a model of random weights whose answers depend on the whole prompt, and what may go with it.
 
 vLLM's own dummy weights answer nearly the same whatever came before, and would hide a block served for another prefix.
 The weights are the same for the same seed, so that engines of two processes agree.
@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any, Final
 
-from e2e.matrix.shapes import Shape
+from e2e.matrix.shapes import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
 
 SEED = 20240607
+LORA_RANK: Final = 8
 _SPREAD = 0.08
 """Standard deviation of the weights: with that of most models, 0.02, tiny layers hardly add to what passes by them."""
 _OUTPUT_VARIETY = 0.8
+_LORA_SPREAD = 0.1
 
 
 def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
@@ -26,20 +29,104 @@ def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
     if stamp.exists() and stamp.read_text() == mark:
         return
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = _make(shape, seed)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
+    if "vision_config" in shape:
+        _write_processor(directory)
+    stamp.write_text(mark)
+
+
+def write_eagle(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
+    """Write the head of EAGLE for a Llama of this shape: one layer that also looks at what the model computed."""
+    import torch
+    from safetensors.torch import save_file
+
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    model = _make({**shape, "num_hidden_layers": 1}, seed)
+    size = int(shape["hidden_size"])
+    held = {
+        name.removeprefix("model."): value.to(torch.bfloat16).contiguous()
+        for name, value in model.state_dict().items()
+        # The head begins without a norm, and takes embeddings and output from the model.
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    held["fc.weight"] = (_SPREAD * torch.randn(size, 2 * size)).to(torch.bfloat16)
+    save_file(held, directory / "model.safetensors")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(directory)
+
+
+def write_lora(directory: Path, shape: Shape, *, seed: int) -> None:
+    """Write an adapter for a Llama of this shape that changes what its attention keeps."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    chooser = torch.Generator().manual_seed(seed)
+    size = int(shape["hidden_size"])
+    held = {}
+    for layer in range(int(shape["num_hidden_layers"])):
+        for module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, form in (("lora_A", (LORA_RANK, size)), ("lora_B", (size, LORA_RANK))):
+                held[f"{name}.{part}.weight"] = _LORA_SPREAD * torch.randn(form, generator=chooser)
+    save_file(held, directory / "adapter_model.safetensors")
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(description))
+
+
+def _make(shape: Shape, seed: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     torch.manual_seed(seed)
     fields = {name: value for name, value in shape.items() if name != "model_type"}
     config = AutoConfig.for_model(shape["model_type"], **fields, initializer_range=_SPREAD)
-    model = AutoModelForCausalLM.from_config(config)
+    kind: Any = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
+    model = kind.from_config(config)
     with torch.no_grad():
         # Rows of the output differ in length, so that the best token leads by more than the rounding of bfloat16.
         output = model.get_output_embeddings().weight
         if not shape.get("tie_word_embeddings"):
             output.mul_(torch.exp(_OUTPUT_VARIETY * torch.randn(output.shape[0], 1)))
-    model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
-    stamp.write_text(mark)
+    return model
+
+
+def _write_processor(directory: Path) -> None:
+    """Write what makes pictures and words into what the model takes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    marks = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
+    picture = {"image_token": "<image>"}
+    special = dict(zip((*marks.values(), *picture.values()), range(PICTURE_TOKEN + 1), strict=True))
+    words = {**special, **{f"t{number}": number for number in range(len(special), VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, marks["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks
+    )
+    pictures = CLIPImageProcessor(
+        size={"shortest_edge": PICTURE_SIDE}, crop_size={"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    )
+    LlavaProcessor(
+        image_processor=pictures,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        **picture,
+    ).save_pretrained(directory)

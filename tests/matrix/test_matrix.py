@@ -36,12 +36,12 @@ def run(*, read: float = 2, external: float = 256, strangers: float = 0) -> tupl
     made = {
         "answers": {"cold": answers, "gpu": answers, "twins": [answer(5), answer(6)]},
         "block_tokens": 128,
-        "start_seconds": 1,
+        "seconds": {"start": 1},
     }
     found = {
         "answers": {"disk": copy.deepcopy(answers), "pair": [answer(7)]},
         "counts": {"disk": {READ: read, EXTERNAL: external}, "strangers": {READ: strangers}},
-        "start_seconds": 1,
+        "seconds": {"start": 1},
     }
     return made, found
 
@@ -81,6 +81,11 @@ def test_a_model_that_answers_alike_after_any_beginning_proves_nothing() -> None
     made, found = run()
     made["answers"]["twins"] = [answer(5), answer(5)]
     assert judge(MODEL, made, found)["verdict"].startswith("blind")
+
+
+def test_a_class_about_preemption_in_which_nothing_was_preempted_proves_nothing() -> None:
+    model = ModelClass(name="preempted", title="Preempted", shape=LLAMA, must_preempt=True)
+    assert judge(model, *run())["verdict"].startswith("blind")
 
 
 def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shared_beginnings() -> None:

@@ -10,6 +10,7 @@ that the engine wrote before.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,17 @@ import torch
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
     CanonicalKVCaches,
+    CanonicalPageMapping,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+from kvtier_connector.errors import ConfigInvalid
 
 _Indices = npt.NDArray[np.int64]
 
@@ -36,6 +41,26 @@ class _Tensor(NamedTuple):
     """[block, byte]"""
     chunks: npt.NDArray[np.uint8]
     """[chunk, block in the chunk, byte]"""
+
+
+class _Run(NamedTuple):
+    """Bytes that lie together on both sides of a copy."""
+
+    engine: slice
+    """In the page of this worker."""
+    chunk: slice
+    """In its place in the chunk."""
+
+
+class _Ref(NamedTuple):
+    """A layer, or several that share their bytes."""
+
+    tensor: int
+    runs: tuple[_Run, ...]
+    size: int
+    writers: int
+    """Ranks that hold these bytes; they take turns to write them, block by block."""
+    turn: int
 
 
 class _Where(NamedTuple):
@@ -80,25 +105,48 @@ def locate(gpu_spec: GPULoadStoreSpec, chunk_ids: npt.NDArray[np.int32], blocks_
 class CpuCopyWorker(OffloadingWorker):
     """vLLM's offloading worker for KV caches in ordinary memory. Called from one thread, the engine worker's."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
-        """Carve this rank's part of the rows, one view for each tensor; the region is ours to release from here on."""
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        *,
+        blocks_per_chunk: int,
+        region: SharedOffloadRegion,
+        is_canonical: bool = False,
+        must_be_portable: bool = False,
+    ) -> None:
+        """Carve this rank's part of the rows, one view for each tensor; the region is ours to release from here on.
+
+        Args:
+            kv_caches: The engine's.
+            blocks_per_chunk: Blocks of the engine in a chunk.
+            region: The chunks.
+            is_canonical: Whether all ranks share one page for each block, laid out as without parallelism.
+            must_be_portable: Whether that page must be the same for any number of ranks.
+
+        Raises:
+            ConfigInvalid: vLLM has no such page for some layer.
+        """
         self._blocks_per_chunk = blocks_per_chunk
         self._region: SharedOffloadRegion | None = region
         self._tensors: list[_Tensor] = []
-        for tensor in kv_caches.tensors:
+        refs = kv_caches.group_data_refs
+        shared_bytes = _canonical_bytes(refs, must_be_portable=must_be_portable) if is_canonical else {}
+        for index, tensor in enumerate(kv_caches.tensors):
             page_bytes = tensor.page_size_bytes
-            row = region.create_next_worker_view(page_bytes * blocks_per_chunk).view(torch.uint8).numpy()
+            chunk_bytes = shared_bytes[index] if is_canonical else page_bytes
+            carve = region.create_next_canonical_view if is_canonical else region.create_next_worker_view
+            row = carve(chunk_bytes * blocks_per_chunk).view(torch.uint8).numpy()
             self._tensors.append(
                 _Tensor(
                     engine=tensor.tensor.view(torch.uint8).view((-1, page_bytes)).numpy(),
                     chunks=np.lib.stride_tricks.as_strided(
                         row,
-                        shape=(row.shape[0], blocks_per_chunk, page_bytes),
-                        strides=(row.strides[0], page_bytes, 1),
+                        shape=(row.shape[0], blocks_per_chunk, chunk_bytes),
+                        strides=(row.strides[0], chunk_bytes, 1),
                     ),
                 )
             )
-        self._groups = [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs]
+        self._groups = [[_plan(ref, ref.mapping if is_canonical else None) for ref in group] for group in refs]
         self._finished: list[TransferResult] = []
 
     @override
@@ -141,14 +189,16 @@ class CpuCopyWorker(OffloadingWorker):
         groups = locate(engine, primary.block_ids, self._blocks_per_chunk)
         transfer_bytes = 0
         for where, refs in zip(groups, self._groups, strict=True):
-            for tensor_index, page_bytes in refs:
-                tensor = self._tensors[tensor_index]
+            for ref in refs:
+                blocks, chunks, inner = _of_this_turn(where, ref, self._blocks_per_chunk) if is_store else where
+                held = self._tensors[ref.tensor]
                 # Bytes past the page are padding, which upstream does not copy either.
-                if is_store:
-                    tensor.chunks[where.chunks, where.inner, :page_bytes] = tensor.engine[where.blocks, :page_bytes]
-                else:
-                    tensor.engine[where.blocks, :page_bytes] = tensor.chunks[where.chunks, where.inner, :page_bytes]
-                transfer_bytes += len(where.blocks) * page_bytes
+                for run in ref.runs:
+                    if is_store:
+                        held.chunks[chunks, inner, run.chunk] = held.engine[blocks, run.engine]
+                    else:
+                        held.engine[blocks, run.engine] = held.chunks[chunks, inner, run.chunk]
+                transfer_bytes += len(blocks) * ref.size
         self._finished.append(
             TransferResult(
                 job_id=job_id,
@@ -158,3 +208,43 @@ class CpuCopyWorker(OffloadingWorker):
             )
         )
         return True
+
+
+def _canonical_bytes(refs: Sequence[Sequence[CanonicalKVCacheRef]], *, must_be_portable: bool) -> dict[int, int]:
+    """Return, by tensor, the bytes of a block as without parallelism."""
+    sizes: dict[int, int] = {}
+    for ref in (each for group in refs for each in group):
+        if ref.mapping is None or (must_be_portable and not ref.mapping.parallelism_agnostic):
+            raise ConfigInvalid(
+                "canonical_layout: vLLM does not certify every layer of this model as independent of the number of "
+                "ranks; remove it (spec.disk.canonicalLayout), and each tensorParallel keeps blocks of its own"
+            )
+        sizes[ref.tensor_idx] = max(sizes.get(ref.tensor_idx, 0), ref.mapping.canonical_page_size_bytes)
+    return sizes
+
+
+def _plan(ref: CanonicalKVCacheRef, mapping: CanonicalPageMapping | None) -> _Ref:
+    if mapping is None:
+        whole = slice(0, ref.page_size_bytes)
+        return _Ref(ref.tensor_idx, (_Run(whole, whole),), ref.page_size_bytes, writers=1, turn=0)
+    runs = tuple(
+        _Run(
+            _slice(run.local_offset + number * run.local_stride, run.fragment_size),
+            _slice(run.canonical_offset + number * run.canonical_stride, run.fragment_size),
+        )
+        for run in mapping.runs
+        for number in range(run.num_fragments)
+    )
+    return _Ref(ref.tensor_idx, runs, mapping.local_page_size_bytes, mapping.num_writers, mapping.writer_index)
+
+
+def _slice(start: int, size: int) -> slice:
+    return slice(start, start + size)
+
+
+def _of_this_turn(where: _Where, ref: _Ref, blocks_per_chunk: int) -> _Where:
+    """Return the blocks that this rank writes of those that others hold, too."""
+    if ref.writers == 1:
+        return where
+    mine = (where.chunks * blocks_per_chunk + where.inner) % ref.writers == ref.turn
+    return _Where(*(each[mine] for each in where))

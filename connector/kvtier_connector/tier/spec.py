@@ -110,8 +110,6 @@ class KVTierSpec(TieringOffloadingSpec):
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
 
     def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
-        if self.config.canonical_layout:
-            raise ConfigInvalid("canonical_layout is not supported on vLLM's CPU platform; remove it")
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
@@ -120,7 +118,14 @@ class KVTierSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         try:
-            return CpuCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
+            return CpuCopyWorker(
+                kv_caches,
+                blocks_per_chunk=self.blocks_per_chunk,
+                region=region,
+                is_canonical=self.config.canonical_layout,
+                # The directory is the same for every number of ranks.
+                must_be_portable=self.config.parallel.is_parallelism_agnostic,
+            )
         except Exception:
             region.cleanup()
             raise

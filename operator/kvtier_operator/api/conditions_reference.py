@@ -50,7 +50,14 @@ every change, like `spec.paused`.
 _ANY: Final = (Reason.NOT_CHECKED,)
 
 REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
-    "Ready": (Reason.READY, Reason.SPEC_INVALID, Reason.OBJECT_NOT_OURS, Reason.APPLY_FAILED, Reason.BLOCKS_NOT_WHOLE),
+    "Ready": (
+        Reason.READY,
+        Reason.SPEC_INVALID,
+        Reason.OBJECT_NOT_OURS,
+        Reason.APPLY_FAILED,
+        Reason.BLOCKS_NOT_WHOLE,
+        Reason.LAYOUT_NOT_CANONICAL,
+    ),
     "Available": (Reason.SERVING, Reason.UNAVAILABLE, Reason.SCALED_TO_ZERO),
     "VolumeBound": (
         Reason.BOUND,
@@ -173,6 +180,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.OBJECT_NOT_OURS: "Delete or rename that object, or create the tier under another name.",
     Reason.APPLY_FAILED: "Read the API server's words: a quota, a policy, or a missing right of the operator.",
     Reason.BLOCKS_NOT_WHOLE: "Set the number that the message gives, or leave `spec.disk.blockTokens` out.",
+    Reason.LAYOUT_NOT_CANONICAL: "Set `spec.disk.canonicalLayout` to false; the message says what stands against it.",
     Reason.CLAIM_PENDING: "`kubectl describe pvc` says why; see that the storage class exists and can be shared.",
     Reason.CLAIM_MISSING: "Create the claim; it is noticed at once.",
     Reason.CLAIM_TERMINATING: "Save what you need, then set `spec.replicas` to 0 to let it go.",

@@ -206,6 +206,12 @@ class Disk(ApiModel):
     block_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_BLOCKS,))] | None = None
     """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
     or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
+    canonical_layout: StrictBool = False
+    """Whether blocks are laid out as without parallelism (vLLM's `canonical_layout`), so that engines of any
+    `engine.tensorParallel` read the same ones. Each layer is then copied by itself, which takes longer on devices. It
+    is refused where vLLM does not certify it: layers that keep a state, pipeline or context parallelism, KV heads that
+    cannot be dealt out evenly. Changing it starts a new cache generation; after that, changing `tensorParallel` does
+    not."""
     admission: Admission = Admission()
     """Which blocks are worth writing to the volume and reading from it."""
     tenants: Tenants = Tenants()

@@ -115,7 +115,7 @@ class Engine(ApiModel):
     """The devices that one engine gets."""
     tensor_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Devices that one model is split over (vLLM's `--tensor-parallel-size`). At most `accelerator.perPod`. Changing it
-    starts a new cache generation."""
+    starts a new cache generation, unless `disk.canonicalLayout` is set."""
     memory: ByteQuantity = "16Gi"
     """Host memory of the engine itself, beside the CPU tier: weights on their way to the device, Python, the model on
     the CPU build. The pod asks for this plus its shared memory."""

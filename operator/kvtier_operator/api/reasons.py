@@ -63,6 +63,10 @@ class Reason(enum.Enum):
     )
     DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
     BLOCKS_NOT_WHOLE = "BlocksNotWhole", "spec.disk.blockTokens is no multiple of the engine's own block."
+    LAYOUT_NOT_CANONICAL = (
+        "LayoutNotCanonical",
+        "spec.disk.canonicalLayout is set, and vLLM does not certify it for this model and engine.",
+    )
     NO_NODE_MATCHES = "NoNodeMatches", "No node has the labels, devices and absence of taints that an engine needs."
     NODES_UNKNOWN = "NodesUnknown", "A share of a node was asked for, and the operator may not look at nodes."
     NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."

@@ -51,6 +51,7 @@ def kv_transfer_config(plan: TierPlan) -> str:
             "spec_module_path": "kvtier_connector.tier.spec",
             "cpu_bytes_to_use": plan.decisions.cpu_bytes,
             **plan.decisions.chunking.settings(),
+            **({"canonical_layout": True} if plan.spec.disk.canonical_layout else {}),
             "eviction_policy": cpu.eviction_policy,
             "offload_prompt_only": cpu.offload_prompt_only,
             "secondary_tiers": [

@@ -17,8 +17,8 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
+from kvtier_operator.plan import canonical, digest, flags, shares
 from kvtier_operator.plan import decisions as decided
-from kvtier_operator.plan import digest, flags, shares
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.kv import KvUnknown
@@ -169,7 +169,7 @@ def decide(
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
-    unusable = _refuse_block_tokens(spec)
+    unusable = _refuse_block_tokens(spec) or canonical.refuse(spec, decided.kv_of(spec), decided.config_of(spec))
     if unusable is not None:
         return unusable
     cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)

@@ -94,8 +94,9 @@ def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
         engine.args,
         tensor_parallel=engine.tensor_parallel,
         is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
+        is_canonical=spec.disk.canonical_layout,
     )
-    config = _config_of(spec)
+    config = config_of(spec)
     if config is None:
         return KvUnknown(
             why=f"{spec.model.name} is not in the table of known models: paste its config.json, or the fields about "
@@ -106,10 +107,10 @@ def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:
     """Return where engines of this tier keep what a later prompt can go on from."""
-    return checkpoints.choose(kv_of(spec), chunking, args=spec.engine.args, config=_config_of(spec))
+    return checkpoints.choose(kv_of(spec), chunking, args=spec.engine.args, config=config_of(spec))
 
 
-def _config_of(spec: TierSpec) -> Mapping[str, Any] | None:
+def config_of(spec: TierSpec) -> Mapping[str, Any] | None:
     """Return the model's config.json, or the part of it that is known."""
     if spec.model.config is not None:
         return spec.model.config
@@ -128,6 +129,8 @@ def model_inputs(spec: TierSpec) -> str:
             "tensorParallel": spec.engine.tensor_parallel,
             "isCpuBuild": spec.engine.accelerator.resource == NO_ACCELERATOR,
             "flags": {flag: list(found[flag]) for flag in _KV_FLAGS if flag in found},
+            # Only where it is set: what was decided before there was such a field stands.
+            **({"isCanonical": True} if spec.disk.canonical_layout else {}),
         }
     )
 

@@ -40,7 +40,7 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
         "model_revision": spec.model.revision,
         "engine_image": spec.engine.image,
         "engine_accelerator": spec.engine.accelerator.resource,
-        "engine_tensor_parallel": spec.engine.tensor_parallel,
+        "engine_tensor_parallel": "any" if spec.disk.canonical_layout else spec.engine.tensor_parallel,
         "engine_flags": {flag: list(found[flag]) for flag in sorted(found)},
         "engine_env": {name: env[name].get("value", env[name].get("valueFrom")) for name in sorted(env)},
         "engine_chunking": dict(chunking),

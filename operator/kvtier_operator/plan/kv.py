@@ -67,6 +67,8 @@ class KvCache:
     layers: Layers
     layer_bytes: int
     """Bytes of one token in one attention layer."""
+    heads: int
+    """KV heads of one layer over all ranks, without copies; 1 where all heads share a latent."""
     layers_per_group: int
     """Layers of one group, padding and all pipeline stages included."""
     attention_groups: int
@@ -103,7 +105,7 @@ class KvUnknown:
     why: str
 
 
-def make_layout(args: Sequence[str], *, tensor_parallel: int, is_cpu_build: bool) -> Layout:
+def make_layout(args: Sequence[str], *, tensor_parallel: int, is_cpu_build: bool, is_canonical: bool = False) -> Layout:
     """Read the layout from the flags of an engine; a flag that is no number counts as left out."""
     found = flags.parse(args)
     return Layout(
@@ -115,6 +117,7 @@ def make_layout(args: Sequence[str], *, tensor_parallel: int, is_cpu_build: bool
         block_tokens=flags.count(found, "block-size") if "block-size" in found else None,
         is_cpu_build=is_cpu_build,
         is_single_group="disable-hybrid-kv-cache-manager" in found,
+        is_canonical=is_canonical,
     )
 
 
@@ -135,6 +138,7 @@ def make_kv(config: Mapping[str, Any], layout: Layout) -> KvCache | KvUnknown:
         return KvCache(
             layers=layers,
             layer_bytes=layer_bytes,
+            heads=1 if text.get("kv_lora_rank") else _heads(text),
             layers_per_group=layout.pipeline_parallel * _first_stage(group, layout.pipeline_parallel),
             attention_groups=attention_groups,
             state_groups=state_groups,
@@ -170,7 +174,18 @@ def _layer_bytes(config: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
     if config.get("kv_lora_rank"):
         return _latent_bytes(config, layout)
     size = _element_bytes(config, layout)
-    heads = number(
+    heads = _heads(config)
+    rows, row_text = _head_size(config)
+    kept = heads if layout.is_canonical else max(1, heads // layout.tensor_parallel) * layout.tensor_parallel
+    copies = f" ({heads} heads, each on {kept // heads} of {layout.tensor_parallel} ranks)" if kept > heads else ""
+    total = kept * rows * size // layout.decode_context_parallel
+    shared = "" if layout.decode_context_parallel == 1 else f" / {layout.decode_context_parallel} (context parallel)"
+    return total, f"{row_text} x {kept} KV heads{copies} x {size} B{shared}"
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    """Return the KV heads of one layer, as many as the model has."""
+    return number(
         config,
         "n_head_kv",
         "num_kv_heads",
@@ -179,12 +194,6 @@ def _layer_bytes(config: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
         "num_attention_groups",
         default=1 if config.get("multi_query") else number(config, "num_attention_heads", "n_head", "n_heads"),
     )
-    rows, row_text = _head_size(config)
-    kept = heads if layout.is_canonical else max(1, heads // layout.tensor_parallel) * layout.tensor_parallel
-    copies = f" ({heads} heads, each on {kept // heads} of {layout.tensor_parallel} ranks)" if kept > heads else ""
-    total = kept * rows * size // layout.decode_context_parallel
-    shared = "" if layout.decode_context_parallel == 1 else f" / {layout.decode_context_parallel} (context parallel)"
-    return total, f"{row_text} x {kept} KV heads{copies} x {size} B{shared}"
 
 
 def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:

@@ -15,11 +15,14 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CanonicalPageMapping,
+    CopyRun,
     GPULoadStoreSpec,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.tier.cpu_worker import CpuCopyWorker, locate
 
 ENGINE_BLOCKS = 24
@@ -156,3 +159,73 @@ def test_a_transfer_that_names_too_few_or_too_many_chunks_is_refused() -> None:
     for chunks in ([0], [0, 1, 2]):
         with pytest.raises(ValueError, match="chunks"):
             locate(gpu, np.array(chunks, dtype=np.int32), 2)
+
+
+HEADS, TOKENS, ROW = 4, 2, 8
+"""Of the canonical page: keys and values of a head are 8 bytes a token."""
+
+
+def page_of_rank(rank: int, ranks: int) -> CanonicalPageMapping:
+    """Return the place of one rank's heads in pages that are ordered by token, then by head."""
+    holders = max(1, ranks // HEADS)
+    shards = ranks // holders
+    mine = HEADS // shards * ROW
+    run = CopyRun(0, rank // holders * mine, mine, TOKENS, mine, HEADS * ROW)
+    size = HEADS * ROW * TOKENS
+    return CanonicalPageMapping(size, mine * TOKENS, (run,), holders, rank % holders, parallelism_agnostic=True)
+
+
+def engine(ranks: int, name: str) -> list[tuple[CpuCopyWorker, torch.Tensor]]:
+    """Return the workers of an engine and their memory, over one region."""
+    made = []
+    for rank in range(ranks):
+        mapping = page_of_rank(rank, ranks)
+        size = mapping.local_page_size_bytes
+        region = SharedOffloadRegion(
+            engine_id=name, num_chunks=CHUNKS, rank=rank, kv_bytes_per_chunk=4096, cpu_page_size=4096 // ranks
+        )
+        memory = torch.zeros((ENGINE_BLOCKS, size), dtype=torch.int8)
+        refs = [[CanonicalKVCacheRef(0, size, mapping)]]
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, size)], refs)
+        made.append((CpuCopyWorker(caches, blocks_per_chunk=2, region=region, is_canonical=True), memory))
+    return made
+
+
+def heads_of_rank(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return what a rank holds of blocks that were computed without parallelism."""
+    holders = max(1, ranks // HEADS)
+    shards, shard = ranks // holders, rank // holders
+    return whole.view(-1, TOKENS, shards, HEADS // shards * ROW)[:, :, shard].reshape(len(whole), -1)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4, 8])
+@pytest.mark.parametrize("after", [1, 2, 4, 8])
+def test_what_some_ranks_store_in_the_canonical_layout_any_other_number_of_ranks_loads(before: int, after: int) -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randint(-128, 128, (ENGINE_BLOCKS, HEADS * TOKENS * ROW), dtype=torch.int8, generator=generator)
+    writers = engine(before, name)
+    readers = engine(after, name)
+    where = GPULoadStoreSpec(list(range(5)), group_sizes=[5], block_indices=[1])
+    chunks = CPULoadStoreSpec(np.array([7, 3, 9], dtype=np.int32))
+    for rank, (worker, memory) in enumerate(writers):
+        memory[:] = heads_of_rank(whole, rank, before)
+        assert worker.submit_store(1, where, chunks)
+    for rank, (worker, memory) in enumerate(readers):
+        assert worker.submit_load(2, chunks, where)
+        assert torch.equal(memory[:5], heads_of_rank(whole, rank, after)[:5])
+        assert not memory[5:].any()
+    for worker, _ in (*readers, *writers):
+        worker.shutdown()
+
+
+def test_a_layer_without_a_canonical_page_is_refused() -> None:
+    memory = torch.zeros((2, 64), dtype=torch.int8)
+    for mapping in (None, CanonicalPageMapping(64, 64, (), 1, 0, parallelism_agnostic=False)):
+        region = SharedOffloadRegion(
+            engine_id=f"test-{uuid.uuid4().hex}", num_chunks=2, rank=0, kv_bytes_per_chunk=4096, cpu_page_size=4096
+        )
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, 64)], [[CanonicalKVCacheRef(0, 64, mapping)]])
+        with pytest.raises(ConfigInvalid, match="canonicalLayout"):
+            CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
+        region.cleanup()

@@ -84,9 +84,9 @@ def test_a_manager_built_by_the_spec_offloads_and_finds(rigs: Rigs) -> None:
     manager.shutdown()
 
 
-def test_the_canonical_layout_is_refused_on_cpu(rigs: Rigs) -> None:
+def test_the_canonical_layout_is_refused_where_vllm_does_not_certify_a_layer(rigs: Rigs) -> None:
     spec = KVTierSpec(offloading_config(canonical_layout=True, extra_config=extra_config(rigs)))
-    with pytest.raises(ConfigInvalid, match="canonical_layout"):
+    with pytest.raises(ConfigInvalid, match="canonicalLayout"):
         spec.get_worker(one_tensor())
 
 
