@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier saved in money: accelerator time that loading spared, at what it costs, less what the volume costs. Pure.
 
-An engine measures how fast it computes while it serves: tokens that came from the volume, divided by that, are time
-that its accelerators did not spend on them. What loading takes is no accelerator time.
+An engine measures how fast it computes while it serves, and counts for each hit what computing it would have taken:
+time that its accelerators did not spend. What loading takes is no accelerator time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -25,9 +25,20 @@ class Prices:
     """Of one accelerator."""
     gib_month: float = 0.0
     """Of a GiB on the volume."""
+    currency: str = ""
 
 
-def saved(document: Mapping[str, Any], prices: Prices, *, now: datetime) -> dict[str, float] | None:
+def prices_of(spec: Mapping[str, Any], *, gpu_hour: float | None, gib_month: float | None) -> Prices | None:
+    """Return the prices of a tier, or those that were given instead; None where nobody said any."""
+    cost = spec.get("cost") or {}
+    hour = float(cost["gpuHour"]) if gpu_hour is None and "gpuHour" in cost else gpu_hour
+    if hour is None:
+        return None
+    month = float(cost.get("storageGibMonth", 0)) if gib_month is None else gib_month
+    return Prices(accelerator_hour=hour, gib_month=month, currency=cost.get("currency", "USD") if cost else "")
+
+
+def saved(document: Mapping[str, Any], prices: Prices, *, now: datetime) -> dict[str, Any] | None:
     """Return what a tier saved since its engines started; None where they did not measure anything yet.
 
     Args:
@@ -38,6 +49,7 @@ def saved(document: Mapping[str, Any], prices: Prices, *, now: datetime) -> dict
     hits = document.get("hits")
     if not hits or not hits["computeTokensPerSecond"]:
         return None
+    each_second = document["accelerators"] * prices.accelerator_hour / _HOUR_SECONDS
     hours = hits["prefillSecondsNotSpent"] * document["accelerators"] / _HOUR_SECONDS
     began = [
         datetime.fromisoformat(each["started"]) for each in document["engines"] if each["ready"] and each["started"]
@@ -45,10 +57,13 @@ def saved(document: Mapping[str, Any], prices: Prices, *, now: datetime) -> dict
     age_hours = max(((now - each).total_seconds() / _HOUR_SECONDS for each in began), default=0.0)
     used = sum(each.get("usedBytes") or 0 for each in document["tiers"] or () if each["name"] == "disk")
     accelerators, storage = hours * prices.accelerator_hour, used / _GIB * prices.gib_month * age_hours / _MONTH_HOURS
+    tenants = hits["savedSecondsByTenant"]
     return {
+        "currency": prices.currency,
         "acceleratorHoursNotSpent": round(hours, 4),
         "acceleratorsCost": round(accelerators, 4),
         "storageCost": round(storage, 4),
         "saved": round(accelerators - storage, 4),
-        **{f"price_{name}": value for name, value in asdict(prices).items()},
+        "byTenant": {tenant: round(seconds * each_second, 4) for tenant, seconds in tenants.items()},
+        "prices": {"acceleratorHour": prices.accelerator_hour, "gibMonth": prices.gib_month},
     }

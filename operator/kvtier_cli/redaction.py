@@ -47,6 +47,7 @@ _PROMPT: Final = re.compile(
 )
 _TENANT_LABEL: Final = re.compile(r'tenant="([^"]*)"')
 _TENANT_PATH: Final = re.compile(r"\btenants/([A-Za-z0-9._-]+)")
+_BY_TENANT: Final = frozenset({"quotas", "byTenant", "savedSecondsByTenant"})
 _MANAGED: Final = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
 
 
@@ -71,7 +72,7 @@ def _field(key: str, value: Any, parent: Mapping[str, Any]) -> Any:
         name = parent["name"]
         is_plain = _PLAIN_VARIABLE.fullmatch(name) is not None and _SECRET_NAME.search(name) is None
         return manifest(value) if is_plain else REDACTED
-    if key == "quotas" and isinstance(value, Mapping):
+    if key in _BY_TENANT and isinstance(value, Mapping):
         return {tenant(str(name)): manifest(each) for name, each in value.items()}
     if key == "tenant" and isinstance(value, str):
         return tenant(value)

@@ -7,12 +7,11 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, money, standing, status_page, targets
+from kvtier_cli import answers, standing, status_page, targets
 from kvtier_cli.exits import FINE, FOUND
 from kvtier_operator.errors import ClusterError
 
@@ -27,8 +26,14 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
     "--interval", type=click.IntRange(1, 3600), default=5, show_default=True, help="seconds between two looks"
 )
 @click.option("--ask/--no-ask", default=True, help="ask engines and janitor for hits and use (takes the right to exec)")
-@click.option("--gpu-hour", type=click.FloatRange(0), help="price of an accelerator for an hour: says what was saved")
-@click.option("--gib-month", type=click.FloatRange(0), default=0.0, help="price of a GiB on the volume for a month")
+@click.option(
+    "--gpu-hour",
+    type=click.FloatRange(0),
+    help="price of an accelerator for an hour: says what was saved  [default: spec.cost]",
+)
+@click.option(
+    "--gib-month", type=click.FloatRange(0), help="price of a GiB on the volume for a month  [default: spec.cost]"
+)
 @answers.output_option()
 @targets.cluster_options
 def status(  # noqa: PLR0913 - options
@@ -39,7 +44,7 @@ def status(  # noqa: PLR0913 - options
     interval: int,
     ask: bool,
     gpu_hour: float | None,
-    gib_month: float,
+    gib_month: float | None,
     output: str,
     **cluster: str,
 ) -> int:
@@ -56,11 +61,7 @@ def status(  # noqa: PLR0913 - options
 
     def look() -> Any:
         if tier:
-            found = standing.look(where, namespace, tier, asks_pods=ask)
-            if gpu_hour is not None:
-                prices = money.Prices(accelerator_hour=gpu_hour, gib_month=gib_month)
-                found["money"] = money.saved(found, prices, now=datetime.now(UTC))
-            return found
+            return standing.look(where, namespace, tier, asks_pods=ask, gpu_hour=gpu_hour, gib_month=gib_month)
         bodies = where.person.tiers(namespace)
         return [
             standing.look(where, each["metadata"]["namespace"], each["metadata"]["name"], asks_pods=False)

@@ -161,7 +161,10 @@ def _money(document: Document) -> tuple[str, str]:
         ("volume", f"{-found['storageCost']:,.2f}", ""),
         ("saved", f"{found['saved']:,.2f}", ""),
     ]
-    return "SAVED  since these engines started, in the currency of the prices given", columns(rows, indent=2)
+    named = sorted(((cost, name) for name, cost in found["byTenant"].items() if name), reverse=True)
+    rows += [(f"tenant {name}", f"{cost:,.2f}", "of the accelerators'") for cost, name in named[:_MOST_TENANTS]]
+    currency = found["currency"] or "in the currency of the prices given"
+    return f"SAVED  since these engines started, {currency}", columns(rows, indent=2)
 
 
 def _next(document: Document) -> Iterator[str]:

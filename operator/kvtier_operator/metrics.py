@@ -99,6 +99,19 @@ TIER_ENGINES: Final = Metric(
     help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last list.",
     labels=("namespace", "tier", "state"),
 )
+TIER_PRICE: Final = Metric(
+    name="kvtier_tier_price",
+    kind="gauge",
+    help="Prices of each KVCacheTier with spec.cost: engine_hour (its accelerators for an hour), gib_month (storage).",
+    labels=("namespace", "tier", "of", "currency"),
+)
+TIER_SAVINGS: Final = Metric(
+    name="kvtier_tier_savings_per_hour",
+    kind="gauge",
+    help="What loading from the volume saved in the last hour, at these prices: gpus (accelerators that would have "
+    "been busy), storage (what the used part of the volume costs), net (the difference), as of the last list.",
+    labels=("namespace", "tier", "of", "currency"),
+)
 LEADER: Final = Metric(
     name="kvtier_operator_leader", kind="gauge", help="1 while this operator acts, 0 while it waits for the Lease."
 )
@@ -125,6 +138,8 @@ METRICS: Final = (
     TIERS,
     TIER_CONDITION,
     TIER_ENGINES,
+    TIER_PRICE,
+    TIER_SAVINGS,
     LEADER,
     NAMESPACES,
     BUILD,
@@ -161,6 +176,20 @@ def _engines(tier: Mapping[str, Any]) -> dict[str, int]:
     return {"wanted": wanted, "ready": (tier.get("status") or {}).get("readyReplicas", 0)}
 
 
+def _prices(tier: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+    found, cost = (tier.get("status") or {}).get("savings") or {}, (tier.get("spec") or {}).get("cost")
+    if cost and "enginePerHour" in found:
+        yield ("engine_hour", found["currency"]), float(found["enginePerHour"])
+        yield ("gib_month", found["currency"]), float(cost.get("storageGibMonth", 0))
+
+
+def _savings(tier: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+    found = (tier.get("status") or {}).get("savings") or {}
+    for of, field in (("gpus", "gpusPerHour"), ("storage", "storagePerHour"), ("net", "netPerHour")):
+        if field in found:
+            yield (of, found["currency"]), float(found[field])
+
+
 class OperatorMetrics:
     """Counters of one operator, in a registry of its own. Safe to use from several threads."""
 
@@ -183,6 +212,7 @@ class OperatorMetrics:
             self._passes.labels(outcome=outcome)
         self._by_reason, self._by_tier = _Samples(self._gauge(TIERS)), _Samples(self._gauge(TIER_CONDITION))
         self._engines = _Samples(self._gauge(TIER_ENGINES))
+        self._prices, self._savings = _Samples(self._gauge(TIER_PRICE)), _Samples(self._gauge(TIER_SAVINGS))
         ProcessCollector(registry=self.registry)
 
     def _counter(self, metric: Metric) -> Counter:
@@ -217,6 +247,8 @@ class OperatorMetrics:
         self._by_reason.show(counts)
         self._by_tier.show(conditions)
         self._engines.show(engines)
+        self._prices.show({(*_name(tier), *labels): price for tier in listed for labels, price in _prices(tier)})
+        self._savings.show({(*_name(tier), *labels): price for tier in listed for labels, price in _savings(tier)})
 
     def watch_queue(self, *, depth: Callable[[], int], overdue_seconds: Callable[[], float]) -> None:
         """Ask these whenever the metrics are read."""

@@ -16,7 +16,7 @@ from kvtier_operator.api import loras
 from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, preflight, proofs, serving
+from kvtier_operator.parts import PARTS, disk, preflight, proofs, savings, serving
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.plan import Generation
@@ -93,6 +93,8 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     engines = None if view.snapshot is None else view.snapshot.engines
     # What is not known in this pass was true in an earlier one.
     kept = {field: previous[field] for field in _KEPT if field in previous}
+    usage = _usage(view, previous)
+    money = savings.document(view, previous, used_bytes=_used_bytes(usage or previous))
     return {
         **kept,
         "observedGeneration": view.generation,
@@ -107,12 +109,18 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
             else {"sizing": plan_report.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
         ),
         **({} if view.current is None else {"generation": _generation(view.current)}),
-        **_usage(view, previous),
+        **usage,
+        **({"savings": money} if money else {}),
         **_loras(view),
     }
 
 
 _KEPT: Final = ("sizing", "generation", "generations", "tiers")
+
+
+def _used_bytes(status: Mapping[str, Any]) -> int | None:
+    """Return what lies on the volume by a status."""
+    return next((each.get("usedBytes") for each in status.get("tiers", ()) if each["name"] == "disk"), None)
 
 
 def _loras(view: View) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_cli import money, standing, status_page
+from kvtier_cli import money, redaction, standing, status_page
 from kvtier_cli.money import Prices
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -55,6 +55,38 @@ def test_it_costs_what_they_cost_less_the_volume() -> None:
     # 73 GiB for 10 of the 730 hours of a month
     assert found["storageCost"] == pytest.approx(0.5)
     assert found["saved"] == pytest.approx(11.5)
+
+
+COUNTED = (
+    METRICS
+    + 'vllm:kvtier_disk_saved_seconds_total{engine="0",tenant="acme"} 1800\n'
+    + 'vllm:kvtier_disk_saved_seconds_total{engine="0",tenant=""} 900\n'
+)
+
+
+def test_an_engine_that_counts_seconds_is_believed_and_tells_them_by_tenant() -> None:
+    hits = standing.hits([COUNTED])
+    assert hits["prefillSecondsNotSpent"] == 2700
+    found = money.saved(document(hits=hits), Prices(accelerator_hour=2.0, currency="EUR"), now=NOW)
+    assert found is not None
+    assert (found["saved"], found["byTenant"]) == (6, {"acme": 4, "": 2})
+    page = status_page.one(document(hits=hits, money=found))
+    assert "EUR" in page
+    assert "tenant acme   4.00" in page
+
+
+def test_prices_are_those_of_the_tier_unless_others_are_given() -> None:
+    spec = {"cost": {"gpuHour": "2.50", "storageGibMonth": "0.1", "currency": "EUR"}}
+    assert money.prices_of({}, gpu_hour=None, gib_month=None) is None
+    found = money.prices_of(spec, gpu_hour=None, gib_month=None)
+    assert found == Prices(accelerator_hour=2.5, gib_month=0.1, currency="EUR")
+    assert money.prices_of(spec, gpu_hour=3.0, gib_month=0.0) == Prices(accelerator_hour=3.0, currency="EUR")
+
+
+def test_names_of_tenants_are_taken_out_of_a_report() -> None:
+    shown = redaction.manifest({"money": {"byTenant": {"acme": 4, "": 2}}, "savedSecondsByTenant": {"acme": 1}})
+    assert "acme" not in str(shown)
+    assert shown["money"]["byTenant"][""] == 2
 
 
 def test_without_a_measurement_nothing_is_claimed() -> None:

@@ -156,6 +156,7 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("generations",): {"keepPrevious": 5},
     ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
+    ("cost",): {"gpuHour": "3.5"},
     ("engine", "rollout"): {"maxSurge": 3},
     ("engine", "service"): {"type": "LoadBalancer", "annotations": {"a": "b"}},
     ("engine", "disruptionBudget"): {"minAvailable": "50%"},

@@ -267,6 +267,10 @@ class Admission:
         """Note that the request was preempted: the time until its next block says nothing."""
         self._prefills.pop(request, None)
 
+    def seconds_to_compute(self, chunks: int) -> float:
+        """Return how long computing so many chunks of the first group would take; 0 before the first measurement."""
+        return self._computing.seconds(chunks) or 0.0
+
     @property
     def load_tokens_per_second(self) -> float:
         """How fast a hit as long as the last one would be loaded; 0 before the first measurement."""

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
-from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
@@ -159,9 +166,10 @@ class KVTierManager(TieringOffloadingManager):
     def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
         """Forget the load of a request: nothing more of it goes to the GPU. What was handed over stays pinned."""
         load = self._loads.pop(name)
+        handed = set(range(len(load.keys))) if is_handed_over else load.handed
+        self._count_saved(load, handed)
         if is_handed_over:
             return
-        handed = load.handed
         unpinned = []
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW:
@@ -287,6 +295,15 @@ class KVTierManager(TieringOffloadingManager):
         """Say whether rows become free by themselves."""
         is_storing = self.primary_tier._num_write_pending_chunks > 0  # noqa: SLF001 - only a gauge tells
         return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
+
+    def _count_saved(self, load: Load, handed: Collection[int]) -> None:
+        """Count what the chunks that came from the volume would have taken to compute."""
+        sources = self._request_load_sources.get(load.context.req_id)
+        if not sources:
+            return
+        keys = (load.keys[number] for number in handed)
+        if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
+            self.volume.count_saved(self.request(load.context), chunks)
 
     def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
         """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""

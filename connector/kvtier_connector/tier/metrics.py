@@ -50,6 +50,12 @@ SHED_STORES = Metric(
     "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
+SAVED_SECONDS = Metric(
+    "vllm:kvtier_disk_saved_seconds",
+    "Seconds of computing that loading from the shared volume made needless, by tenant: for each hit, what a prompt of "
+    "that length takes this engine, as measured while serving. Hits before the first measurement do not count.",
+    ("tenant",),
+)
 DRAINED_BLOCKS = Metric(
     "vllm:kvtier_disk_drained_blocks",
     "Blocks that were to be written when the engine was told to end, or since, by what became of them: written, or "
@@ -158,6 +164,7 @@ METRICS = (
     PRESENT_BLOCKS,
     MISSES,
     SHED_STORES,
+    SAVED_SECONDS,
     DRAINED_BLOCKS,
     ACTIVE,
     REFUSED,

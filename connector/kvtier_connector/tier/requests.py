@@ -118,6 +118,11 @@ class TierRequest:
         self._keys: dict[int, list[OffloadKey]] = {}
 
     @property
+    def tenant(self) -> str:
+        """Whose it is; empty where it is nobody's in particular."""
+        return self._tenant
+
+    @property
     def is_pending(self) -> bool:
         """Whether its adapter is still being looked at."""
         return self._adapter is not None and self._adapter.is_pending()

@@ -44,6 +44,7 @@ from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, 
 from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequest, TierRequests
+from kvtier_connector.tier.savings import Savings
 from kvtier_connector.tier.site import Parts, Rows, Sites
 from kvtier_connector.tier.transfers import POLL_SECONDS, Landed, shape_of_rows
 from kvtier_connector.tier.volume import read_config
@@ -113,6 +114,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
         self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
         self.stats = metrics.Stats()
+        self._savings = Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
         self._adapters = Adapters(skew_seconds=self.skew_seconds)
         self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self._adapters)
@@ -230,6 +232,10 @@ class SharedVolumeTier(SecondaryTierManager):
         """Count chunks that the volume has and that are computed all the same."""
         self.stats.count(metrics.MISSES, chunks, cause=cause)
         self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
+
+    def count_saved(self, request: TierRequest, chunks: int) -> None:
+        """Count what it would have taken to compute chunks of the first group that were loaded for a request."""
+        self._savings.count(request.tenant, self.admission.seconds_to_compute(chunks))
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, Field, StrictBool, StrictInt, StrictStr
 
@@ -182,6 +182,30 @@ class ServedLora(ApiModel):
     """Where its files are: `claim/directory` or `hub:name`."""
 
 
+_AMOUNT: Final = r"^-?(0|[1-9][0-9]*)([.][0-9]+)?$"
+_Money = Annotated[StrictStr, Field(max_length=32, pattern=_AMOUNT)]
+
+
+class Savings(ApiModel):
+    """What loading from the volume saved over the last hour, at the prices of `spec.cost`; two digits count."""
+
+    currency: Annotated[StrictStr, Field(max_length=3)] | None = None
+    """Currency of the amounts."""
+    engine_per_hour: _Money | None = None
+    """Price of the accelerators of one engine for an hour."""
+    gpus: _Money | None = None
+    """Accelerators that would have been busy in addition, all the time. One engine measures what a prompt takes it
+    while it serves, and counts that for each hit that it loads."""
+    gpus_per_hour: _Money | None = None
+    """What these cost in an hour."""
+    storage_per_hour: _Money | None = None
+    """What the used part of the volume costs in an hour."""
+    net_per_hour: _Money | None = None
+    """The difference: below 0 the volume costs more than it saves."""
+    net_per_month: _Money | None = None
+    """The same for 730 hours like that."""
+
+
 class TierStatus(ApiModel):
     """What the operator sees."""
 
@@ -203,6 +227,8 @@ class TierStatus(ApiModel):
     """What asking the engines has shown."""
     storage: Storage | None = None
     """What is known of the volume."""
+    savings: Savings | None = None
+    """What the tier saves, where `spec.cost` gives prices."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""
     generations: Annotated[

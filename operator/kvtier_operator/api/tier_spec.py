@@ -14,6 +14,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
 from kvtier_operator.api.containers import Anything
+from kvtier_operator.api.cost_spec import Cost
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
 from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
@@ -188,6 +189,8 @@ class TierSpec(ApiModel):
     """The process that keeps the volume inside its budget."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
+    cost: Cost | None = None
+    """What accelerators and the volume cost, for `status.savings`. Changing it replaces no pod."""
     operator_class_name: ObjectName | None = None
     """Class of the operator that works on this tier: of one that runs with `--operator-class` of that name. Left out,
     those do that have none. Cannot change: until one operator has let go, another one must not begin."""

@@ -28,6 +28,7 @@ ROLLS_NOTHING: Final = (
     ("generations",),
     ("janitor",),
     ("proof",),
+    ("cost",),
     ("engine", "rollout"),
     ("engine", "service"),
     ("engine", "disruptionBudget"),
