@@ -22,6 +22,7 @@ class ScriptedEngine:
     """One engine; its switches say what goes wrong."""
 
     volume: SharedVolume
+    most_tokens: int = 4096
     stores: bool = True
     tells_cached: bool = True
     computes_hits: bool = False
@@ -30,21 +31,39 @@ class ScriptedEngine:
     failure: str = ""
     wants_another_key: bool = False
     counted: Reading = field(default_factory=lambda: Reading(block_tokens=16, has_tier=True))
+    loses: str = ""
+    """Finds none of what came with it: the name of an adapter, or a picture."""
+    is_blind: bool = False
+    """Takes no picture."""
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    """Those it was asked for."""
     read: int = 0
     """How many times its counters were."""
 
     async def model(self) -> Served:
         self._fail()
-        return Served(name="tiny", most_tokens=4096)
+        return Served(name="tiny", most_tokens=self.most_tokens)
 
     async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
         self._fail()
+        self.asked.append(tuple(tokens))
+        if model != "tiny":
+            self.adapters.append(model)
+        return self._answer(model, tuple(tokens))
+
+    async def see(self, model: str, words: str, picture: bytes) -> int | None:
+        self._fail()
         assert model == "tiny"
-        prompt = tuple(tokens)
-        self.asked.append(prompt)
-        is_hit = prompt in self.volume.prompts
-        cached = len(prompt) // 16 * 16 if is_hit and not self.computes_hits else 0
+        assert picture.startswith(b"\x89PNG")
+        if self.is_blind:
+            raise EngineError("answers /v1/chat/completions with 400")
+        return self._answer("picture", tuple(map(int, words.split())))
+
+    def _answer(self, kind: str, tokens: tuple[int, ...]) -> int | None:
+        prompt = (hash(kind), *tokens)
+        is_hit = prompt in self.volume.prompts and kind != self.loses
+        cached = len(tokens) // 16 * 16 if is_hit and not self.computes_hits else 0
         self.counted = replace(
             self.counted,
             finished_requests=self.counted.finished_requests + 1 + self.other_requests,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
+import zlib
 from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar, TypeVar
@@ -17,18 +19,27 @@ from kvtier_operator import names
 from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.proof import canary
 from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.canary import Chunk, Replica, Waiting
+from kvtier_operator.proof.canary import TEXT_ALONE, Chunk, Replica, Subjects, Waiting
 from kvtier_operator.proof.engine_client import EngineError, HttpEngine
 from kvtier_operator.proof.findings import Canary, CanaryOutcome
+from kvtier_operator.proof.picture import SIDE, new_picture
 
 Found = TypeVar("Found")
 
 
-def send(first: ScriptedEngine, second: ScriptedEngine, *, offers: int = 1, chunk: Chunk | None = None) -> Canary:
+def send(
+    first: ScriptedEngine,
+    second: ScriptedEngine,
+    *,
+    offers: int = 1,
+    chunk: Chunk | None = None,
+    subjects: Subjects = TEXT_ALONE,
+) -> Canary:
     clock = Clock()
     waiting = Waiting(now=clock.now, pause=clock.pause)
     replicas = (Replica(name="a", engine=first), Replica(name="b", engine=second))
-    return asyncio.run(canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting))
+    sent = canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting, subjects=subjects)
+    return asyncio.run(sent)
 
 
 def pair(**second: Any) -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -40,6 +51,51 @@ def test_what_the_first_replica_stored_and_the_second_one_loads_is_proof() -> No
     found = send(*pair())
     assert found.outcome is CanaryOutcome.LOADED
     assert (found.first, found.second, found.cached_tokens) == ("a", "b", 256)
+
+
+BOTH = Subjects(adapters=("sql",), has_pictures=True)
+
+
+def test_a_tier_with_adapters_and_pictures_is_proven_with_both() -> None:
+    first, second = pair()
+    found = send(first, second, subjects=BOTH)
+    assert found.outcome is CanaryOutcome.LOADED
+    assert (found.covered, found.open) == (("the adapter sql", "a picture"), ())
+    assert first.adapters == second.adapters == ["sql"]
+
+
+@pytest.mark.parametrize(("lost", "subject"), [("sql", "the adapter sql"), ("picture", "a picture")])
+def test_what_is_not_found_with_an_adapter_or_a_picture_is_a_disproof_that_names_it(lost: str, subject: str) -> None:
+    found = send(*pair(loses=lost), subjects=BOTH)
+    assert (found.outcome, found.subject) == (CanaryOutcome.MISSED, subject)
+
+
+def test_an_engine_that_takes_no_picture_leaves_open_what_a_picture_would_show() -> None:
+    found = send(*pair(is_blind=True), subjects=BOTH)
+    assert (found.outcome, found.covered, found.open) == (CanaryOutcome.LOADED, ("the adapter sql",), ("a picture",))
+
+
+def test_nothing_else_is_sent_where_text_alone_is_not_found() -> None:
+    first, second = pair(loses="tiny")
+    assert send(first, second, subjects=BOTH).outcome is CanaryOutcome.MISSED
+    assert not first.adapters
+
+
+def test_a_model_without_room_for_a_picture_is_sent_none() -> None:
+    first, second = pair()
+    first.most_tokens = 1024
+    assert send(first, second, subjects=BOTH).covered == ("the adapter sql",)
+
+
+def test_every_picture_is_new_and_can_be_read() -> None:
+    pictures = [new_picture() for _ in range(3)]
+    assert len(set(pictures)) == 3
+    for content in pictures:
+        width, height, bits, colours = struct.unpack(">IIBB", content[16:26])
+        assert (width, height, bits, colours) == (SIDE, SIDE, 8, 2)
+        start = content.index(b"IDAT") + 4
+        (size,) = struct.unpack(">I", content[start - 8 : start - 4])
+        assert len(zlib.decompress(content[start : start + size])) == SIDE * (1 + 3 * SIDE)
 
 
 def test_counters_prove_it_where_the_answer_does_not_tell() -> None:
@@ -151,6 +207,7 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
         {
             "/v1/models": (200, b'{"data": [{"id": "tiny", "max_model_len": 4096}]}'),
             "/v1/completions": (200, json.dumps(usage).encode()),
+            "/v1/chat/completions": (200, json.dumps(usage).encode()),
             "/metrics": (200, b'vllm:request_success_total{finished_reason="stop"} 3.0\n'),
         }
     )
@@ -159,6 +216,10 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
     assert engine.get(lambda http: http.complete("tiny", [11, 12])) == 48
     assert engine.get(HttpEngine.metrics).finished_requests == 3
     assert Handler.bodies == [{"model": "tiny", "prompt": [11, 12], "max_tokens": 1, "temperature": 0}]
+    assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == 48
+    picture, words = Handler.bodies[-1]["messages"][0]["content"]
+    assert picture == {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
+    assert words == {"type": "text", "text": "12 34"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.names import TierName
 from kvtier_operator.proof.api_keys import KeySource
 from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.canary import Chunk, Subjects
 from kvtier_operator.proof.engine_client import EngineLocked
 from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
 from kvtier_operator.proof.monitor import Proofs
@@ -165,6 +165,26 @@ def test_a_canary_is_sent_only_where_it_can_prove_something(
     assert len(ask.targets) == len(pods)
 
 
+ADAPTER = {"name": "sql", "source": {"claim": "adapters", "path": "sql"}}
+FROM_THE_HUB = {"name": "other", "source": {"hub": "org/other"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "subjects"),
+    [
+        ({}, Subjects()),
+        ({"model": {"loras": [ADAPTER, FROM_THE_HUB]}}, Subjects(adapters=("sql",))),
+        ({"model": {"name": "google/gemma-3-12b-it"}}, Subjects(has_pictures=True)),
+        ({"model": {"name": "org/vl", "config": {"vision_config": {"depth": 2}}}}, Subjects(has_pictures=True)),
+        ({"model": {"name": "google/gemma-3-12b-it"}, "engine": {"args": ["--language-model-only"]}}, Subjects()),
+    ],
+)
+def test_a_canary_covers_the_adapters_and_the_pictures_that_the_tier_has(
+    body: Mapping[str, Any], subjects: Subjects
+) -> None:
+    assert make_ask(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk()).subjects == subjects
+
+
 def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> None:
     def rollout(*addresses: str, generation: str = "g", template: str = "h") -> str:
         found = snapshot(*addresses)
@@ -208,6 +228,15 @@ def test_the_canary_is_told_and_only_a_disproof_takes_ready_away(
     assert condition(found, "Ready")["status"] == ("False" if verdict == "False" else "True")
     assert condition(found, "Stalled")["status"] == ("True" if verdict == "False" else "False")
     assert condition(found, "Reconciling")["status"] == "False"
+
+
+def test_what_a_canary_covered_and_what_it_left_open_is_told() -> None:
+    found = replace(LOADED, covered=("the adapter sql",), open=("a picture",))
+    told = condition(report(canary=found), "SharedCacheVerified")["message"]
+    assert told.endswith("from the volume; the same with the adapter sql; not proven with a picture")
+    missed = Canary(outcome=CanaryOutcome.MISSED, first="a", second="b", prompt_tokens=257, subject="the adapter sql")
+    told = condition(report(canary=missed), "SharedCacheVerified")["message"]
+    assert "pod a had computed with the adapter sql, pod b found nothing" in told
 
 
 @pytest.mark.parametrize("refusal", sorted(set(NoCanary) - {NoCanary.ROLLING}, key=lambda each: each.name))

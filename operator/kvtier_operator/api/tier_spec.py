@@ -28,7 +28,8 @@ class Canary(ApiModel):
 
     enabled: StrictBool = True
     """Whether it is sent: after each rollout, and once in each interval. It costs two short prompts with one token of
-    answer each, and a few blocks on the volume. `SharedCacheVerified` tells how it ended."""
+    answer each, and a few blocks on the volume; as much again for one of the adapters that lie on a claim, and for a
+    picture where the model takes them. `SharedCacheVerified` tells how it ended."""
     interval_seconds: Annotated[StrictInt, Field(ge=60, le=2_592_000)] = 21600
     """Seconds from one proof to the next while the engines stay the same; six hours by default."""
 

@@ -69,15 +69,21 @@ def _before_the_first(ask: Ask, previous: Mapping[str, Any]) -> Problem:
 
 
 def _canary(found: Canary) -> Problem:
-    read = f"of {found.prompt_tokens} tokens that pod {found.first} had computed, pod {found.second}"
+    subject = f" with {found.subject}" if found.subject else ""
+    read = f"of {found.prompt_tokens} tokens that pod {found.first} had computed{subject}, pod {found.second}"
+    also = "".join(
+        f"; {words} {' and with '.join(subjects)}"
+        for words, subjects in (("the same with", found.covered), ("not proven with", found.open))
+        if subjects
+    )
     match found.outcome:
         case CanaryOutcome.LOADED:
-            return met(Reason.CANARY_LOADED, f"{read} read {found.cached_tokens} from the volume")
+            return met(Reason.CANARY_LOADED, f"{read} read {found.cached_tokens} from the volume{also}")
         case CanaryOutcome.FOUND:
             return met(
                 Reason.CANARY_FOUND,
                 f"{read} found blocks on the volume, and computed them again because it measured that to be quicker "
-                "(spec.disk.admission)",
+                f"(spec.disk.admission){also}",
             )
         case CanaryOutcome.MISSED:
             return Problem(
@@ -88,7 +94,7 @@ def _canary(found: Canary) -> Problem:
         case CanaryOutcome.NOT_STORED:
             return Problem(
                 reason=Reason.CANARY_NOT_STORED,
-                message=f"pod {found.first} stored nothing of a canary prompt, three times in a row: its "
+                message=f"pod {found.first} stored nothing of a canary prompt{subject}, three times in a row: its "
                 "vllm:kvtier_disk_shed_stores_total says why (volume full, failing, or not its own)",
             )
         case CanaryOutcome.BUSY:

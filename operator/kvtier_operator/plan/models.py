@@ -45,6 +45,8 @@ _QWEN_32B: Final = _dense(64, 5120, 40, 8)
 _GPT_OSS: Final = {"head_dim": 64, "sliding_window": 128, "model_type": "gpt_oss"}
 _GEMMA_2: Final = {"model_type": "gemma2", "sliding_window": 4096}
 _GEMMA_3: Final = {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}
+_SEES: Final[dict[str, Any]] = {"vision_config": {}}
+"""The model takes pictures; how, does not matter here."""
 _DELTA_NET: Final = {
     "full_attention_interval": 4,
     "linear_num_key_heads": 16,
@@ -82,7 +84,7 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
     (_dense(126, 16384, 128, 8), 812, ("meta-llama/Llama-3.1-405B", "meta-llama/Llama-3.1-405B-Instruct")),
     (_dense(24, 896, 14, 2), 0.989, ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct")),
     (_QWEN_7B, 15.3, ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")),
-    (_QWEN_7B, 16.6, ("Qwen/Qwen2.5-VL-7B-Instruct",)),
+    ({**_QWEN_7B, **_SEES}, 16.6, ("Qwen/Qwen2.5-VL-7B-Instruct",)),
     (
         _QWEN_32B,
         65.6,
@@ -121,8 +123,8 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
     (_dense(32, 4096, 32, 8), 93.5, ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     (_dense(42, 3584, 16, 8, head_dim=256, **_GEMMA_2), 18.5, ("google/gemma-2-9b", "google/gemma-2-9b-it")),
     (_dense(46, 4608, 32, 16, head_dim=128, **_GEMMA_2), 54.5, ("google/gemma-2-27b", "google/gemma-2-27b-it")),
-    (_dense(48, 3840, 16, 8, head_dim=256, **_GEMMA_3), 24.4, ("google/gemma-3-12b-it",)),
-    (_dense(62, 5376, 32, 16, head_dim=128, **_GEMMA_3), 54.9, ("google/gemma-3-27b-it",)),
+    (_dense(48, 3840, 16, 8, head_dim=256, **_GEMMA_3, **_SEES), 24.4, ("google/gemma-3-12b-it",)),
+    (_dense(62, 5376, 32, 16, head_dim=128, **_GEMMA_3, **_SEES), 54.9, ("google/gemma-3-27b-it",)),
     (_dense(24, 2880, 64, 8, **_GPT_OSS), 13.8, ("openai/gpt-oss-20b",)),
     (_dense(36, 2880, 64, 8, **_GPT_OSS), 65.3, ("openai/gpt-oss-120b",)),
     (_latent(27), 31.5, ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat")),
@@ -142,7 +144,7 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
     (_dense(46, 4096, 96, 8, head_dim=128), 221, ("zai-org/GLM-4.5-Air",)),
     (_dense(92, 5120, 96, 8, head_dim=128), 717, ("zai-org/GLM-4.5",)),
     (
-        _dense(48, 5120, 40, 8, head_dim=128, attention_chunk_size=8192),
+        _dense(48, 5120, 40, 8, head_dim=128, attention_chunk_size=8192, **_SEES),
         218,
         ("meta-llama/Llama-4-Scout-17B-16E-Instruct",),
     ),

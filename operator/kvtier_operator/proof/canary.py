@@ -2,25 +2,30 @@
 """Prove that two replicas share their cache: what one computed, the other loads from the volume.
 
 The prompt is made of random tokens, so nobody has asked it before, and it says nothing about anybody. Whatever the
-second replica has cached of it can only have come from the volume. Where engines do not tell how much of an answer was
-cached (vLLM's --enable-prompt-tokens-details), their counters tell, if nobody else was served meanwhile.
+second replica has cached of it can only have come from the volume. A tier with adapters, or a model that takes
+pictures, is asked with one of each, too: their blocks are named in another way. Where engines do not tell how much of
+an answer was cached (vLLM's --enable-prompt-tokens-details), their counters tell, if nobody else was served meanwhile.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier_operator.proof.engine_client import Engine, EngineError, EngineLocked, Served
 from kvtier_operator.proof.exposition import Reading
 from kvtier_operator.proof.findings import Canary, CanaryOutcome
+from kvtier_operator.proof.picture import new_picture
 
 CHUNKS: Final = 4
 FEWEST_TOKENS: Final = 256
 MOST_TOKENS: Final = 8192
 """What a canary may cost: a fraction of a second of one engine."""
+
+_ROOM_FOR_PICTURES: Final = 2048
+"""Tokens that a model must take for a picture and a prompt of some blocks."""
 
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 10, 250
 """Every tokenizer has these; the first few are often special."""
@@ -52,6 +57,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Subjects:
+    """What is proven beside the model's own text."""
+
+    adapters: tuple[str, ...] = ()
+    """Names of adapters whose contents engines can tell; one of them is asked for."""
+    has_pictures: bool = False
+
+
+TEXT_ALONE: Final = Subjects()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Waiting:
     """How time passes; tests let it pass at once."""
 
@@ -59,7 +76,15 @@ class Waiting:
     pause: Callable[[float], Awaitable[None]]
 
 
-async def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, waiting: Waiting) -> Canary:
+async def run(  # noqa: PLR0913  each by its name
+    first: Replica,
+    second: Replica,
+    *,
+    chunk: Chunk,
+    offers: int,
+    waiting: Waiting,
+    subjects: Subjects = TEXT_ALONE,
+) -> Canary:
     """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
 
     Args:
@@ -68,14 +93,77 @@ async def run(first: Replica, second: Replica, *, chunk: Chunk, offers: int, wai
         chunk: what one block file holds.
         offers: how many times a block must be offered before it is stored.
         waiting: how time passes.
+        subjects: what is sent another prompt each, once text is proven.
     """
+    pair = _Pair(first=first, second=second, offers=offers, waiting=waiting)
     try:
-        prompt, model = await _prompt(first.engine, chunk)
-        return await _run(first, second, model=model, prompt=prompt, offers=offers, waiting=waiting)
-    except _NotAnsweredError as error:
-        return _unanswered(first, second, error.pod, error.error)
+        served, reading = await first.engine.model(), await first.engine.metrics()
     except EngineError as error:
-        return _unanswered(first, second, first.name, error)
+        return _unanswered(pair, first.name, error)
+    length = _length(served, reading, chunk)
+    found = await _try(pair, _text(served.name, length), length)
+    if not found.outcome.is_proof:
+        return found
+    for subject, ask in _asks(subjects, served, length):
+        other = await _try(pair, ask, length)
+        if other.outcome.is_disproof:
+            return replace(other, subject=subject)
+        if other.outcome.is_proof:
+            found = replace(found, covered=(*found.covered, subject))
+        else:
+            found = replace(found, open=(*found.open, subject))
+    return found
+
+
+Ask = Callable[[Engine], Awaitable["int | None"]]
+"""Sends one prompt and returns how many of its tokens were cached; None if the engine does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    first: Replica
+    second: Replica
+    offers: int
+    waiting: Waiting
+
+
+def _length(served: Served, reading: Reading, chunk: Chunk) -> int:
+    wanted = max(FEWEST_TOKENS, CHUNKS * (chunk.tokens or reading.block_tokens * chunk.blocks))
+    return max(1, min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8))
+
+
+def _text(model: str, length: int) -> Ask:
+    chooser = random.SystemRandom()
+    prompt = [chooser.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(length)]
+    return lambda engine: engine.complete(model, prompt)
+
+
+def _picture(model: str, length: int) -> Ask:
+    chooser = random.SystemRandom()
+    # A number of two digits and the space before it are one to three tokens.
+    words = " ".join(str(chooser.randint(10, 99)) for _ in range(max(1, min(length, MOST_TOKENS // 4))))
+    picture = new_picture()
+    return lambda engine: engine.see(model, words, picture)
+
+
+def _asks(subjects: Subjects, served: Served, length: int) -> list[tuple[str, Ask]]:
+    found = []
+    if subjects.adapters:
+        name = random.SystemRandom().choice(subjects.adapters)
+        found.append((f"the adapter {name}", _text(name, length)))
+    # What a picture and three tokens a word may take, with room for the template of the chat.
+    if subjects.has_pictures and (served.most_tokens or MOST_TOKENS) >= _ROOM_FOR_PICTURES:
+        found.append(("a picture", _picture(served.name, min(length, (served.most_tokens or MOST_TOKENS) // 4))))
+    return found
+
+
+async def _try(pair: _Pair, ask: Ask, length: int) -> Canary:
+    try:
+        return await _run(pair, ask, length)
+    except _NotAnsweredError as error:
+        return _unanswered(pair, error.pod, error.error)
+    except EngineError as error:
+        return _unanswered(pair, pair.first.name, error)
 
 
 class _NotAnsweredError(EngineError):
@@ -85,32 +173,23 @@ class _NotAnsweredError(EngineError):
         self.error = error
 
 
-def _unanswered(first: Replica, second: Replica, pod: str, error: EngineError) -> Canary:
+def _unanswered(pair: _Pair, pod: str, error: EngineError) -> Canary:
     outcome = CanaryOutcome.LOCKED if isinstance(error, EngineLocked) else CanaryOutcome.UNANSWERED
-    return Canary(outcome=outcome, first=first.name, second=second.name, problem=f"pod {pod} {error}")
+    return Canary(outcome=outcome, first=pair.first.name, second=pair.second.name, problem=f"pod {pod} {error}")
 
 
-async def _prompt(engine: Engine, chunk: Chunk) -> tuple[list[int], Served]:
-    served, reading = await engine.model(), await engine.metrics()
-    wanted = max(FEWEST_TOKENS, CHUNKS * (chunk.tokens or reading.block_tokens * chunk.blocks))
-    length = min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8)
-    chooser = random.SystemRandom()
-    return [chooser.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(max(1, length))], served
-
-
-async def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
-    first: Replica, second: Replica, *, model: Served, prompt: list[int], offers: int, waiting: Waiting
-) -> Canary:
+async def _run(pair: _Pair, ask: Ask, length: int) -> Canary:
+    first, second, waiting = pair.first, pair.second, pair.waiting
     before = await first.engine.metrics()
-    for _ in range(offers):
-        await first.engine.complete(model.name, prompt)
+    for _ in range(pair.offers):
+        await ask(first.engine)
 
     def told(outcome: CanaryOutcome, cached: float = 0) -> Canary:
         return Canary(
             outcome=outcome,
             first=first.name,
             second=second.name,
-            prompt_tokens=len(prompt),
+            prompt_tokens=length,
             cached_tokens=round(cached),
         )
 
@@ -118,7 +197,7 @@ async def _run(  # noqa: PLR0913  the arguments of `run` and what came of them
     await waiting.pause(NEWS_SECONDS)
     try:
         begin = await second.engine.metrics()
-        cached = await second.engine.complete(model.name, prompt)
+        cached = await ask(second.engine)
         if cached:
             return told(CanaryOutcome.LOADED, cached)
         end = await _wait_for_count(second.engine, begin, waiting)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import http
 import json
 from collections.abc import Hashable, Sequence
@@ -46,6 +47,10 @@ class Engine(Protocol):
         """Answer a prompt with one token; return how many of its tokens were cached, None if it does not tell."""
         ...
 
+    async def see(self, model: str, words: str, picture: bytes) -> int | None:
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns."""
+        ...
+
     async def metrics(self) -> Reading:
         """Return what it has counted so far."""
         ...
@@ -80,11 +85,19 @@ class HttpEngine:
     async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
         """Answer a prompt with one token; return how many of its tokens were cached, None if it does not tell."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
-        found = await self._json("POST", "/v1/completions", body, ANSWER_SECONDS)
-        usage = found.get("usage") if isinstance(found, dict) else None
-        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return cached if isinstance(cached, int) else None
+        return _cached(await self._json("POST", "/v1/completions", body, ANSWER_SECONDS))
+
+    async def see(self, model: str, words: str, picture: bytes) -> int | None:
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns."""
+        url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        return _cached(await self._json("POST", "/v1/chat/completions", body, ANSWER_SECONDS))
 
     async def metrics(self) -> Reading:
         """Return what it has counted so far."""
@@ -116,3 +129,10 @@ class HttpEngine:
         if not reply.is_ok:
             raise EngineError(f"answers {path} with {reply.status}")
         return reply.body
+
+
+def _cached(answer: Any) -> int | None:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None

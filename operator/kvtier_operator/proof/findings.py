@@ -49,6 +49,12 @@ class Canary:
     """Of the second answer, from the volume."""
     problem: str = ""
     """What an engine answered instead."""
+    subject: str = ""
+    """What the prompt came with, where it was not text for the model alone."""
+    covered: tuple[str, ...] = ()
+    """What it was proven with beside text."""
+    open: tuple[str, ...] = ()
+    """What it was tried with in vain: other requests, or an engine that does not answer that."""
 
 
 class EffectOutcome(enum.Enum):

@@ -229,7 +229,9 @@ class Proofs:
             ]
         except EngineLocked as error:
             return Canary(outcome=CanaryOutcome.LOCKED, first=first.pod, second=second.pod, problem=str(error))
-        return await canary.run(*replicas, chunk=ask.chunk, offers=ask.offers, waiting=self._waiting)
+        return await canary.run(
+            *replicas, chunk=ask.chunk, offers=ask.offers, waiting=self._waiting, subjects=ask.subjects
+        )
 
     @staticmethod
     def _worth_telling(known: Canary | None, found: Canary, misses: int) -> Canary | None:

@@ -7,8 +7,10 @@ import enum
 from dataclasses import dataclass
 
 from kvtier_operator.api import TierSpec
+from kvtier_operator.plan import flags
+from kvtier_operator.plan.decisions import config_of
 from kvtier_operator.proof.api_keys import KeySource, find_key
-from kvtier_operator.proof.canary import Chunk
+from kvtier_operator.proof.canary import TEXT_ALONE, Chunk, Subjects
 from kvtier_operator.snapshot import Pod, Snapshot
 
 
@@ -45,6 +47,7 @@ class Ask:
     interval_seconds: float
     offers: int
     chunk: Chunk
+    subjects: Subjects = TEXT_ALONE
     key: KeySource | None = None
     """Of the engines' API."""
 
@@ -66,7 +69,18 @@ def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chun
         interval_seconds=spec.proof.canary.interval_seconds,
         offers=spec.disk.admission.min_reuse,
         chunk=chunk,
+        subjects=_subjects(spec),
         key=find_key(spec),
+    )
+
+
+def _subjects(spec: TierSpec) -> Subjects:
+    config = config_of(spec) or {}
+    is_text_only = "language-model-only" in flags.parse(spec.engine.args)
+    return Subjects(
+        # One from the hub is written while the engine starts, so nobody can tell what the engine has read of it.
+        adapters=tuple(lora["name"] for lora in spec.model.loras if "claim" in lora["source"]),
+        has_pictures="vision_config" in config and not is_text_only,
     )
 
 
