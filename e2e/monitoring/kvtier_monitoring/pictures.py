@@ -109,6 +109,7 @@ def draw(dashboard: Mapping[str, Any], prometheus: Prometheus, span: Span, file:
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MultipleLocator
 
     panels = panels_of(dashboard)
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels) + 1.5
@@ -147,8 +148,9 @@ def draw(dashboard: Mapping[str, Any], prometheus: Prometheus, span: Span, file:
             side.set_visible(False)
         _DRAW[panel["type"]](axes, panel, prometheus, span)
         if is_graph:
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} min")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{int(value)}:{round(value % 1 * 60):02d}")
             axes.set_xlim(0, (span.end - span.start) / 60)
+            axes.xaxis.set_major_locator(MultipleLocator(1))
     figure.savefig(file, dpi=100)
     pyplot.close(figure)
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 _START_SECONDS = 60.0
-STEP_SECONDS = 15
+STEP_SECONDS = 5
 
 
 class QueryFailed(Exception):
@@ -67,7 +67,7 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def running(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[Prometheus]:
+def running(folder: Path, config: Mapping[str, Any] | None = None, *options: str) -> Iterator[Prometheus]:
     """Start Prometheus on ``folder``, which keeps its samples, and end it on the way out."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(dict(config or {})))
@@ -79,6 +79,7 @@ def running(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[P
         f"--storage.tsdb.path={folder}/data",
         "--storage.tsdb.retention.time=100y",
         f"--web.listen-address=127.0.0.1:{port}",
+        *options,
     ]
     with (folder / "prometheus.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -136,11 +137,13 @@ def replayed(recording: Path, rules: Path, folder: Path) -> Iterator[tuple[Prome
     with lzma.open(recording, "rb") as packed, samples.open("wb") as plain:
         shutil.copyfileobj(packed, plain)
     _promtool("tsdb", "create-blocks-from", "openmetrics", str(samples), str(folder / "data"))
-    with running(folder) as prometheus:
+    # Exported samples do not say that a series has ended, as a scrape of what is gone does.
+    lookback = f"--query.lookback-delta={3 * STEP_SECONDS}s"
+    with running(folder, None, lookback) as prometheus:
         limits = [f"--start={span.start:.0f}", f"--end={span.end:.0f}", f"--eval-interval={STEP_SECONDS}s"]
         where = [f"--url={prometheus.url}", f"--output-dir={folder / 'data'}", str(rules)]
         _promtool("tsdb", "create-blocks-from", "rules", *limits, *where)
-    with running(folder) as prometheus:
+    with running(folder, None, lookback) as prometheus:
         yield prometheus, span
 
 

@@ -36,7 +36,7 @@ from kvtier_monitoring.scraping import scrape_config, targets
 ROOT = Path(__file__).resolve().parents[3]
 _OPERATOR_PORT = 9491
 _INTERVAL = "5s"
-_PROMPTS = 4
+_PROMPTS = 16
 _SMALL_BUDGET = "48Mi"
 _ENGINES = f"kvtier.dev/tier={TIER},app.kubernetes.io/component=engine"
 

@@ -47,6 +47,8 @@ def run_script(script: Path, *arguments: str, timeout_seconds: float) -> dict[st
             "PYTHONPATH": os.pathsep.join(filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])),
             "PYTHONHASHSEED": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # One process to start instead of two; the demo runs engines as vLLM serves them.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "HF_HUB_OFFLINE": "1",
         },
         capture_output=True,
