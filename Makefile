@@ -7,7 +7,7 @@ NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e bench bench-janitor bench-operator test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e bench bench-janitor bench-operator findings test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's C
 
 bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
 	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"
+
+findings: venv ## what kubectl shows of a tier with which something is wrong, sixteen times: OUT=FILE (about three minutes)
+	PYTHONPATH=. exec $(RUN) e2e.bench.operator_findings --out "$(or $(OUT),$(DATA)/findings.txt)"
 
 bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten minutes, and with TRACE=FILE against exact LRU
 	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_million.py --out "$(DATA)/bench/janitor-million.json"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from definition import tier_definition
 from typing_extensions import override
 
 from kvtier_cli import doctor
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def api() -> Iterator[ApiServerThread]:
     with ApiServerThread() as server:
-        server.create(yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text()))
+        server.create(tier_definition())
         yield server
 
 

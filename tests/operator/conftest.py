@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+from definition import tier_definition
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
-
 sys.path.insert(0, str(Path(__file__).parent))
 
-from asking_pods import running  # noqa: E402  lies beside this file
-from live import Client, Controllers  # noqa: E402  lies beside this file
+from asking_pods import running
+from live import Client, Controllers
 
-from kvtier_operator.proof.asker import Asker  # noqa: E402 - the path is set above
+from kvtier_operator.proof.asker import Asker
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def asker() -> Iterator[Asker]:
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
     """A live API server, which whoever asks KUBECONFIG finds."""
     with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
+        server.create(tier_definition())
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from definition import tier_definition
 from live import APPS, Client
 from tiers import tier
 from waiting import until
@@ -23,7 +24,6 @@ from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
 ROOT = Path(__file__).parents[2]
-CRD = ROOT / "crds" / "kvcachetier.yaml"
 SAMPLES = [
     path
     for path in sorted((ROOT / "crds" / "samples").glob("*.yaml"))
@@ -106,7 +106,7 @@ def test_a_missing_crd_is_said_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scope", [["-A"], ["-n", "default", "-n", "other"]], ids=["all namespaces", "two namespaces"])
 def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path: Path) -> None:
     with ApiServerThread() as api:
-        api.create(yaml.safe_load(CRD.read_text()))
+        api.create(tier_definition())
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "other"}})
         kubectl = Client(api.url)
         process = kvtier("run", *scope, "--log-format=json", kubeconfig=api.write_kubeconfig(tmp_path / "kubeconfig"))

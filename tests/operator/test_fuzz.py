@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from definition import tier_definition
 from fake_cluster import FakeCluster
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import ObjectKey, TierName
 from kvtier_operator.reconcile import reconcile
 
-CRD = yaml.safe_load((Path(__file__).parents[2] / "crds" / "kvcachetier.yaml").read_text())
+CRD = tier_definition()
 SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

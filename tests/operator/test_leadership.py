@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from definition import tier_definition
 from live import APPS, NAMESPACE, Client
 from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 LEASES = "/apis/coordination.k8s.io/v1"
 SLOW = 40.0
 Spawn = Callable[[], "subprocess.Popen[bytes]"]
@@ -29,7 +28,7 @@ Spawn = Callable[[], "subprocess.Popen[bytes]"]
 @pytest.fixture
 def api() -> Iterator[ApiServerThread]:
     with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
+        server.create(tier_definition())
         yield server
 
 

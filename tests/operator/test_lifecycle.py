@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from definition import tier_definition
 from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, running
 from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 POLICY = "/apis/policy/v1"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 CHILDREN = (
@@ -166,7 +164,7 @@ def test_paused_stops_every_change_until_it_is_lifted(kubectl: Client) -> None:
 def test_an_object_of_somebody_else_is_refused_until_it_is_gone(kubectl: Client) -> None:
     theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "llama-connector"}, "data": {"a": "b"}}
     kubectl.call("POST", kubectl.path(CORE, "configmaps"), theirs)
-    with running(resync_seconds=0.5):
+    with running(resync_seconds=3600):
         kubectl.apply_tier(body())
         until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
         assert (kubectl.get(CORE, "configmaps", "llama-connector") or {})["data"] == {"a": "b"}
@@ -183,7 +181,8 @@ def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Cl
     refused: list[str] = []
 
     def fault(request: Any) -> ApiError | None:
-        is_write = request.method in {"PATCH", "POST"} and request.headers.get("User-Agent") != "test"
+        # What is applied and the status; Leases and Events are sent by other verbs.
+        is_write = request.method == "PATCH" and request.headers.get("User-Agent") != "test"
         if not is_write or len(refused) >= 2:
             return None
         refused.append(request.path)
@@ -274,7 +273,7 @@ def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, 
 
 def test_an_invalid_tier_says_which_field_without_any_child(api: ApiServerThread, kubectl: Client) -> None:
     # A cluster with an older CRD lets through what the operator then refuses.
-    crd = yaml.safe_load(CRD.read_text())
+    crd = tier_definition()
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     schema.clear()
     schema.update({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
@@ -338,3 +337,35 @@ def test_a_claim_grown_by_hand_neither_holds_up_the_tier_nor_one_made_anew(kubec
         until(all_gone(kubectl))
         kubectl.apply_tier(body())
         until(lambda: len(engines(kubectl)) == 2)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_tier_that_is_made_anew_at_once_becomes_ready_without_a_resync(kubectl: Client) -> None:
+    with running(resync_seconds=3600):
+        for _ in range(2):
+            kubectl.apply_tier(body())
+            until(kubectl.is_ready)
+            kubectl.delete(TIERS, "kvcachetiers", "llama")
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_lease_of_somebody_else_is_refused_until_it_is_gone_and_not_asked_for_meanwhile(
+    api: ApiServerThread, kubectl: Client
+) -> None:
+    leases = "/apis/coordination.k8s.io/v1"
+    theirs = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "llama-janitor"}}
+    theirs["metadata"]["labels"] = {"kvtier.dev/tier": "llama"}
+    kubectl.call("POST", kubectl.path(leases, "leases"), theirs)
+    with running(resync_seconds=0.3) as metrics:
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
+        asked = len([call for call in agents(api, "get") if "llama-janitor" in call])
+        passes = ok_passes(metrics)
+        until(lambda: ok_passes(metrics) > passes + 3)
+        assert len([call for call in agents(api, "get") if "llama-janitor" in call]) == asked
+    with running(resync_seconds=3600):
+        until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
+        kubectl.delete(leases, "leases", "llama-janitor")
+        until(kubectl.is_ready)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from definition import tier_definition
 from tiers import NOON, tier
 
 from kvtier_cli.app import main
@@ -184,7 +185,7 @@ def test_a_file_is_compared_with_what_stands_in_the_cluster(
     edited["metadata"]["namespace"] = "default"
     with ApiServerThread() as api:
         monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
-        api.create(yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text()))
+        api.create(tier_definition())
         api.create(body)
         reconcile(connect(), TierName(namespace="default", name="llama"), connector_image="c:1", clock=lambda: NOON)
         assert main(["plan", "--diff", write(tmp_path / "new.yaml", edited)]) == 0

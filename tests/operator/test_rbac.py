@@ -17,10 +17,10 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-import yaml
 from aiohttp.test_utils import make_mocked_request
 from chart import NAMESPACE as SYSTEM
 from chart import render
+from definition import tier_definition
 from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers
 from tiers import tier
 from waiting import until
@@ -28,7 +28,6 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread, writes
 from kvtier_localcluster.apiserver.rbac import Grant, Rbac, aggregated, grants_of
 
-CRD = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
 POLICY = "/apis/policy/v1"
 SLOW = 60.0
 
@@ -158,7 +157,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
     before = (datetime.now(UTC) - timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     monkeypatch.setattr(writes, "timestamp", lambda: before)
     with ApiServerThread() as server:
-        server.create(yaml.safe_load(CRD.read_text()))
+        server.create(tier_definition())
         server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
         yield server
 

@@ -15,6 +15,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict
 from kvtier_operator.kube.cache import Cache
 from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.shelf import Shelf
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 
 
@@ -38,7 +39,10 @@ class CachedCluster:
         shelf = self._cache.shelf(key.api_version, key.kind, namespace)
         if shelf is None:
             return self._cluster.get(key, namespace)
-        found = shelf.get(namespace, key.name) or self._cache.followed(key, self._tier)
+        found = shelf.get(namespace, key.name)
+        if found is not None and not self._is_told_of(shelf, found):
+            return self.refresh(key, namespace)
+        found = found or self._cache.followed(key, self._tier)
         if key == self._tier_key:
             self._given = found
         return found
@@ -47,16 +51,27 @@ class CachedCluster:
         """Return the object as it stands at this moment, and remember that."""
         found = self._cluster.get(key, namespace)
         shelf = self._cache.shelf(key.api_version, key.kind, namespace)
-        is_watched = key.kind in _WATCHED_WHOLE or names.LABEL_TIER in (found or {}).get("metadata", {}).get(
-            "labels", {}
-        )
-        if shelf is not None and found is not None and is_watched:
+        if shelf is not None and found is not None and self._is_told_of(shelf, found):
             shelf.enter(found)
         elif shelf is not None:
             shelf.forget(namespace, key.name)
             if found is not None:
                 self._cache.follow(key, self._tier, found)
         return found
+
+    def _is_told_of(self, shelf: Shelf, found: Manifest) -> bool:
+        """Tell whether somebody tells when an object on a shelf goes.
+
+        Of Leases nobody does. That of the tier's own janitor goes with the tier; one that an earlier tier of the name
+        left, or that is somebody else's, is followed by itself.
+        """
+        metadata = found["metadata"]
+        if found["kind"] in _WATCHED_WHOLE:
+            return True
+        if names.LABEL_TIER not in (metadata.get("labels") or {}):
+            return False
+        owners = {each.get("uid") for each in metadata.get("ownerReferences") or ()}
+        return shelf.is_followed or self._given is None or self._given["metadata"]["uid"] in owners
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
         """Return the objects that carry the labels of the selector, as far as is known."""

@@ -2,7 +2,7 @@
 """What the kubelet is told: ``/healthz`` while this process does its work, ``/readyz`` once it can.
 
 Served by a thread of its own, so that it answers, with the reason, just when the operator is stuck, and already while
-it waits for the lead.
+it waits for the lead. kopf's own probes live in its event loop, which is not there then.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class Shelf:
         self._groups: dict[tuple[str, str], tuple[str, ...]] = {}
         self.stamp = 0
         """Changes with every change of what is kept."""
+        self.is_followed = watched.is_followed
 
     def seen(self, body: Manifest) -> bool:
         """Keep an object as a watch or a list shows it, and tell whether that is news."""

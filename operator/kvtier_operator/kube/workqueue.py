@@ -5,6 +5,8 @@ A key waits at most once however often it is added, and never runs in two thread
 makes it run once more. After a pass the key comes back by itself: soon after a failure, later each time, and after the
 resync interval otherwise, so that nothing depends on an event having been delivered.
 
+kopf's own queue is not used: it keeps what is to be tried again in annotations, and knows the changes of one kind only.
+
 Threads: `add` may be called from any thread. All fields are guarded by one condition; the work itself runs outside it.
 """
 

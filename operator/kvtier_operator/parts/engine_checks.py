@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with the engines: the checks behind their conditions, in the order in which they are told. Pure.
 
+The other half of the part `engine`, whose objects are so many lines by themselves.
+
 A check looks at one thing and returns the problem it found, with the remedy, or None. Its docstring is the claim that
 it tests.
 """

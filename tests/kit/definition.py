@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of our resource, read once in a process: two hundred servers of the suites are told of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE = Path(__file__).parents[2] / "crds" / "kvcachetier.yaml"
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.load(FILE.read_text(), Loader=yaml.CSafeLoader)
+    return found
+
+
+def tier_definition() -> dict[str, Any]:
+    """Return the CustomResourceDefinition; the caller may change it."""
+    return copy.deepcopy(_read())
