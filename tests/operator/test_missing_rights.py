@@ -49,7 +49,8 @@ def operator(api: ApiServerThread, tmp_path: Path) -> Iterator[Callable[[], tupl
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         command = [sys.executable, "-m", "kvtier_cli", "run", "-n", NAMESPACE]
-        environment = {**os.environ, "KVTIER_LIVENESS_ENDPOINT": f"http://127.0.0.1:{port}"}
+        settings = {"KVTIER_LIVENESS_ENDPOINT": f"http://127.0.0.1:{port}", "KVTIER_LEASE_SECONDS": "2"}
+        environment = {**os.environ, **settings}
         with (tmp_path / "log").open("wb") as log:
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         return started[0], port

@@ -123,6 +123,17 @@ def is_refused(kubectl: Client) -> None:
     until(lambda: kubectl.condition("VolumeBound", "other").get("status") == "False", seconds=SLOW)
 
 
+def finds_a_lease_in_its_way(kubectl: Client) -> None:
+    theirs = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "late-janitor"}}
+    theirs["metadata"]["labels"] = {"kvtier.dev/tier": "late"}
+    leases = "/apis/coordination.k8s.io/v1"
+    kubectl.call("POST", kubectl.path(leases, "leases"), theirs)
+    kubectl.apply_tier(body("late"))
+    until(lambda: kubectl.condition("Ready", "late").get("reason") == "ObjectNotOurs", seconds=SLOW)
+    kubectl.delete(leases, "leases", "late-janitor")
+    until(lambda: kubectl.is_ready("late"), seconds=SLOW)
+
+
 def has_its_volume_tried(kubectl: Client) -> None:
     def as_group(number: int) -> dict[str, Any]:
         return {"podTemplate": {"securityContext": {"fsGroup": number}}}
@@ -143,6 +154,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     cannot_mount_its_volume,
     goes,
     is_refused,
+    finds_a_lease_in_its_way,
     has_its_volume_tried,
 )
 

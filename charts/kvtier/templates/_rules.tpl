@@ -24,9 +24,9 @@
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [coordination.k8s.io]
-  # Of the janitors, and the one of the operator that works in the namespace.
+  # Of the janitors, and the one of the operator that works in the namespace. Watched where one is in a janitor's way.
   resources: [leases]
-  verbs: [get, list, create, update, patch, delete]
+  verbs: [get, list, watch, create, update, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
