@@ -116,6 +116,18 @@ def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: Shelf) -> 
     assert shelf.of(NAMESPACE, "other") == []
 
 
+def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(shelf: Shelf) -> None:
+    entered = {}
+    for number in range(40):
+        body = config(1, name=f"c{number}", uid=f"u{number}", text=f"{number} " * number)
+        body["metadata"]["labels"][names.LABEL_COMPONENT] = f"part-{number % 20}"
+        shelf.seen(body)
+        entered[f"c{number}"] = body
+    assert {name: shelf.get(NAMESPACE, name) for name in entered} == entered
+    shelf.seen(config(2, name="c0", uid="u0"))
+    assert data(shelf, "c0") == {}
+
+
 def test_of_a_node_only_what_decides_whether_a_pod_fits_is_kept(told: Told) -> None:
     nodes = Shelf(NODES, told)
     node: dict[str, Any] = {

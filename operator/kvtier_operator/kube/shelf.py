@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objects of one kind in memory: packed, found by what they belong to, the newest of what anybody said of them.
 
-What is kept of an object is what is used of it: some kilobytes for all that a tier is made of. What a write returns is
-entered at once and stays until the watch has caught up with it, so nobody reads what was before their own write.
+What is kept of an object is what is used of it, less what others of its kind have, too: some kilobytes for all that a
+tier is made of. What a write returns is entered at once and stays until the watch has caught up with it, so nobody
+reads what was before their own write.
 
 Thread-safe: informers tell what they see, workers read and write.
 """
@@ -64,9 +65,15 @@ class _Kept(NamedTuple):
     uid: str
     version: str
     group: str
+    like: bytes
+    """What it was packed against."""
     packed: bytes
     mark: str = ""
     """What of it matters to the others of its group."""
+
+
+_MOST_ALIKE: Final = 8
+"""Objects of one kind, against which the others are packed."""
 
 
 class Shelf:
@@ -79,6 +86,8 @@ class Shelf:
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._groups: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._alike: dict[str, bytes] = {}
+        """By component of a tier, one object: all others of it differ in names and numbers."""
         self.stamp = 0
         """Changes with every change of what is kept."""
         self.is_followed = watched.is_followed
@@ -165,11 +174,14 @@ class Shelf:
         """Keep an object; return the groups that it is and was of, or None where that is no news."""
         metadata = body["metadata"]
         watched = self._watched
+        text = json.dumps(watched.keep(body), separators=(",", ":")).encode()
+        like = self._like(metadata, text)
         kept = _Kept(
             metadata["uid"],
             metadata["resourceVersion"],
             watched.group(body),
-            _pack(watched.keep(body)),
+            like,
+            _pack(text, like),
             "" if watched.matters is None else watched.matters(body),
         )
         with self._lock:
@@ -189,6 +201,12 @@ class Shelf:
             return {kept.group}
         is_only_its_own = watched.matters is not None and (before.group, before.mark) == (kept.group, kept.mark)
         return set() if is_only_its_own else {kept.group, before.group}
+
+    def _like(self, metadata: Mapping[str, Any], text: bytes) -> bytes:
+        component = (metadata.get("labels") or {}).get(names.LABEL_COMPONENT, "")
+        if component in self._alike or len(self._alike) < _MOST_ALIKE:
+            return self._alike.setdefault(component, text)
+        return next(iter(self._alike.values()))
 
     def _take(self, where: tuple[str, str]) -> None:
         before = self._kept.pop(where, None)
@@ -257,12 +275,13 @@ def _where(body: Mapping[str, Any]) -> tuple[str, str]:
     return metadata.get("namespace", ""), metadata["name"]
 
 
-def _pack(body: Manifest) -> bytes:
-    return zlib.compress(json.dumps(body, separators=(",", ":")).encode(), 1)
+def _pack(text: bytes, like: bytes) -> bytes:
+    packer = zlib.compressobj(1, zdict=like)
+    return packer.compress(text) + packer.flush()
 
 
 def _unpack(kept: _Kept) -> Manifest:
-    body: Manifest = json.loads(zlib.decompress(kept.packed))
+    body: Manifest = json.loads(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
     body["metadata"]["resourceVersion"] = kept.version
     return body
 
