@@ -4,7 +4,6 @@ RUN := .venv/bin/python -m
 DATA ?= .kvtier
 VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
-export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e bench bench-janitor bench-operator findings test-gpu lock clean
