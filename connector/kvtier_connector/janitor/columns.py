@@ -70,12 +70,6 @@ def used_by_tenant(ledger: Ledger) -> dict[int, int]:
     return dict(used)
 
 
-def pinned_rows(ledger: Ledger, pins: Collection[bytes]) -> Ints:
-    """Return the rows of the blocks with these hashes."""
-    rows = np.flatnonzero(ledger.rows["is_alive"])
-    return rows[_pinned(ledger.rows, rows, pins)]
-
-
 def expire_most(ledger: Ledger, before_ns: int) -> bool:
     """Say whether nearly all blocks were created before that."""
     rows = ledger.rows

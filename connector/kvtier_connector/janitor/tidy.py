@@ -19,7 +19,7 @@ from kvtier_connector.janitor.snapshot import LEDGER_FILE
 from kvtier_connector.janitor.walk import find_tenants, list_own
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import QUARANTINE, TENANTS, is_partial, tenant_directory
-from kvtier_connector.store.leftovers import remove_old_journals
+from kvtier_connector.store.scan import remove_old_journals
 
 _TIDY_SECONDS = 3600.0
 _AGAIN_SECONDS = 600.0

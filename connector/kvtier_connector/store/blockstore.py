@@ -228,10 +228,6 @@ class BlockStore:
                 self.end_reserved(key, data.nbytes, is_written=is_written, replaced=found.size)
         return Stored(HEADER_BYTES + data.nbytes)
 
-    def contains(self, key: BlockKey, payload_bytes: int | None = None) -> bool:
-        """Answer as `look_up` does, but False where the volume gives no answer."""
-        return self.look_up(key, payload_bytes) is True
-
     def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Say whether the volume has a file for the block, of the right size if the payload's length is given.
 
@@ -304,10 +300,6 @@ class BlockStore:
             self._usage.commit(HEADER_BYTES + payload_bytes, key.tenant, replaced=replaced)
         else:
             self._usage.cancel(HEADER_BYTES + payload_bytes, key.tenant)
-
-    def tenant_bytes(self, tenant: str) -> int:
-        """Return the bytes of one tenant, as `usage_bytes` does for all."""
-        return self._usage.total_of(tenant)
 
     def share_room(self, writers: int) -> None:
         """Begin a period in which this process, one of so many that write, takes its share of what is left only."""

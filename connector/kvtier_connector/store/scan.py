@@ -295,3 +295,28 @@ def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int,
     except OSError as error:
         raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
     return sorted(found)
+
+
+def remove_old_journals(
+    root: Path, older_than_seconds: float, *, fs: FileSystem = LOCAL, clock: Callable[[], int] = time.time_ns
+) -> list[str]:
+    """Remove journals last written that long ago; return their paths relative to the root.
+
+    A process that has only been quiet notices at its next write, and begins a new one.
+
+    Raises:
+        StoreUnavailable: the journals cannot be looked at, or one cannot be removed.
+    """
+    youngest_ns = clock() - int(older_than_seconds * 1e9)
+    removed = []
+    for path, _, mtime_ns in list_journals(root, fs=fs):
+        if mtime_ns > youngest_ns:
+            continue
+        try:
+            fs.unlink(f"{root}/{path}")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StoreUnavailable(f"{root}/{path}: cannot be removed: {error}") from error
+        removed.append(path)
+    return removed

@@ -17,8 +17,7 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import compact
 from kvtier_connector.store.layout import tenant_of
-from kvtier_connector.store.leftovers import remove_old_journals
-from kvtier_connector.store.scan import BlockEntry, LeftoverKind, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, LeftoverKind, remove_old_journals, scan_parallel
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload
 
 from kvtier_connector.janitor.brake import BrakeWriter
@@ -20,9 +21,9 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.leftovers import remove_stale_partials
 from kvtier_connector.store.live import BRAKE_FILE, BrakeFile
 from kvtier_connector.store.mode import Mode
+from kvtier_connector.store.scan import LeftoverKind
 from kvtier_connector.store.shared import SharedStore
 
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
@@ -122,7 +123,7 @@ def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none
         outcomes.append(other.get(key(1), into))
         assert outcomes[-1] in {Miss(), Hit(BLOCK_BYTES)}
         assert outcomes[-1] == Miss() or into == payload(1)
-        assert len(remove_stale_partials(root, 0)) <= 1
+        assert len(clear(root, LeftoverKind.PARTIAL)) <= 1
         assert other.put(key(1), payload(1)) in {Stored(BLOCK_BYTES), Present()}
         assert other.get(key(1), into) == Hit(BLOCK_BYTES)
         assert into == payload(1)
@@ -165,7 +166,7 @@ def test_a_process_killed_at_any_system_call_of_a_claim_leaves_a_directory_that_
         root = tmp_path / str(step) / "d1gest"
         was_killed = killer.run("claim", root, step, torn_bytes)
         claim(root, {"model": "test"}, "d1gest")
-        remove_stale_partials(root, 0)
+        clear(root, LeftoverKind.PARTIAL)
         assert check(root, partial_age_seconds=0) == []
         if not was_killed:
             break

@@ -152,12 +152,12 @@ class BlockStoreContract:
         with pytest.raises(ValueError, match="writable"):
             store.get(key(1), memoryview(b"x"))
 
-    def test_contains_answers_by_name_and_size(self, store: BlockStore) -> None:
+    def test_a_look_up_answers_by_name_and_size(self, store: BlockStore) -> None:
         store.put(key(1), payload(1))
-        assert store.contains(key(1))
-        assert store.contains(key(1), PAYLOAD_BYTES)
-        assert not store.contains(key(1), PAYLOAD_BYTES + 1)
-        assert not store.contains(key(2))
+        assert store.look_up(key(1)) is True
+        assert store.look_up(key(1), PAYLOAD_BYTES) is True
+        assert store.look_up(key(1), PAYLOAD_BYTES + 1) is False
+        assert store.look_up(key(2)) is False
 
     def test_a_deleted_block_is_a_miss(self, store: BlockStore) -> None:
         store.put(key(1), payload(1))

@@ -229,7 +229,7 @@ def test_no_descriptor_below_the_root_stays_open(root: Path) -> None:
 def test_reading_makes_no_directories(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "nothing")
     assert store.get(key(1), pages()) == Miss()
-    assert not store.contains(key(1))
+    assert store.look_up(key(1)) is False
     assert store.refresh_usage() == 0
     assert list(tmp_path.iterdir()) == []
 

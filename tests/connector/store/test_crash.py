@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
@@ -20,15 +21,13 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import TIER_FILE, block_path
-from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 
 
 def clean(root: Path) -> None:
-    remove_stale_partials(root, 0)
-    remove_quarantined(root, 0)
+    clear(root, LeftoverKind.PARTIAL, LeftoverKind.QUARANTINED)
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -141,7 +140,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Pat
         assert process.returncode == -signal.SIGKILL
         leftovers = [entry for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)]
         assert {entry.kind for entry in leftovers} <= {LeftoverKind.PARTIAL}
-        assert len(remove_stale_partials(root, 0)) == len(leftovers)
+        assert len(clear(root, LeftoverKind.PARTIAL)) == len(leftovers)
         assert check(root, partial_age_seconds=0) == []
     store = BlockStore(root)
     for number in range(50):
@@ -185,5 +184,5 @@ BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
     assert list(scan(root)) == []
     assert BlockStore(root).get(key(1), pages()) == Miss()
     assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert len(remove_stale_partials(root, 0)) == 1
+    assert len(clear(root, LeftoverKind.PARTIAL)) == 1
     assert check(root, partial_age_seconds=0) == []

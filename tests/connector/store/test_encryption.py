@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planted import clear
 from store_contract import BLOCK_BYTES, HOME, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
@@ -26,7 +27,7 @@ from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_he
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.keyring import Keyring, parse_key
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
-from kvtier_connector.store.leftovers import remove_stale_partials
+from kvtier_connector.store.scan import LeftoverKind
 from kvtier_connector.store.sealing import encrypt
 
 DATA = Path(__file__).parents[1] / "data"
@@ -331,7 +332,7 @@ def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_pa
         outcome, content = stream(make(root, keys_dir), key(1))
         outcomes.add(outcome)
         assert outcome == Miss() or content == bytes(payload(1))
-        remove_stale_partials(root, 0)
+        clear(root, LeftoverKind.PARTIAL)
         assert inspect(root, partial_age_seconds=0, keyring=Keyring(str(keys_dir))).problems == ()
         if not fs.has_crashed:
             break

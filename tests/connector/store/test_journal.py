@@ -21,14 +21,13 @@ from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
 )
-from kvtier_connector.store.leftovers import remove_old_journals
 from kvtier_connector.store.records import (
     RECORD_BYTES,
     JournalLimits,
     Op,
     Record,
 )
-from kvtier_connector.store.scan import list_journals
+from kvtier_connector.store.scan import list_journals, remove_old_journals
 
 WRITER = "0123456789abcdef" * 2
 

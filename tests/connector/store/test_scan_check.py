@@ -21,9 +21,16 @@ from kvtier_connector.store.check import EXPLAINED, Problem, check, inspect
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import block_path, partial_path
-from kvtier_connector.store.leftovers import remove_quarantined, remove_stale_partials
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan, scan_parallel
+from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path, partial_path
+from kvtier_connector.store.scan import (
+    BlockEntry,
+    Leftover,
+    LeftoverKind,
+    list_journals,
+    remove_old_journals,
+    scan,
+    scan_parallel,
+)
 
 TOKEN = "0123456789abcdef" * 2
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
@@ -125,48 +132,32 @@ def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) ->
     assert [problem.kind for problem in check(root, fs=fs)] == ["unreadable"]
 
 
-def test_stale_partial_files_are_removed_and_nothing_else(root: Path) -> None:
-    kinds = litter(root)
-    partials = [path for path, kind in kinds.items() if kind is LeftoverKind.PARTIAL]
-    assert remove_stale_partials(root, 3600) == []
-    assert sorted(remove_stale_partials(root, 0)) == sorted(partials)
-    assert remove_stale_partials(root, 0) == []
-    left = {entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
-    assert left == {LeftoverKind.QUARANTINED, LeftoverKind.FOREIGN}
-    assert inspect(root).blocks == 3
-
-
-def test_quarantined_files_are_removed_and_nothing_else(root: Path) -> None:
-    litter(root)
-    assert remove_quarantined(root, 3600) == []
-    assert len(remove_quarantined(root, 0)) == 1
-    left = {entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
-    assert left == {LeftoverKind.PARTIAL, LeftoverKind.FOREIGN}
-
-
-def test_a_leftover_that_somebody_else_removes_is_no_error(root: Path) -> None:
-    litter(root)
+def test_a_journal_that_somebody_else_removes_is_no_error(root: Path) -> None:
+    (root / JOURNAL).mkdir()
+    (root / journal_path(JournalName("ab" * 16, 1))).touch()
 
     class Overtaken(WatchedFs):
         def before(self, call: str, path: str | None) -> None:
             if call == "unlink" and path is not None:
                 Path(path).unlink()
 
-    assert remove_stale_partials(root, 0, fs=Overtaken()) == []
+    assert len(list_journals(root)) == 1
+    assert remove_old_journals(root, 0, fs=Overtaken()) == []
 
 
-def test_a_leftover_that_cannot_be_removed_is_unavailable(root: Path) -> None:
-    litter(root)
+def test_a_journal_that_cannot_be_removed_is_unavailable(root: Path) -> None:
+    (root / JOURNAL).mkdir()
+    (root / journal_path(JournalName("ab" * 16, 1))).touch()
     fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
     with pytest.raises(StoreUnavailable, match="read-only"):
-        remove_stale_partials(root, 0, fs=fs)
+        remove_old_journals(root, 0, fs=fs)
 
 
 def test_a_block_that_cannot_be_deleted_is_unavailable(root: Path) -> None:
     fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
     with pytest.raises(StoreUnavailable, match="read-only"):
         BlockStore(root, fs=fs).delete(key(0))
-    assert BlockStore(root).contains(key(0), PAYLOAD_BYTES)
+    assert BlockStore(root).look_up(key(0), PAYLOAD_BYTES) is True
 
 
 def test_quarantined_bytes_count_against_the_limit(root: Path) -> None:
