@@ -92,10 +92,13 @@ class Operator:
             settle_seconds=settings.settle_seconds,
         )
         self._asker = Asker()
-        self._probes: Probes[TierName] = Probes(self._asker, self._queue.add, interval_seconds=settings.probe_seconds)
+        # What pods say, or that they say nothing, keeps no tier waiting that somebody has changed.
+        self._probes: Probes[TierName] = Probes(
+            self._asker, self._queue.add_patiently, interval_seconds=settings.probe_seconds
+        )
         self._proofs = Proofs(
             self._asker,
-            self._queue.add,
+            self._queue.add_patiently,
             # Past what is remembered of objects: nothing of a key is to stay.
             read_key=lambda tier, source: read_key(cluster, tier, source),
             settle_seconds=settings.canary_settle_seconds,

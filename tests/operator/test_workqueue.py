@@ -182,3 +182,51 @@ def test_being_added_again_and_again_does_not_make_a_failing_key_wait_longer() -
             found.add("a")
             until(lambda number=number: len(attempts) == number)  # type: ignore[misc]  # mypy sees no default
     assert attempts == [1, 2, 2, 2, 2]
+
+
+def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() -> None:
+    order: list[int] = []
+    is_full, may_go = threading.Event(), threading.Event()
+
+    def work(key: int, _attempt: int) -> Done:
+        if key < 0:
+            is_full.set()
+            may_go.wait(10)
+        order.append(key)
+        return Done(is_gone=True)
+
+    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
+    queue.start()
+    queue.add(-1)
+    assert is_full.wait(10)
+    for key in range(20):
+        queue.add_patiently(key)
+    for key in (100, 5, 101):
+        queue.add(key)
+    may_go.set()
+    until(lambda: len(order) == 23)
+    assert queue.close(timeout=10)
+    pressing = [order.index(key) for key in (100, 5, 101)]
+    assert max(pressing) <= 4
+    assert sorted(order) == [-1, *range(20), 100, 101]
+
+
+def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
+    order: list[int] = []
+    may_go = threading.Event()
+
+    def work(key: int, _attempt: int) -> Done:
+        may_go.wait(10)
+        order.append(key)
+        return Done(is_gone=True)
+
+    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60, settle_seconds=0.05)
+    for key in (1, 2, 1):
+        queue.add_patiently(key)
+        queue.add(key)
+        queue.add_patiently(key)
+    queue.start()
+    may_go.set()
+    until(lambda: len(order) >= 2 and queue.depth() == 0)
+    assert queue.close(timeout=10)
+    assert order == [1, 2]

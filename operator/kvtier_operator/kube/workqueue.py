@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is reconciled when: a queue of keys with worker threads, back-off and a steady second look.
 
+What somebody changed goes before what comes by itself, of which there may be very much at a time: after a resync, or
+when nobody reaches the pods of a namespace. One pass in four is for the latter all the same.
+
 A key waits at most once however often it is added, and never runs in two threads at a time: what is added while it runs
 makes it run once more. After a pass the key comes back by itself: soon after a failure, later each time, and after the
 resync interval otherwise, so that nothing depends on an event having been delivered.
@@ -20,13 +23,21 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 
 LONGEST_DELAY_SECONDS: Final = 300.0
+
+PATIENT_SHARE: Final = 4
+"""One in so many passes is for what can wait."""
+
+
+class _Due(NamedTuple):
+    at: float
+    is_pressing: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +77,12 @@ class WorkQueue(Generic[Key]):
         self._resync_seconds = resync_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()
-        self._due: dict[Key, float] = {}
-        self._heap: list[tuple[float, int, Key]] = []
+        self._due: dict[Key, _Due] = {}
+        self._heaps: dict[bool, list[tuple[float, int, Key]]] = {True: [], False: []}
+        """By whether somebody waits for it."""
         self._order = itertools.count()
-        self._running: dict[Key, float | None] = {}
+        self._taken = 0
+        self._running: dict[Key, _Due | None] = {}
         self._failures: dict[Key, int] = {}
         self._hurried: set[Key] = set()
         """Keys that are due because somebody added them."""
@@ -96,40 +109,50 @@ class WorkQueue(Generic[Key]):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def add(self, key: Key) -> None:
-        """Run a pass over the key soon, whatever it waits for now."""
+    def add(self, key: Key, *, is_pressing: bool = True) -> None:
+        """Run a pass over the key soon, whatever it waits for now; a pressing one before those that are not."""
         with self._changed:
             self._hurried.add(key)
-            self._schedule(key, time.monotonic() + self._settle_seconds)
+            self._schedule(key, _Due(time.monotonic() + self._settle_seconds, is_pressing))
+
+    def add_patiently(self, key: Key) -> None:
+        """Run a pass over the key when nobody waits for another one."""
+        self.add(key, is_pressing=False)
 
     def seconds_overdue(self) -> float:
         """Return how long the longest waiting key has been due without any worker having moved: 0 is healthy."""
         with self._changed:
             now = time.monotonic()
-            earliest = min(self._due.values(), default=now)
-            return max(0.0, min(now - earliest, now - self._beat))
+            return max(0.0, min(now - self._earliest(now), now - self._beat))
 
     def depth(self) -> int:
         """Return how many keys are due and wait for a worker."""
         with self._changed:
             now = time.monotonic()
-            return sum(1 for due in self._due.values() if due <= now)
+            return sum(1 for due in self._due.values() if due.at <= now)
 
     def seconds_late(self) -> float:
         """Return how long the longest waiting key has been due."""
         with self._changed:
             now = time.monotonic()
-            return max(0.0, now - min(self._due.values(), default=now))
+            return max(0.0, now - self._earliest(now))
 
-    def _schedule(self, key: Key, due: float) -> None:
+    def _earliest(self, now: float) -> float:
+        return min((due.at for due in self._due.values()), default=now)
+
+    def _schedule(self, key: Key, due: _Due) -> None:
         """Make the key due, or due earlier; a running one when its pass has ended. Caller holds the condition."""
+        before = self._running[key] if key in self._running else self._due.get(key)
+        if before is not None and before.at <= due.at and (before.is_pressing or not due.is_pressing):
+            return
+        if before is not None and before.is_pressing:
+            due = due._replace(is_pressing=True)
         if key in self._running:
-            again = self._running[key]
-            self._running[key] = due if again is None else min(again, due)
-        elif self._due.get(key, float("inf")) > due:
-            self._due[key] = due
-            heapq.heappush(self._heap, (due, next(self._order), key))
-            self._changed.notify()
+            self._running[key] = due
+            return
+        self._due[key] = due
+        heapq.heappush(self._heaps[due.is_pressing], (due.at, next(self._order), key))
+        self._changed.notify()
 
     def _run(self) -> None:
         while (key := self._take()) is not None:
@@ -149,16 +172,25 @@ class WorkQueue(Generic[Key]):
         with self._changed:
             while not self._is_closed:
                 now = time.monotonic()
-                while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-                    heapq.heappop(self._heap)  # rescheduled since: the newer entry counts
-                if self._heap and self._heap[0][0] <= now:
-                    _, _, key = heapq.heappop(self._heap)
+                first = {is_pressing: self._first(is_pressing) for is_pressing in (True, False)}
+                due = [is_pressing for is_pressing, at in first.items() if at is not None and at <= now]
+                if due:
+                    self._taken += 1
+                    is_pressing = due[-1] if self._taken % PATIENT_SHARE == 0 else due[0]
+                    _, _, key = heapq.heappop(self._heaps[is_pressing])
                     del self._due[key]
                     self._running[key] = None
                     self._beat = now
                     return key
-                self._changed.wait(self._heap[0][0] - now if self._heap else None)
+                self._changed.wait(min((at - now for at in first.values() if at is not None), default=None))
             return None
+
+    def _first(self, is_pressing: bool) -> float | None:
+        """Return when the first key of a heap is due. Caller holds the condition."""
+        heap = self._heaps[is_pressing]
+        while heap and self._due.get(heap[0][2]) != (heap[0][0], is_pressing):
+            heapq.heappop(heap)  # rescheduled since: the newer entry counts
+        return heap[0][0] if heap else None
 
     def _finish(self, key: Key, done: Done, attempt: int) -> None:
         with self._changed:
@@ -174,4 +206,5 @@ class WorkQueue(Generic[Key]):
                 self._schedule(key, again)
             elif not done.is_gone:
                 # Jitter keeps a thousand tiers, listed in one second, from being looked at in one second for ever.
-                self._schedule(key, self._beat + delay * random.uniform(0.9, 1.1))  # noqa: S311  no secret
+                at = self._beat + delay * random.uniform(0.9, 1.1)  # noqa: S311  no secret
+                self._schedule(key, _Due(at, is_pressing=False))
