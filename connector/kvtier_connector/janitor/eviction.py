@@ -98,7 +98,9 @@ class Eviction:
         each = self._ledger.rows[row]
         digest = self._ledger.generations[int(each["generation"])]
         path = f"{self._tier_dir}/{digest}/{block_path(self._ledger.key(row))}"
-        return Victim(row, path, max(int(each["created"]), int(each["used"])))
+        created, used = int(each["created"]), int(each["used"])
+        # A time ahead is how long it was to be kept, and tells nothing of the file.
+        return Victim(row, path, max(created, used) if used <= self._clock() else created)
 
     def _chains(self, victims: list[Victim]) -> list[list[Victim]]:
         """Put those together that continue one another, in the order of the decision: the end of a prefix first."""

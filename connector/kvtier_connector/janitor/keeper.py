@@ -391,7 +391,8 @@ class Keeper:
             problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,
             oldest_ns=self._extremes.oldest_ns,
-            last_used_ns=dict(self._extremes.last_used_ns),
+            # What is retained counts as used last when its time is over.
+            last_used_ns={at: min(used, self._clock()) for at, used in self._extremes.last_used_ns.items()},
         )
         state = (self._ledger.changes, look, self.tallies.sweeps)
         if state != self._published:

@@ -161,11 +161,14 @@ class Ledger:
             elif record.op == Op.STORED:
                 size = HEADER_BYTES + record.payload_bytes
                 self._store(name, row, generation, record, size)
-            elif record.op == Op.USED:
+            elif record.op in {Op.USED, Op.RETAINED}:
+                # What is retained counts as used last when its time is over.
                 if row >= 0:
                     self.use(row, record.time_ns)
                 else:
                     doubtful.append(record)
+            elif record.op == Op.DEMOTED and row >= 0:
+                self._demote(row, record.time_ns)
         return doubtful
 
     def add(  # noqa: PLR0913 - keywords
@@ -202,6 +205,21 @@ class Ledger:
         if time_ns > int(used[row]):
             used[row] = time_ns
         self.touched.append(row)
+        self.changes += 1
+
+    def _demote(self, row: int, time_ns: int) -> None:
+        """Have a prefix go before all that was ever used; what others use or want kept of it they go on holding.
+
+        Only its last block loses that somebody wanted it kept: who lets it go may have been the one who did.
+        """
+        used, position = self._rows["used"], self._rows["position"]
+        used[row] = 0
+        while (parent := int(self._rows["parent"][row])) and (before := self.find_name(parent)) >= 0:
+            if position[before] >= position[row]:
+                break
+            row = before
+            if used[row] <= time_ns:
+                used[row] = 0
         self.changes += 1
 
     def see(self, rows: int | NDArray[np.signedinteger[Any]]) -> None:

@@ -18,6 +18,7 @@ from kvtier_connector.store.records import Op, Record
 
 _MOST_DOUBTFUL = 1 << 16
 _CLOCKS_DIFFER_SECONDS = 300.0
+_LONGEST_RETENTION_SECONDS = 30 * 86_400.0
 _MOST_SILENT_ROUNDS = 20
 """There is one janitor, so it can doubt a silent bell more often than engines do."""
 
@@ -112,10 +113,14 @@ class News:
     def _believed(self, records: list[Record]) -> list[Record]:
         """Return the records, none from the future: a clock far ahead must not keep a block for ever."""
         now_ns = self._clock()
-        latest_ns = now_ns + int(_CLOCKS_DIFFER_SECONDS * 1e9)
-        if all(record.time_ns <= latest_ns for record in records):
+        differ_ns = int(_CLOCKS_DIFFER_SECONDS * 1e9)
+        if all(record.time_ns <= now_ns + differ_ns for record in records):
             return records
-        return [record._replace(time_ns=min(record.time_ns, now_ns)) for record in records]
+        longest_ns = int(_LONGEST_RETENTION_SECONDS * 1e9)
+        return [
+            record._replace(time_ns=min(record.time_ns, now_ns + (longest_ns if record.op == Op.RETAINED else 0)))
+            for record in records
+        ]
 
     def _bell(self, digest: str) -> Bell:
         bell = self._bells.get(digest)

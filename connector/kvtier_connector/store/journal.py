@@ -94,12 +94,19 @@ class JournalWriter:
         self._offset = 0
         self._shown_at = -math.inf
 
-    def append(self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
-        """Note what was done; it is written at the next flush. A repeated USED is left out."""
+    def append(
+        self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
+    ) -> None:
+        """Note what was done, for the next flush; a RETAINED for `ahead_seconds`. A repeated USED is left out."""
         with self._lock:
-            if op is not Op.GONE and self._was_seen(key) and op is Op.USED:
+            if op is Op.DEMOTED:
+                # Whoever uses it next is to be heard.
+                self._recent.discard(key)
+                self._less_recent.discard(key)
+            elif op is not Op.GONE and self._was_seen(key) and op is Op.USED:
                 return
-            self._pending.append(encode_record(Record(op, key, payload_bytes, self._clock(), lineage)))
+            time_ns = self._clock() + int(ahead_seconds * 1e9)
+            self._pending.append(encode_record(Record(op, key, payload_bytes, time_ns, lineage)))
             self._trim()
 
     @property

@@ -64,6 +64,10 @@ class Op(enum.IntEnum):
     """
     GONE = 3
     """It removed the block, or moved it to quarantine."""
+    RETAINED = 4
+    """A client wants the prefix that ends with the block kept until the record's time."""
+    DEMOTED = 5
+    """A client has no more use for the prefix that ends with the block."""
 
 
 class Record(NamedTuple):
@@ -75,7 +79,10 @@ class Record(NamedTuple):
     payload_bytes: int
     """Of the block. With GONE, what was freed: 0 if the file was only moved."""
     time_ns: int
-    """Nanoseconds since 1970 by the writer's clock; hosts may disagree, so it is for recency and nothing else."""
+    """Nanoseconds since 1970 by the writer's clock; hosts may disagree, so it is for recency and nothing else.
+
+    With RETAINED it lies ahead.
+    """
     lineage: Lineage = NO_LINEAGE
     """Of the block; with GONE there is none."""
 

@@ -158,6 +158,14 @@ class SharedStore:
         """
         self._note(Op.USED, key, payload_bytes, lineage)
 
+    def note_retained(self, key: BlockKey, payload_bytes: int, seconds: float) -> None:
+        """Tell whoever makes room that a client wants the prefix that ends with the block for so long."""
+        self._note(Op.RETAINED, key, payload_bytes, ahead_seconds=seconds)
+
+    def note_demoted(self, key: BlockKey, payload_bytes: int) -> None:
+        """Tell whoever makes room that a client has no more use for the prefix that ends with the block."""
+        self._note(Op.DEMOTED, key, payload_bytes)
+
     def put(
         self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
     ) -> StoreOutcome:
@@ -187,8 +195,10 @@ class SharedStore:
         """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
         self.blocks.end_reserved(key, payload_bytes, is_written=False)
 
-    def _note(self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE) -> None:
-        self._journal.append(op, key, payload_bytes, lineage)
+    def _note(
+        self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
+    ) -> None:
+        self._journal.append(op, key, payload_bytes, lineage, ahead_seconds=ahead_seconds)
         if not self.has_news.is_set():
             self.has_news.set()
 

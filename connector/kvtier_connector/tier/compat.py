@@ -128,6 +128,7 @@ _OF_THE_SCHEDULER = (
             "req_context",
             "group_states",
             "max_load_tokens",
+            "max_offload_tokens",
             "num_locally_computed_tokens",
             "transfer_jobs",
         ),
@@ -188,6 +189,8 @@ _OF_THE_SCHEDULER = (
         read=(
             "request_id",
             "cache_salt",
+            "kv_hints?",
+            "kv_transfer_params",
             "lora_request",
             "block_hashes",
             "num_tokens",
@@ -205,6 +208,7 @@ _OF_THE_MANAGER = (
         f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager",
         overridden=(
             "lookup(key, req_context, exclude_tier_idx)",
+            "prepare_store(keys, req_context)",
             "prepare_load(keys, req_context)",
             "complete_load(keys, req_context)",
             "on_schedule_end(context)",

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
     OffloadKey,
+    PrepareStoreOutput,
     ReqContext,
     ScheduleEndContext,
     get_offload_group_idx,
@@ -28,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
+from kvtier_connector.tier.admission import Verdict
 from kvtier_connector.tier.fetches import Fetches
 from kvtier_connector.tier.loads import NO_ROW, Load
 from kvtier_connector.tier.requests import TierRequest
@@ -110,7 +112,8 @@ class KVTierManager(TieringOffloadingManager):
             tokens = self.volume.requests.tokens[0]
             ends = [end for key in on_volume if (end := req_context.get_offload_key_position(key)) is not None]
             chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
-            request.verdict = self.volume.admission.decide(chunks, len(on_volume))
+            is_wanted = request.hints.is_prefetched
+            request.verdict = Verdict.LOAD if is_wanted else self.volume.admission.decide(chunks, len(on_volume))
             if not request.verdict.may_load:
                 self.volume.count_computed(request.verdict.cause, len(on_volume))
         return request.verdict.may_load
@@ -124,6 +127,13 @@ class KVTierManager(TieringOffloadingManager):
         on_volume = self.request(req_context).on_volume
         leased = self._fetches.lease((key for key in keys if key in on_volume), req_context)
         self._note_source(leased, req_context)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if not self.request(req_context).hints.may_store:
+            # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        return super().prepare_store(keys, req_context)
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

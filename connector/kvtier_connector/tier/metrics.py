@@ -154,6 +154,18 @@ FIRST_TOKEN_PROMPTS = Metric(
     "vllm:kvtier_first_token_prompt_tokens", "Tokens of the prompts of these requests, summed.", ("found",)
 )
 
+HINTS = Metric(
+    "vllm:kvtier_request_hints",
+    "Requests that asked something of the cache, by what: no_load, no_store, kv.retain, kv.demote, kv.prefetch.",
+    ("hint",),
+)
+IGNORED_HINTS = Metric(
+    "vllm:kvtier_ignored_request_hints",
+    "What was ignored in kv_transfer_params and kv_hints of requests, by what is wrong: key (it is not known), value, "
+    "action (it is not known), version, payload.",
+    ("cause",),
+)
+
 METRICS = (
     READ_BYTES,
     READ_BLOCKS,
@@ -189,6 +201,8 @@ METRICS = (
     FIRST_TOKENS,
     FIRST_TOKEN_SECONDS,
     FIRST_TOKEN_PROMPTS,
+    HINTS,
+    IGNORED_HINTS,
 )
 
 WRITTEN = "written"

@@ -13,6 +13,7 @@ first. What vLLM did not note has no lineage, which costs nothing but a worse ch
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,6 +35,7 @@ from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.adapters import AdapterIdentity, Adapters, Lora, Reading
 from kvtier_connector.tier.admission import Verdict
+from kvtier_connector.tier.hints import NO_HINTS, Hints
 
 SALT_DIGITS = 16
 """Of the SHA-256 of a salt: the salt itself, which is a secret, is neither a directory's name nor in a header."""
@@ -95,6 +97,8 @@ class TierRequest:
             adapter: The look at its LoRA adapter; None if it has none.
         """
         self.name = context.req_id
+        self.hints: Hints = context.get_state(Hints) or NO_HINTS
+        """What its client asks for."""
         self._has_tenant = tenant is not None
         self._adapter = adapter
         self.verdict: Verdict | None = None
@@ -186,6 +190,23 @@ class TierRequest:
             return
         for key in self.last_present(lambda key: store.state(self.block_key(key)) is Presence.PRESENT):
             store.note_used(self.block_key(key), payload_bytes, self.lineage(key))
+
+    def note_hints(self, store: SharedStore, payload_bytes: int) -> None:
+        """Tell whoever makes room what its client asks for, once all of it is stored that is."""
+        if self.refusal:
+            return
+
+        def is_there(key: OffloadKey) -> bool:
+            return store.state(self.block_key(key)) is Presence.PRESENT
+
+        if self.hints.is_demoted:
+            for key in self.last_present(is_there):
+                store.note_demoted(self.block_key(key), payload_bytes)
+        # Afterwards: a client may let the end of a prompt go and keep its beginning.
+        if (retained := self.hints.retained) is not None:
+            limit = math.inf if retained.tokens is None else retained.tokens
+            for key in self.last_present(lambda key: self._ends[key] <= limit and is_there(key)):
+                store.note_retained(self.block_key(key), payload_bytes, retained.seconds)
 
     @property
     def _identity(self) -> AdapterIdentity | None:

@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 
 from kvtier_connector.tier.adapters import Lora
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
+from kvtier_connector.tier.hints import parse_hints
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.requests import Salt
@@ -94,9 +95,19 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def on_new_request(self, request: Request) -> None:
+        hints = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
+        if not isinstance(request.kv_transfer_params, dict):
+            # vLLM would read it as if it were one, and a client may send anything.
+            request.kv_transfer_params = None
         super().on_new_request(request)
         status = self._req_status[request.request_id]
         status.req_context.set_state(Salt(request.cache_salt))
+        status.req_context.set_state(hints)
+        self.manager.volume.hinted.count(hints)
+        if not hints.may_load:
+            status.max_load_tokens = 0
+        if not hints.may_store:
+            status.max_offload_tokens = 0
         if (lora := request.lora_request) is not None:
             status.req_context.set_state(Lora(lora.lora_name, lora.lora_path))
         is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups

@@ -42,6 +42,7 @@ from kvtier_connector.tier import metrics
 from kvtier_connector.tier.adapters import Adapters
 from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
 from kvtier_connector.tier.drain import Drain
+from kvtier_connector.tier.hinted import HintedRequests
 from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 from kvtier_connector.tier.savings import Savings
@@ -118,6 +119,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._next_stats, self._was_idle = 0.0, False
         self._adapters = Adapters(skew_seconds=self.skew_seconds)
         self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self._adapters)
+        self.hinted = HintedRequests(self.stats)
         self._unread: dict[OffloadKey, TierRequest] = {}
         """Chunks that wait until it is known which adapter they are of."""
         self.admission = Admission(
@@ -295,6 +297,7 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._send_probes()
+        self.hinted.pass_on(self._transfers, self._store, self.row_bytes)
         self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
         self.admission.end_step()
         for request in context.new_req_ids:
@@ -304,11 +307,14 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self.requests.of(req_context).note_used(self._store, self.row_bytes)
+        request = self.requests.of(req_context)
+        request.note_used(self._store, self.row_bytes)
+        self.hinted.end(req_context, request)
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._transfers or self._asked or (self.drain.is_begun and self.peek_shed(1)))
+        is_draining = self.drain.is_begun and self.peek_shed(1)
+        return bool(self._transfers or self._asked or self.hinted or is_draining)
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvtier_connector.movers.engine import Movers
@@ -117,6 +117,11 @@ class Transfers:
     def oldest_began(self) -> float | None:
         """When the oldest transfer that has not ended was ordered, on `time.monotonic`."""
         return min((transfer.began for transfer in self._transfers.values()), default=None)
+
+    def is_storing(self, context: ReqContext) -> bool:
+        """Say whether chunks of a request are being written."""
+        orders = (transfer.order for transfer in self._transfers.values())
+        return any(order.req_context is context and not order.is_promotion for order in orders)
 
     def number(self) -> int:
         """Return a number for a task that nobody else has."""

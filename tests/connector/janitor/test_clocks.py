@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Rig, key
 
 from kvtier_connector.janitor.keeper import Keeper
 
@@ -172,3 +173,18 @@ def test_an_engine_whose_clock_is_far_ahead_costs_no_block_of_another(rig: Rig) 
     rig.clock.move(DAY)
     rig.sweep(keeper)
     assert engine.there(range(10)) == []
+
+
+def test_nobody_retains_a_block_for_longer_than_a_month(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(0, 1)
+    engine.store.note_retained(key(0), PAYLOAD_BYTES, 1e9)
+    engine.store.synchronize()
+    keeper = rig.keeper(max_bytes=100 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    rig.clock.move(31 * DAY)
+    engine.put(2)
+    engine.use(1)
+    keeper.configure(replace(keeper.config, max_bytes=3 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
+    rig.sweep(keeper)
+    assert engine.there(range(3)) == [1, 2]

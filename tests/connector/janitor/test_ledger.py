@@ -6,7 +6,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier_connector.janitor.columns import make_blocks
 from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.janitor.policy import Limits, choose
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.layout import BlockKey, Lineage
 from kvtier_connector.store.records import Op, Record
@@ -39,6 +41,8 @@ def test_what_was_told_is_what_is_counted(told: list[tuple[Op, int, str, int]]) 
             model.add(place)
         elif op is Op.GONE:
             model.discard(place)
+        elif op is Op.DEMOTED:
+            assert doubtful == []
         else:
             assert bool(doubtful) == (place not in model)
         if time_ns % 7 == 0:
@@ -165,3 +169,58 @@ def test_a_ledger_that_was_restored_counts_as_before(told: list[tuple[Op, int, s
         ledger.rows.copy(), generations=list(ledger.generations), tenants=list(ledger.tenants), epoch=ledger.epoch
     )
     assert other.sums() == ledger.sums()
+
+
+def told(op: Op, number: int, time_ns: int) -> Record:
+    return Record(op, key(number), 100, time_ns)
+
+
+def order_of_eviction(ledger: Ledger) -> list[int]:
+    """Return the numbers of the blocks, the one that goes first at the front."""
+    blocks, rows = make_blocks(ledger, order=["aa"], pins=())
+    everything = int(blocks.size.sum())
+    choice = choose(blocks, Limits(high_bytes=1, low_bytes=0))
+    assert int(blocks.size[choice.rows].sum()) == everything
+    return [int.from_bytes(ledger.key(int(rows[row])).hash[:4], "little") for row in choice.rows]
+
+
+def chains() -> tuple[Ledger, int]:
+    """Return a ledger with 0-1-2, 0-1-3 and 4, stored in this order."""
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    ledger.apply(
+        generation,
+        [
+            stored(0, 1),
+            stored(1, 2, parent=0, position=1),
+            stored(2, 3, parent=1, position=2),
+            stored(3, 4, parent=1, position=2),
+            stored(4, 5),
+        ],
+    )
+    return ledger, generation
+
+
+def test_what_is_retained_goes_after_what_was_used_until_its_time_is_over() -> None:
+    ledger, generation = chains()
+    ledger.apply(generation, [told(Op.RETAINED, 2, 100), told(Op.USED, 4, 50), told(Op.USED, 3, 60)])
+    assert order_of_eviction(ledger) == [4, 3, 2, 1, 0]
+    ledger.apply(generation, [told(Op.USED, 4, 101)])
+    assert order_of_eviction(ledger) == [3, 2, 1, 0, 4]
+
+
+def test_what_is_demoted_goes_first_but_not_what_others_share_with_it() -> None:
+    ledger, generation = chains()
+    ledger.apply(generation, [told(Op.USED, 3, 60), told(Op.DEMOTED, 3, 61)])
+    assert order_of_eviction(ledger) == [3, 2, 1, 0, 4]
+    ledger.apply(generation, [told(Op.DEMOTED, 2, 62)])
+    assert order_of_eviction(ledger)[-1] == 4
+    ledger.apply(generation, [told(Op.USED, 2, 63)])
+    assert order_of_eviction(ledger) == [3, 4, 2, 1, 0]
+
+
+def test_a_client_lets_go_of_what_it_retained_but_not_of_what_others_did() -> None:
+    ledger, generation = chains()
+    ledger.apply(generation, [told(Op.RETAINED, 1, 200), told(Op.RETAINED, 2, 100), told(Op.USED, 4, 50)])
+    ledger.apply(generation, [told(Op.DEMOTED, 2, 60)])
+    assert order_of_eviction(ledger) == [2, 3, 4, 1, 0]

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client asks of the cache for one request: leave it out, keep it, let it go, or read it ahead. Pure.
+
+It comes as ``kv_transfer_params``, which HTTP has, and as ``kv_hints``, vLLM's envelope of actions, which its engine
+API has; ``kv_transfer_params`` may hold the same envelope. All of it is a client's: what cannot be understood is
+ignored and named, and is never a reason not to serve. Values are never shown, since a client may write anything there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from kvtier_connector.contract import TENANT_PARAMETER
+
+LOAD_PARAMETER: Final = "kvtier_load"
+"""False: nothing of the prompt is read from the CPU tier or the volume."""
+STORE_PARAMETER: Final = "kvtier_store"
+"""False: nothing of the request is written to the CPU tier or the volume."""
+HINTS_PARAMETER: Final = "kv_hints"
+"""The envelope, as an object with the names of vLLM's."""
+LONGEST_RETENTION_SECONDS: Final = 30 * 86_400.0
+"""What a client may ask for at most; also what it gets that names no time."""
+MOST_ACTIONS: Final = 64
+"""Of one request that are looked at."""
+
+RETAIN: Final = "kv.retain"
+DEMOTE: Final = "kv.demote"
+PREFETCH: Final = "kv.prefetch"
+NO_LOAD: Final = "no_load"
+NO_STORE: Final = "no_store"
+
+_OF_VLLM = frozenset({"max_load_tokens", "max_offload_tokens"})
+_OF_OTHERS = frozenset({"kv_load_tiers", "transfer_id", "tp_size", "pp_size", "prompt_token_ids", TENANT_PARAMETER})
+"""Known to vLLM or read elsewhere; who reads them says what is wrong with them."""
+_OF_OTHER_CONNECTORS = ("do_remote_", "remote_", "_", "lmcache")
+_DIRECTIVE = frozenset({"start", "end", "priority", "duration"})
+_MOST_PRIORITY = 100
+_SHOWN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,47}", re.ASCII)
+
+
+class Problem(NamedTuple):
+    """Something that was ignored."""
+
+    cause: str
+    """``key``, ``value``, ``action``, ``version`` or ``payload``."""
+    name: str
+    """Of the key or the action, as far as it can be shown."""
+
+
+class Retention(NamedTuple):
+    """The beginning of a prompt that is to be kept."""
+
+    seconds: float
+    tokens: int | None
+    """How many; None for all."""
+
+
+class Hints(NamedTuple):
+    """What a request asks for."""
+
+    may_load: bool = True
+    may_store: bool = True
+    retained: Retention | None = None
+    is_demoted: bool = False
+    """Whether its blocks may go before all others."""
+    is_prefetched: bool = False
+    """Whether all of its prompt is to be read ahead, however quick computing is."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def taken(self) -> Iterator[str]:
+        """Name what is done for it."""
+        wanted = {
+            RETAIN: self.retained is not None,
+            DEMOTE: self.is_demoted,
+            PREFETCH: self.is_prefetched,
+            NO_LOAD: not self.may_load,
+            NO_STORE: not self.may_store,
+        }
+        return (name for name, is_wanted in wanted.items() if is_wanted)
+
+
+NO_HINTS: Final = Hints()
+
+
+def parse_hints(params: Any, envelope: Any) -> Hints:
+    """Return what a request asks for, with all that had to be ignored.
+
+    Args:
+        params: Its ``kv_transfer_params``.
+        envelope: Its ``kv_hints``, vLLM's object; None if it has none.
+    """
+    if not params and envelope is None:
+        return NO_HINTS
+    parser = _Parser()
+    if isinstance(params, Mapping):
+        parser.take_params(params)
+    elif params is not None:
+        parser.ignore("value", "kv_transfer_params")
+    if envelope is not None:
+        parser.take_actions(getattr(envelope, "protocol_version", None), getattr(envelope, "actions", None))
+    return parser.hints()
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self._may = {LOAD_PARAMETER: True, STORE_PARAMETER: True}
+        self._retained: Retention | None = None
+        self._is_demoted = self._is_prefetched = False
+        self._problems: list[Problem] = []
+
+    def hints(self) -> Hints:
+        return Hints(
+            self._may[LOAD_PARAMETER],
+            self._may[STORE_PARAMETER],
+            self._retained,
+            self._is_demoted,
+            self._is_prefetched,
+            tuple(dict.fromkeys(self._problems)),
+        )
+
+    def ignore(self, cause: str, name: Any) -> None:
+        is_shown = isinstance(name, str) and _SHOWN.fullmatch(name)
+        self._problems.append(Problem(cause, str(name) if is_shown else "(not shown)"))
+
+    def take_params(self, params: Mapping[Any, Any]) -> None:
+        for key, value in params.items():
+            if key in self._may:
+                if isinstance(value, bool):
+                    self._may[key] = value
+                else:
+                    self.ignore("value", key)
+            elif key == HINTS_PARAMETER:
+                if isinstance(value, Mapping):
+                    self.take_actions(value.get("protocol_version", "0.1"), value.get("actions"))
+                else:
+                    self.ignore("value", key)
+            elif key in _OF_VLLM:
+                if type(value) is not int or value < 0:
+                    self.ignore("value", key)
+            elif not isinstance(key, str) or not (key in _OF_OTHERS or key.startswith(_OF_OTHER_CONNECTORS)):
+                self.ignore("key", key)
+
+    def take_actions(self, version: Any, actions: Any) -> None:
+        if version not in ("0.1", "1.0"):
+            self.ignore("version", HINTS_PARAMETER)
+            return
+        if not isinstance(actions, list | tuple) or len(actions) > MOST_ACTIONS:
+            self.ignore("value", HINTS_PARAMETER)
+            return
+        for action in actions:
+            read = action.get if isinstance(action, Mapping) else lambda name, _=None, of=action: getattr(of, name, _)
+            self._take_action(read("action_type"), read("action_version", "1.0"), read("payload", {}))
+
+    def _take_action(self, kind: Any, version: Any, payload: Any) -> None:
+        if kind not in (RETAIN, DEMOTE, PREFETCH):
+            self.ignore("action", kind)
+        elif not isinstance(version, str) or version.partition(".")[0] != "1":
+            self.ignore("version", kind)
+        elif not isinstance(payload, Mapping):
+            self.ignore("payload", kind)
+        elif kind == RETAIN:
+            self._retain(payload)
+        elif payload:
+            # It names a target, such as another session: not this request, and no other is known here.
+            self.ignore("payload", kind)
+        elif kind == DEMOTE:
+            self._is_demoted = True
+        else:
+            self._is_prefetched = True
+
+    def _retain(self, payload: Mapping[Any, Any]) -> None:
+        directives = payload.get("directives", [{}])
+        if not payload.keys() <= {"directives", "scope"} or not isinstance(directives, list | tuple):
+            self.ignore("payload", RETAIN)
+            return
+        for directive in directives:
+            if not isinstance(directive, Mapping) or not _is_sound(directive):
+                self.ignore("payload", RETAIN)
+            elif directive.get("priority", _MOST_PRIORITY) == 0:
+                self._is_demoted = True
+            else:
+                self._keep(directive)
+
+    def _keep(self, directive: Mapping[str, Any]) -> None:
+        """Keep the longest beginning for the longest time: a block is of use only with all blocks before it."""
+        duration, end = directive.get("duration"), directive.get("end")
+        seconds = LONGEST_RETENTION_SECONDS if duration is None else float(min(duration, LONGEST_RETENTION_SECONDS))
+        if (before := self._retained) is not None:
+            seconds = max(seconds, before.seconds)
+            end = None if end is None or before.tokens is None else max(end, before.tokens)
+        self._retained = Retention(seconds, end)
+
+
+def _is_sound(directive: Mapping[Any, Any]) -> bool:
+    start, end = directive.get("start", 0), directive.get("end")
+    priority, duration = directive.get("priority", _MOST_PRIORITY), directive.get("duration")
+    is_range = _is_count(start) and (end is None or (_is_count(end) and end > start))
+    is_time = duration is None or (
+        isinstance(duration, int | float) and not isinstance(duration, bool) and 0 <= duration < float("inf")
+    )
+    is_priority = _is_count(priority) and priority <= _MOST_PRIORITY
+    return directive.keys() <= _DIRECTIVE and is_range and is_time and is_priority
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
