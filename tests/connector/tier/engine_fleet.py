@@ -23,10 +23,12 @@ class Engines:
         self.rigs = rigs
         self._made: list[SimulatedEngine] = []
 
-    def make(self, shape: Shape | None = None, *, fs: FileSystem = LOCAL, **settings: Any) -> SimulatedEngine:
-        """Start an engine whose tier has these settings."""
+    def make(
+        self, shape: Shape | None = None, *, fs: FileSystem = LOCAL, weights: int = 0, **settings: Any
+    ) -> SimulatedEngine:
+        """Start an engine of these weights whose tier has these settings."""
         config_file = self.rigs.config_file(**{"cost_aware": False, **settings})
-        made = SimulatedEngine(config_file, shape or Shape(), fs)
+        made = SimulatedEngine(config_file, shape or Shape(), fs, weights=weights)
         self._made.append(made)
         return made
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 from vllm.config import ModelConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -35,6 +36,7 @@ LANES = 32
 PAGE_BYTES = BLOCK_TOKENS * LANES * 8
 VOCABULARY = 1000
 WINDOW_TOKENS = 4 * BLOCK_TOKENS
+IMAGE_TOKENS = 20
 RUBBISH = 0xDEAD_BEEF_DEAD_BEEF
 Words = npt.NDArray[np.uint64]
 
@@ -148,6 +150,28 @@ def values_of(tokens: Iterable[int], salt: str | None = None) -> Words:
         value = (value * 6364136223846793005 + token + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF
         found.append(value)
     return np.asarray(found, dtype=np.uint64)
+
+
+def images_of(image: tuple[str, int] | None) -> list[MultiModalFeatureSpec]:
+    """Return an image of this content where a token is, as vLLM describes it to its scheduler."""
+    if image is None:
+        return []
+    content, token = image
+    return [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=content, mm_position=PlaceholderRange(token, IMAGE_TOKENS)
+        )
+    ]
+
+
+def seen_by_model(tokens: Sequence[int], images: Sequence[MultiModalFeatureSpec]) -> list[int]:
+    """Return what a model sees: the content of images in the place of the tokens that stand for them."""
+    seen = list(tokens)
+    for image in images:
+        begin = image.mm_position.offset
+        for number in range(begin, begin + image.mm_position.length):
+            seen[number] += VOCABULARY * (1 + sum(image.identifier.encode()))
+    return seen
 
 
 def page_of(values: Words, group: int) -> npt.NDArray[np.uint64]:

@@ -28,8 +28,10 @@ from engine_parts import (
     Words,
     answer_of,
     attention,
+    images_of,
     model_config,
     page_of,
+    seen_by_model,
     token_after,
     values_of,
 )
@@ -40,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -69,11 +72,11 @@ class TierUnderTest(SharedVolumeTier):
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
-    def __init__(self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL) -> None:
-        """Start it."""
+    def __init__(self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0) -> None:
+        """Start it; the weights are all of this number."""
         self.shape = shape
         self.model = torch.nn.Linear(1, 4, bias=False)
-        torch.nn.init.zeros_(self.model.weight)
+        torch.nn.init.constant_(self.model.weight, weights)
         TierUnderTest.fs = fs
         config = self._config(config_file)
         groups = [KVCacheGroupSpec([f"layer.{n}"], attention(window)) for n, window in enumerate(shape.windows)]
@@ -97,6 +100,7 @@ class SimulatedEngine:
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
         )
+        self._take_images()
         connector = self.scheduler.connector
         assert isinstance(connector, KVTierConnector)
         assert connector.connector_scheduler is not None
@@ -131,6 +135,11 @@ class SimulatedEngine:
 
         pool.get_new_blocks = take_noting
 
+    def _take_images(self) -> None:
+        """Have the scheduler treat the model as one that takes images."""
+        self.scheduler.max_num_encoder_input_tokens = self.shape.most_tokens
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=self.shape.most_tokens)
+
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""
         return self.model
@@ -158,10 +167,17 @@ class SimulatedEngine:
         lora: LoRARequest | None = None,
         **params: Any,
     ) -> Request:
-        """Let a request arrive."""
+        """Let a request arrive; ``image=(content, token)`` puts an image where that token is, others are parameters."""
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         request = Request(
-            name, list(prompt), sampling, None, cache_salt=salt, lora_request=lora, block_hasher=self._hasher
+            name,
+            list(prompt),
+            sampling,
+            None,
+            cache_salt=salt,
+            lora_request=lora,
+            block_hasher=self._hasher,
+            mm_features=images_of(params.pop("image", None)),
         )
         if params:
             request.kv_transfer_params = params
@@ -317,7 +333,7 @@ class SimulatedEngine:
         values = self._values.get(name)
         if values is None or len(values) < len(tokens):
             source = self.source_of(request.cache_salt, request.lora_request)
-            values = self._values[name] = values_of(tokens, source)
+            values = self._values[name] = values_of(seen_by_model(tokens, request.mm_features), source)
         for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
             window = self.shape.windows[group]
             first = 0 if window is None else max(0, begin - window + 1)

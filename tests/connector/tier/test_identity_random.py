@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever happens to weights, adapters and engines, no block is served for another identity than it was computed for.
 
-Two engines share a volume under vLLM's own scheduler. Requests with salts and adapters come, are preempted and go;
-adapters are rewritten, loaded in place, weights replaced, caches reset, engines restarted. A `SimulatedEngine` compares
-in each step every value that it builds upon. ``KVTIER_RANDOM_EXAMPLES`` asks for more than the suite has time for.
+Two engines share a volume under vLLM's own scheduler. Requests with salts, adapters, images, tenants and hints come,
+are preempted, aborted and go; adapters are rewritten, loaded in place, weights replaced, caches reset, engines
+restarted, some with other weights from the start. A `SimulatedEngine` compares in each step every value that it
+builds upon.
+``KVTIER_RANDOM_EXAMPLES`` asks for more than the suite has time for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from engine_fleet import Engines
-from engine_parts import Shape, prompt_of
+from engine_parts import IMAGE_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rigs
 from test_adapters import request_for, write
 from vllm.lora.request import LoRARequest
@@ -35,6 +40,43 @@ SHAPES = {
     "answers too": Shape(prompt_only=False, cpu_chunks=20),
 }
 ADAPTERS = ("math", "law")
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"kvtier_tenant": "alice"},
+    {"kvtier_tenant": "bob"},
+    {"kvtier_tenant": "no tenant/"},
+    {"kvtier_store": False},
+    {"kvtier_load": False},
+    {"max_load_tokens": 70},
+    {"max_offload_tokens": 70},
+    {"kv_hints": {"actions": [{"action_type": "kv.retain"}, {"action_type": "kv.prefetch"}]}},
+    {"kv_hints": {"actions": [{"action_type": "kv.demote"}, {"action_type": "kv.unheard-of"}]}},
+)
+WANTED: dict[str, st.SearchStrategy[Any]] = {
+    "family": st.integers(0, 1),
+    "chunks": st.sampled_from([12, 9, 4, 1]),
+    "salt": st.sampled_from([None, None, "salt"]),
+    "adapter": st.sampled_from([None, *ADAPTERS]),
+    "image": st.sampled_from([None, None, ("cat", 0), ("dog", 0), ("cat", 40), ("dog", 40)]),
+    "params": st.integers(0, len(PARAMS) - 1),
+}
+
+
+class Wanted(NamedTuple):
+    """A request."""
+
+    family: int
+    """Prompts of one family share their beginning."""
+    chunks: int
+    salt: str | None
+    adapter: str | None
+    image: tuple[str, int] | None
+    params: int
+
+
+TRIED: Counter[str] = Counter()
 
 
 class Machine(RuleBasedStateMachine):
@@ -45,6 +87,7 @@ class Machine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.engines = Engines(Rigs(self.directory))
         self.contents = dict.fromkeys(ADAPTERS, 0)
+        self.asked: list[Wanted] = []
         self.count = self.turn = 0
 
     @initialize(shape=st.sampled_from(sorted(SHAPES)))
@@ -58,25 +101,67 @@ class Machine(RuleBasedStateMachine):
     def engine(self) -> SimulatedEngine:
         return self.pair[self.turn]
 
-    def start(self) -> SimulatedEngine:
-        return self.engines.make(self.shape, refresh_seconds=0.02)
+    def start(self, weights: int = 0) -> SimulatedEngine:
+        return self.engines.make(self.shape, weights=weights, refresh_seconds=0.02, tenant_from="Parameter")
 
     def lora(self, name: str | None) -> LoRARequest | None:
         if name is None:
             return None
         return request_for(self.directory / name, name)
 
-    @rule(
-        family=st.integers(0, 1),
-        chunks=st.integers(0, 12),
-        salt=st.sampled_from([None, None, "salt"]),
-        adapter=st.sampled_from([None, *ADAPTERS]),
-        answer=st.integers(1, 20),
-    )
-    def arrive(self, family: int, chunks: int, salt: str | None, adapter: str | None, answer: int) -> None:
+    @rule(wanted=st.lists(st.builds(Wanted, **WANTED), min_size=1, max_size=4))
+    def arrive(self, wanted: list[Wanted]) -> None:
+        for each in wanted:
+            self.add(each)
+
+    @precondition(lambda self: self.asked)
+    @rule(choices=st.lists(st.integers(0, 1000), min_size=1, max_size=4))
+    def repeat(self, choices: list[int]) -> None:
+        for choice in choices:
+            self.add(self.asked[choice % len(self.asked)])
+
+    @precondition(lambda self: self.asked)
+    @rule(choices=st.lists(st.integers(0, 1000), min_size=1, max_size=4), changed=st.builds(Wanted, **WANTED))
+    def ask_the_other(self, choices: list[int], changed: Wanted) -> None:
+        """Repeat requests where they were not computed, and such as differ from them in one thing."""
+        self.finish()
+        self.turn = 1 - self.turn
+        for number, choice in enumerate(choices):
+            each = self.asked[choice % len(self.asked)]
+            self.add(each)
+            field = tuple(WANTED)[(choice + number) % len(WANTED)]
+            self.add(each._replace(**{field: getattr(changed, field)}))
+
+    def add(self, wanted: Wanted) -> None:
+        self.asked.append(wanted)
         self.count += 1
-        prompt = prompt_of(chunks, seed=family, more=3)
-        self.engine.add(f"r{self.count}", prompt, salt=salt, answer=answer, lora=self.lora(adapter))
+        prompt = prompt_of(wanted.chunks, seed=wanted.family, more=3)
+        is_there = wanted.image is not None and wanted.image[1] + IMAGE_TOKENS < len(prompt)
+        self.engine.add(
+            f"r{self.count}",
+            prompt,
+            salt=wanted.salt,
+            # Requests of all lengths are under way at once.
+            answer=1 + self.count % 20,
+            lora=self.lora(wanted.adapter),
+            image=wanted.image if is_there else None,
+            **PARAMS[wanted.params],
+        )
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice: int) -> None:
+        alive = sorted(name for name, request in self.engine.scheduler.requests.items() if not request.is_finished())
+        if alive:
+            self.engine.abort(alive[choice % len(alive)])
+
+    @rule(lag=st.integers(0, 3))
+    def have_copies_lag(self, lag: int) -> None:
+        self.engine.copies.lag = lag
+
+    @invariant()
+    def count_operation(self) -> None:
+        TRIED["operations"] += 1
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -86,12 +171,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         self.engine.run()
-        threading.Event().wait(0.03)
-
-    @rule()
-    def turn_to_the_other(self) -> None:
-        self.engine.run()
-        self.turn = 1 - self.turn
+        threading.Event().wait(0.05)
 
     @rule(adapter=st.sampled_from(ADAPTERS))
     def rewrite(self, adapter: str) -> None:
@@ -115,11 +195,22 @@ class Machine(RuleBasedStateMachine):
         if self.may_reset():
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
 
-    @rule()
-    def restart(self) -> None:
+    @rule(weights=st.sampled_from([0, 0, 0, 5]))
+    def restart(self, weights: int) -> None:
         self.engine.run()
+        self.note()
         self.engine.close()
-        self.pair[self.turn] = self.start()
+        # One that was started with other weights is no engine of this generation, and must find out itself.
+        self.pair[self.turn] = self.start(weights)
+
+    def note(self) -> None:
+        """Count what was read, so that a run can say that it tried what it claims."""
+        engine = self.engine
+        TRIED["requests"] += len(engine.answers)
+        TRIED["preemptions"] += engine.preemptions
+        TRIED["blocks read"] += int(engine.metric("vllm:kvtier_disk_read_blocks"))
+        TRIED["blocks written"] += int(engine.metric("vllm:kvtier_disk_written_blocks"))
+        TRIED["engines refused"] += bool(engine.tier._sites.here.volume.refused_field)
 
     def may_reset(self) -> bool:
         """Say whether vLLM can take the blocks of every request: not yet of one that is being loaded."""
@@ -131,9 +222,11 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            for engine in getattr(self, "pair", ()):
-                engine.run()
-                engine.assert_nothing_is_left()
+            for turn in range(len(getattr(self, "pair", ()))):
+                self.turn = turn
+                self.engine.run()
+                self.engine.assert_nothing_is_left()
+                self.note()
         finally:
             self.engines.close()
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -150,4 +243,7 @@ def test_no_order_of_events_serves_a_block_for_another_identity() -> None:
         phases=[Phase.generate],
         print_blob=True,
     )
+    TRIED.clear()
     Machine.TestCase().runTest()
+    logging.getLogger(__name__).warning("tried: %s", dict(TRIED))
+    assert min(TRIED["requests"], TRIED["blocks read"], TRIED["blocks written"]) > 0
