@@ -6,24 +6,29 @@ a pod, /dev/shm outlives the container; the next engine then does not fit beside
 fails. Runs before an engine starts, in the init container and again in the engine's own process, because a restarted
 container runs no init container.
 
-Who holds a file is read from /proc, so the directory must not be shared with processes that /proc does not show: a pod
-has its own. Files are listed before processes are, so a file made in between is never a candidate, and one listed had a
-creator that held it open or is gone.
+The kernel says whether anybody holds a file: it leases one for writing to us only where nobody else has it open or
+mapped, in whichever container, and has whoever opens it meanwhile wait until it is removed. So engines of several
+containers may share one /dev/shm. Where leases are not to be had, who holds a file is read from /proc, and then the
+directory must not be shared with processes that /proc does not show. Files are listed before processes are, so a file
+made in between is never a candidate, and one listed had a creator that held it open or is gone.
 
-A process that we may not look into could hold only what its user may open, and vLLM makes the files for their owner
-alone. So such a process protects the files of its user. Our own user is the exception: the system lets us look into
-every ordinary process of ours, so one that it hides (a key agent, a sandbox's first process) is no engine, and would
-otherwise protect a dead engine's memory for ever.
+In /proc, a process that we may not look into could hold only what its user may open, and vLLM makes the files for
+their owner alone. So such a process protects the files of its user. Our own user is the exception: the system lets us
+look into every ordinary process of ours, so one that it hides (a key agent, a sandbox's first process) is no engine,
+and would otherwise protect a dead engine's memory for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
+import signal
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -82,9 +87,68 @@ def explaining_shortage(wanted_bytes: int, directory: str | Path = SHM) -> Itera
 def clear_stale_regions(directory: str | Path = SHM) -> list[str]:
     """Remove the regions in the directory that no process holds open or mapped; return their paths.
 
-    Without a readable /proc nothing is removed. A file that cannot be removed is left, with a warning.
+    Without leases and without a readable /proc nothing is removed. A file that cannot be removed is left, with a
+    warning.
     """
     candidates = _candidates(Path(directory))
+    if not candidates:
+        return []
+    removed = []
+    untold = candidates
+    if _gives_leases(directory):
+        fates = [(path, status, _remove_leased(path, status)) for path, status in candidates]
+        removed = [str(path) for path, _, is_removed in fates if is_removed]
+        untold = [(path, status) for path, status, is_removed in fates if is_removed is None]
+    return sorted([*removed, *_clear_by_processes(directory, untold)])
+
+
+def _gives_leases(directory: str | Path) -> bool:
+    """Say whether a file in the directory that nobody else holds can be leased."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvtier-lease-") as file:
+            return _lease(file.fileno())
+    except OSError:
+        return False
+
+
+def _lease(descriptor: int) -> bool:
+    """Lease a file for writing until the descriptor is closed; False if anybody else holds it.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    # Whoever opens it meanwhile has the kernel send a signal, which by default ends a process; this one does not.
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_leased(path: Path, seen: os.stat_result) -> bool | None:
+    """Remove a region that nobody holds; say whether it was, None where that cannot be told."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        if not os.path.samestat(seen, os.fstat(descriptor)):
+            return False
+        if _lease(descriptor):
+            return _remove(path, seen)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    logger.info("%s: kept, a process holds it", path)
+    return False
+
+
+def _clear_by_processes(directory: str | Path, candidates: list[tuple[Path, os.stat_result]]) -> list[str]:
+    """Remove the regions that no process in /proc holds; return their paths."""
     if not candidates:
         return []
     try:

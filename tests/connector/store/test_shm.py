@@ -53,8 +53,10 @@ def holding(path: Path, how: str, user: int | None = None) -> Iterator[subproces
         process.communicate()
 
 
-@pytest.fixture(params=["shared memory", "disk"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=["shared memory", "disk", "no leases"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if request.param == "no leases":
+        monkeypatch.setattr(shm, "_gives_leases", lambda _: False)
     if request.param == "disk":
         yield tmp_path
     else:
@@ -125,6 +127,52 @@ def test_a_new_file_under_the_name_of_one_that_is_held_is_removed(directory: Pat
         assert clear_stale_regions(directory) == [str(path)]
 
 
+CLEARING = (
+    "import sys; sys.path.insert(0, sys.argv[2]); "
+    "from kvtier_connector.shm import clear_stale_regions; print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
+)
+
+
+def clear_in_another_container(directory: Path) -> list[str]:
+    """Clear in a container that shares the memory and none of the processes."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*container, sys.executable, "-c", CLEARING, str(directory), str(CONNECTOR)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a container here")
+@pytest.mark.parametrize("how", ["open", "mapped", "open and mapped"])
+def test_a_region_of_another_container_that_shares_the_memory_stays_while_it_is_held(how: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        dead, held = region(Path(made)), Path(made) / "vllm_offload_alive.mmap"
+        with holding(held, how):
+            assert clear_in_another_container(Path(made)) == [str(dead)]
+            assert held.exists()
+        assert clear_in_another_container(Path(made)) == [str(held)]
+
+
+def test_who_opens_a_region_while_it_is_removed_ends_nobody() -> None:
+    program = """
+import os, sys, threading
+sys.path.insert(0, sys.argv[2])
+from kvtier_connector import shm
+remove = shm._remove
+def remove_while_somebody_opens(path, seen):
+    opener = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
+    opener.start()
+    opener.join(0.2)
+    assert opener.is_alive()
+    return remove(path, seen)
+shm._remove = remove_while_somebody_opens
+print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
+"""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        path = region(Path(made))
+        command = [sys.executable, "-c", program, made, str(CONNECTOR)]
+        completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert completed.stdout.split() == [str(path)]
+
+
 @functools.cache
 def anyones_python() -> str:
     """Return a Python that other users can run and that can read this package."""
@@ -144,12 +192,8 @@ def anyones_python() -> str:
 
 
 def clear_as(user: int, directory: Path) -> list[str]:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[2]); "
-        "from kvtier_connector.shm import clear_stale_regions; print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
-    )
     completed = subprocess.run(
-        [anyones_python(), "-c", program, str(directory), str(CONNECTOR)],
+        [anyones_python(), "-c", CLEARING, str(directory), str(CONNECTOR)],
         user=user,
         check=True,
         capture_output=True,
