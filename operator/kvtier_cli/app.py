@@ -52,7 +52,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "restart": Verb(_TIERS, "tiers:restart", "replace the engines, one at a time"),
     "inspect": Verb(_VOLUME, "volume:inspect", "count what is there, by generation, tenant and age"),
     "check": Verb(_VOLUME, "volume:check", "verify every byte"),
-    "purge": Verb(_VOLUME, "volume:purge", "remove blocks by age, generation, tenant or prefix"),
+    "purge": Verb(_VOLUME, "volume:purge", "remove blocks by age, generation, tenant, prefix or adapter"),
     "pin": Verb(_VOLUME, "volume:pin", "keep a block and all before it; without a hash, list the pins"),
     "unpin": Verb(_VOLUME, "volume:unpin", "let a pinned block go again"),
     "gc": Verb(_VOLUME, "volume:gc", "do once, now, what the janitor does all the time"),

@@ -86,6 +86,7 @@ def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int
 @click.option("--generation", help="of this generation alone")
 @click.option("--tenant", help="of this tenant alone; '' for the blocks of nobody in particular")
 @click.option("--prefix", metavar="HASH", help="this block and all that continue it")
+@click.option("--lora", metavar="NAME", help="of this adapter alone, whatever it holds or held")
 @click.option("--all", "is_all", is_flag=True, help="everything")
 @answers.yes_option("remove them")
 @_threads(8)
@@ -98,19 +99,24 @@ def purge(  # noqa: PLR0913 - options
     generation: str | None,
     tenant: str | None,
     prefix: str | None,
+    lora: str | None,
     is_all: bool,
     yes: bool,
     threads: int,
     output: str,
     **cluster: str,
 ) -> int:
-    """Remove blocks by age, generation, tenant or prefix, or all; without --yes only say what would go.
+    """Remove blocks by age, generation, tenant or prefix, of an adapter, or all; without --yes only say what would go.
 
     Engines may be at work: what goes is a miss for them. Exit code 1 if not all could be removed.
     """
     chosen = {"older_than_seconds": older_than, "generation": generation, "tenant": tenant, "prefix": prefix}
+    # Only where it is asked for: the janitor may be of a release that does not know it.
+    chosen |= {} if lora is None else {"lora": lora}
     if all(each is None for each in chosen.values()) is not is_all:
-        raise click.UsageError("say what is to go: --older-than, --generation, --tenant, --prefix, or else --all")
+        raise click.UsageError(
+            "say what is to go: --older-than, --generation, --tenant, --prefix, --lora, or else --all"
+        )
     return _do("purge", target, cluster, output, {**chosen, "yes": yes, "threads": threads})
 
 

@@ -203,3 +203,20 @@ def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> Non
     found = conditions(changed(pods=pods))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Stranger")
     assert "the rollout replaces it" in found["message"]
+
+
+def test_an_engine_that_cannot_tell_its_weights_is_told_apart_from_a_stranger() -> None:
+    pods = (replace(READY_POD, report=EngineReport(refused=("unknown engine.weights",))),)
+    found = conditions(changed(pods=pods))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", "Stranger")
+    assert "its engine cannot tell engine.weights, so" in found["message"]
+
+
+def test_blocks_of_replaced_weights_are_no_generation_to_roll_back_to() -> None:
+    current = GENERATIONS[0]
+    updated = replace(current, digest=f"{current.digest}.w0123456789abcdef")
+    roles = {
+        each["digest"]: each["role"] for each in report(view(usage(generations=(*GENERATIONS, updated))))["generations"]
+    }
+    assert roles[updated.digest] == "Updated"
+    assert "Previous" in roles.values()

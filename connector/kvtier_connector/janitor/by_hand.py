@@ -99,6 +99,7 @@ def purge(  # noqa: PLR0913 - keywords with defaults
     generation: str | None = None,
     tenant: str | None = None,
     prefix: str | None = None,
+    lora: str | None = None,
     yes: bool = False,
     threads: int = 8,
 ) -> Outcome:
@@ -110,6 +111,7 @@ def purge(  # noqa: PLR0913 - keywords with defaults
         generation=generation,
         tenant=tenant,
         prefix=None if prefix is None else parse_hash(prefix),
+        lora=lora,
     )
     # Nothing is removed through a link, but the one that a person names is meant.
     results = purge_blocks(directory.resolve(), criteria, is_dry=not yes, threads=threads, progress=Progress(tell))

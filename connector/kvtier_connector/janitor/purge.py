@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and removes the blocks that a person wants gone: by age, generation, tenant or prefix, or all of them.
+"""Finds and removes the blocks that a person wants gone: by age, generation, tenant, adapter or prefix, or all of them.
 
 Engines may be at work: what goes is a miss for them, and they are told.
 """
@@ -21,7 +21,7 @@ from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import JournalWriter
-from kvtier_connector.store.layout import TENANTS, BlockKey
+from kvtier_connector.store.layout import TENANTS, BlockKey, adapter_name_label
 from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
@@ -41,6 +41,13 @@ class Criteria:
     tenant: str | None = None
     prefix: bytes | None = None
     """Hash of a block: it goes, and with it all blocks that continue it."""
+    lora: str | None = None
+    """Name of a LoRA adapter: its blocks go, whatever it held when they were computed."""
+
+    @property
+    def needs_headers(self) -> bool:
+        """Whether only the header of a block tells if it is to go."""
+        return self.prefix is not None or self.lora is not None
 
 
 @dataclass(slots=True)
@@ -80,8 +87,8 @@ def purge(  # noqa: PLR0913 - keywords
         _check_tenant(directory, roots, criteria.tenant, fs=fs)
     results = []
     progress = progress or Progress()
-    # To follow prefixes, all names are read once before.
-    progress.begin(len(roots) * (1 if criteria.prefix is None else 2))
+    # Where headers decide, all blocks are opened once before.
+    progress.begin(len(roots) * (2 if criteria.needs_headers else 1))
     for root in roots:
         purged = Purged(str(root.relative_to(directory)))
         results.append(purged)
@@ -159,7 +166,7 @@ def _choose(  # noqa: PLR0913 - keywords
 ) -> Iterator[BlockEntry | Leftover]:
     """Yield what is to go; of what cannot be looked at, why it cannot is added to `unread`."""
     members = None
-    if criteria.prefix is not None:
+    if criteria.needs_headers:
         members = _members(root, criteria, progress, fs=fs, threads=threads, unread=unread)
         progress.finish()
     for entry in scan_parallel(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
@@ -178,36 +185,49 @@ def _choose(  # noqa: PLR0913 - keywords
 def _members(  # noqa: PLR0913 - keywords
     root: Path, criteria: Criteria, progress: Progress, *, fs: FileSystem, threads: int, unread: list[OSError]
 ) -> set[BlockKey]:
-    """Return the keys of the blocks with the hash, and of all that continue them; opens every block of the tenant."""
+    """Return the keys of the blocks whose headers say that they are meant; opens every block of the tenant."""
     keys = [
         entry.key
         for entry in scan_parallel(root, fs=fs, threads=threads, unread=[])
         if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
     ]
     parents: dict[BlockKey, BlockKey] = {}
-    without_chain = 0
+    of_adapter: set[BlockKey] = set()
+    label = None if criteria.lora is None else adapter_name_label(criteria.lora)
+    without_header = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
         for number, some in enumerate(_parts(keys)):
             progress.reach(min(1.0, number * _MEET_AT_ONCE / max(1, len(keys))))
             found, refused = meet_all(pool, fs, str(root), some)
             unread += [each.error for each in refused]
             for met in found:
-                # A block of an earlier format may continue the prefix.
-                without_chain += met.header is None and met.key.hash != criteria.prefix
-                if met.header is not None and met.header.lineage.parent:
+                # A block of an earlier format may continue the prefix, or be the adapter's.
+                without_header += met.header is None and (label is not None or met.key.hash != criteria.prefix)
+                if met.header is None:
+                    continue
+                if met.header.lineage.parent:
                     parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
-    if without_chain:
+                if label is not None and met.header.lineage.adapter.startswith(label):
+                    of_adapter.add(met.key)
+    if without_header:
+        what = "chain" if label is None else "adapter"
         message = (
-            f"{without_chain} blocks whose chain cannot be read; purge this generation with --generation {root.name}"
+            f"{without_header} blocks whose {what} cannot be read; purge this generation with --generation {root.name}"
         )
-        unread += [OSError(message)] * without_chain
+        unread += [OSError(message)] * without_header
+    continuing = set(keys) if criteria.prefix is None else _continuing(keys, parents, criteria.prefix)
+    return continuing if label is None else continuing & of_adapter
+
+
+def _continuing(keys: list[BlockKey], parents: dict[BlockKey, BlockKey], prefix: bytes) -> set[BlockKey]:
+    """Return those with the hash, and all that continue them."""
     is_member: dict[BlockKey, bool] = {}
     for key in keys:
         path: list[BlockKey] = []
         at: BlockKey | None = key
         while at is not None and at not in is_member and at not in path[-1:]:
             path.append(at)
-            is_member[at] = at.hash == criteria.prefix
+            is_member[at] = at.hash == prefix
             at = None if is_member[at] else parents.get(at)
         answer = is_member[path[-1]] if at is None else is_member[at]
         for each in path:

@@ -7,6 +7,7 @@ Pure: names only, nothing is read or written. Paths are relative to the root and
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ class Lineage(NamedTuple):
     position: int = 0
     """Its number among the chunks of the prefix, from 0; 0 where it is not known."""
     adapter: str = ""
-    """By which LoRA adapter it was computed, see `adapter_label`; empty for the model alone."""
+    """By which LoRA adapter it was computed, the first half as `adapter_name_label`; empty for the model alone."""
 
 
 NO_LINEAGE = Lineage()
@@ -107,6 +108,11 @@ def is_valid(key: BlockKey) -> bool:
 def is_tenant(name: str) -> bool:
     """Say whether a tenant can have this name: it becomes a directory, on file systems of every kind."""
     return _TENANT.fullmatch(name) is not None
+
+
+def adapter_name_label(name: str) -> str:
+    """Return the part of an adapter's label in headers that all contents of an adapter of this name have."""
+    return hashlib.sha256(name.encode()).hexdigest()[: ADAPTER_CHARACTERS // 2]
 
 
 def is_key_id(name: str) -> bool:

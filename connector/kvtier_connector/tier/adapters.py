@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from vllm.logger import init_logger
 
-from kvtier_connector.store.layout import ADAPTER_CHARACTERS
+from kvtier_connector.store.layout import ADAPTER_CHARACTERS, adapter_name_label
 from kvtier_connector.tier.model_files import WEIGHT_SUFFIXES, cached_directory
 
 logger = init_logger("vllm.kvtier.adapters")
@@ -56,11 +56,6 @@ class AdapterIdentity(NamedTuple):
     def hash_of(self, block_hash: bytes) -> bytes:
         """Return the hash under which the volume has a block of the adapter."""
         return hashlib.sha256(b"kvtier adapter block\0" + self.mark + block_hash).digest()
-
-
-def name_label(name: str) -> str:
-    """Return the part of a label that all contents of an adapter of this name have."""
-    return hashlib.sha256(name.encode()).hexdigest()[: ADAPTER_CHARACTERS // 2]
 
 
 @dataclass(slots=True)
@@ -227,4 +222,4 @@ def _identify(lora: Lora, directory: Path, files: tuple[_File, ...]) -> AdapterI
         contents.append([each.name, digest.hexdigest()])
     text = json.dumps([lora.name, lora.path, contents], separators=(",", ":"))
     mark = hashlib.sha256(text.encode()).digest()
-    return AdapterIdentity(name_label(lora.name) + mark.hex()[: ADAPTER_CHARACTERS // 2], mark)
+    return AdapterIdentity(adapter_name_label(lora.name) + mark.hex()[: ADAPTER_CHARACTERS // 2], mark)

@@ -68,7 +68,7 @@ ACTIVE = Metric(
 REFUSED = Metric(
     "vllm:kvtier_disk_refused",
     "1 when the directory on the shared volume belongs to another model or layout, by the first field of tier.json "
-    "that differs; the engine then serves without it.",
+    "that differs, or `unknown` and the field that the engine cannot tell; the engine then serves without it.",
     ("field",),
     is_gauge=True,
 )

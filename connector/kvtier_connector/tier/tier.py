@@ -282,9 +282,8 @@ class SharedVolumeTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         # vLLM calls this in each step, before any lookup of the step.
         self._collect()
-        movers = self._movers
-        self._is_storing_stuck = movers.is_stuck(Lane.STORE)
-        is_stuck = movers.is_stuck(Lane.LOAD) or movers.is_stuck(Lane.PROBE)
+        self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
+        is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
         self._why_not_loading = (
             metrics.NEW_WEIGHTS if self.is_doubting else why_not_loading(self._volume, self._breaker, is_stuck=is_stuck)
         )
@@ -307,14 +306,12 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self.requests.of(req_context)
-        request.note_used(self._store, self.row_bytes)
-        self.hinted.end(req_context, request)
+        self.requests.of(req_context).note_used(self._store, self.row_bytes)
+        self.hinted.end(req_context, self.requests.of(req_context))
 
     @override
     def has_pending_work(self) -> bool:
-        is_draining = self.drain.is_begun and self.peek_shed(1)
-        return bool(self._transfers or self._asked or self.hinted or is_draining)
+        return bool(self._transfers or self._asked or self.hinted or (self.drain.is_begun and self.peek_shed(1)))
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -289,7 +289,7 @@ class Volume:
             )
             return False
         if self._unknown:
-            self._refused_field = self._unknown
+            self._refused_field = f"{contract.UNKNOWN}{self._unknown}"
             self._refuse(
                 IdentityMismatch(
                     f"{self._unknown} cannot be told, so nobody could say whose blocks these are: let the engine load "

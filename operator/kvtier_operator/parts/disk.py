@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from kvtier_connector.contract import UNKNOWN
 from kvtier_connector.contract_usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
@@ -110,6 +111,14 @@ def engines_own_the_directory(look: Look) -> Problem | None:
             message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
             "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
             "replaces it; if it stays, delete the pod",
+        )
+    if all(field.startswith(UNKNOWN) for field in fields):
+        told = ", ".join(field.removeprefix(UNKNOWN) for field in fields)
+        return Problem(
+            reason=Reason.STRANGER,
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its engine cannot tell "
+            f"{told}, so nobody could say whose blocks these are. Have it load the model from a directory with weight "
+            "files or from the hub's cache, or name a commit in spec.model.revision",
         )
     return Problem(
         reason=Reason.STRANGER,
@@ -221,7 +230,7 @@ def generations(look: Look, *, current: str) -> list[dict[str, Any]] | None:
     return [
         {
             "digest": each.digest,
-            "role": "Current" if each.digest == current else "Previous",
+            "role": "Current" if each.digest == current else "Updated" if "." in each.digest else "Previous",
             "usedBytes": each.used_bytes,
             "blocks": each.blocks,
             **_time("created", each.created),

@@ -17,7 +17,7 @@ import kvtier_connector
 from kvtier_cli import app
 from kvtier_cli.app import main
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.layout import Lineage, adapter_name_label, block_path
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
@@ -65,6 +65,25 @@ def test_of_blocks_of_an_earlier_format_it_is_said_that_they_may_continue_a_pref
     assert (generation["blocks"], generation["failed"]) == (1, 2)
     assert generation["problem"] == ("2 blocks whose chain cannot be read; purge this generation with --generation aa")
     assert engine.there(range(6)) == [0, 1, 2, 4, 5]
+
+
+def test_what_an_adapter_computed_goes_and_nothing_else(
+    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (name, contents) in enumerate([("sql", "a"), ("sql", "b"), ("chat", "a")], start=10):
+        engine.put(number, lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
+        engine.put(number, tenant="alice", lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
+    assert run_json(capsys, "purge", rig.dir, "--lora", "sql")["blocks"] == 4
+    answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--tenant", "alice", "--yes")
+    assert answer["blocks"] == 2
+    answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")
+    assert answer["blocks"] == 2
+    assert engine.there(range(20)) == [*range(6), 12]
+    assert engine.there(range(20), tenant="alice") == [12]
+    assert run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")["blocks"] == 0
+    (engine.root / block_path(key(12))).write_bytes(OUTDATED.read_bytes())
+    assert main(["purge", str(rig.dir), "--lora", "chat", "--yes", "-o", "json"]) == 1
+    assert "1 blocks whose adapter cannot be read" in json.loads(capsys.readouterr().out)["generations"][0]["problem"]
 
 
 def test_one_tenants_blocks_go_with_the_damaged_ones(

@@ -244,6 +244,33 @@ def test_a_generation_of_an_earlier_format_is_one_problem(root: Path) -> None:
     assert [(problem.path, problem.kind) for problem in report.problems] == [("tier.json", "outdated")]
 
 
+@pytest.mark.parametrize("other", ["0ther", "d1gest.w1"], ids=["another generation", "other weights"])
+def test_a_file_that_was_copied_from_another_directory_of_blocks_is_named(
+    root: Path, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = root.parent / other
+    claim(there, {}, other)
+    BlockStore(there).put(key(5), payload(5))
+    path = block_path(key(1))
+    (there / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(root / path, there / path)
+    status, text = run_check(capsys, str(root.parent))
+    assert status == 1
+    assert f"{other}/{path}: generation: it was written for another generation than its directory's" in text
+    assert "5 blocks" in text
+    assert "1 problem: 1 generation" in text
+
+
+def test_a_file_that_was_moved_within_its_generation_is_named(root: Path) -> None:
+    name, path = Path(block_path(key(1))).name, block_path(key(1))
+    elsewhere = Path(block_path(key(2))).parent / name
+    shutil.copy(root / path, root / elsewhere)
+    (root / block_path(key(7))).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(root / path, root / block_path(key(7)))
+    kinds = {problem.path: problem.kind for problem in check(root)}
+    assert kinds == {str(elsewhere): "foreign", block_path(key(7)): "key"}
+
+
 def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

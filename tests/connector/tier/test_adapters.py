@@ -15,8 +15,9 @@ from rig import wait_until
 from vllm.lora.request import LoRARequest
 
 from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.store.layout import adapter_name_label
 from kvtier_connector.tier import adapters
-from kvtier_connector.tier.adapters import Adapters, Lora, name_label
+from kvtier_connector.tier.adapters import Adapters, Lora
 
 PROMPT = prompt_of(12)
 WEIGHTS = "adapter_model.safetensors"
@@ -53,7 +54,7 @@ def test_another_engine_reads_the_blocks_of_an_adapter_that_is_as_it_was(engines
     (file, *_) = (engines.rigs.root / "blocks").rglob("*.kvb")
     header = decode_header(file.read_bytes())
     assert isinstance(header, Header)
-    assert header.lineage.adapter.startswith(name_label("math"))
+    assert header.lineage.adapter.startswith(adapter_name_label("math"))
 
 
 def test_an_adapter_that_was_rewritten_at_its_path_is_a_miss_for_an_engine_that_starts_then(

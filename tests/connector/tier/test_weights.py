@@ -215,6 +215,6 @@ def test_weights_that_can_be_told_neither_by_files_nor_by_a_look_are_no_tier(
     engine = engines.make()
     assert isinstance(engine.connector, KVTierConnector)
     assert ask(engine, "a") == len(PROMPT)
-    assert engine.metric("vllm:kvtier_disk_refused", "engine.weights") == 1
+    assert engine.metric("vllm:kvtier_disk_refused", "unknown engine.weights") == 1
     assert engine.metric("vllm:kvtier_disk_active") == 0
     assert not engines.rigs.root.exists()
