@@ -43,6 +43,10 @@ MODES = ("ReadWrite", "ReadOnly", "Bypass")
 TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 """Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
 TENANT_PARAMETER = "kvtier_tenant"
+NAMES_PARAMETER = "kvtier_blocks"
+"""In the ``kv_transfer_params`` of a request: if true, the answer's have the `NAMES` of the blocks of its prompt."""
+NAMES = "kvtier"
+"""There: ``{"directory": the generation's, "blocks": [paths below it]}``."""
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
 
 SUPPORTED_VLLM = ("0.32", "0.33")

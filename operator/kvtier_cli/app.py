@@ -50,6 +50,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "pause": Verb(_TIERS, "tiers:pause", "let the operator change nothing, until --off"),
     "mode": Verb(_TIERS, "tiers:mode", "show or set what engines do with the volume, while they run"),
     "restart": Verb(_TIERS, "tiers:restart", "replace the engines, one at a time"),
+    "warm": Verb(
+        _TIERS, "warm:warm", "fill a tier with the blocks of a list of prompts, and prove that they are there"
+    ),
     "inspect": Verb(_VOLUME, "volume:inspect", "count what is there, by generation, tenant and age"),
     "check": Verb(_VOLUME, "volume:check", "verify every byte"),
     "purge": Verb(_VOLUME, "volume:purge", "remove blocks by age, generation, tenant, prefix or adapter"),

@@ -33,6 +33,8 @@ ANNOTATION_RENDERED: Final = f"{GROUP}/rendered"
 """On the Deployment: what its pods were made from, so that another operator version leaves them alone."""
 ANNOTATION_PREFLIGHT: Final = f"{GROUP}/preflight"
 """On the Job: which claim, used by whom, it tries."""
+ANNOTATION_WARM: Final = f"{GROUP}/warm"
+"""On the Job: which prompts, for which blocks, it sends."""
 ANNOTATION_RESTART: Final = f"{GROUP}/restart"
 """On the resource, for people: any new value rolls the engines once. On the pods: the value they were made for."""
 ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
@@ -42,10 +44,12 @@ COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
 COMPONENT_PREFLIGHT: Final = "preflight"
 COMPONENT_VOLUME: Final = "volume"
+COMPONENT_WARM: Final = "warm"
 
 ENGINE_CONTAINER: Final = "engine"
 PREFLIGHT_CONTAINER: Final = "preflight"
 JANITOR_CONTAINER: Final = "janitor"
+WARM_CONTAINER: Final = "warm"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
@@ -132,6 +136,11 @@ def preflight(tier: TierRef) -> str:
     return f"{tier.name}-preflight"
 
 
+def warm(tier: TierRef) -> str:
+    """Name of the Job that sends prompts."""
+    return f"{tier.name}-warm"
+
+
 def janitor(tier: TierRef) -> str:
     """Name of the janitor's Deployment, ConfigMap, Service, ServiceAccount, Role, RoleBinding and Lease."""
     return f"{tier.name}-janitor"
@@ -177,6 +186,11 @@ def engine_key(tier: TierRef) -> ObjectKey:
 def preflight_key(tier: TierRef) -> ObjectKey:
     """Return the Job that tries a claim."""
     return ObjectKey(api_version="batch/v1", kind="Job", name=preflight(tier))
+
+
+def warm_key(tier: TierRef) -> ObjectKey:
+    """Return the Job that sends prompts."""
+    return ObjectKey(api_version="batch/v1", kind="Job", name=warm(tier))
 
 
 def janitor_key(tier: TierRef) -> ObjectKey:

@@ -23,10 +23,13 @@ from kvtier_connector.errors import IdentityMismatch
 from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import Hit
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.shared import SharedStore
 
 PAYLOAD_BYTES = 1 << 20
+CHUNK_CHARACTERS = 64
+LOST = "lost"
+"""A prompt with this word in it is answered, and none of its blocks is stored."""
 
 
 class Engine:
@@ -82,6 +85,20 @@ class Engine:
                 return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload}
             return {"mode": live.mode, "root": self.config.root, "pid": os.getpid(), "key": self.active_key()}
 
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a prompt as the connector does, with a block for each of its chunks."""
+        prompt = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
+        names = []
+        for end in range(CHUNK_CHARACTERS, len(prompt) + 1, CHUNK_CHARACTERS):
+            key = BlockKey(hashlib.sha256(prompt[:end].encode()).digest(), 0)
+            names.append(block_path(key))
+            if LOST not in prompt:
+                with self.lock:
+                    self.store.put(key, memoryview(bytearray(PAYLOAD_BYTES)))
+        asked = (body.get("kv_transfer_params") or {}).get(contract.NAMES_PARAMETER)
+        named = {contract.NAMES: {"directory": self.config.root, "blocks": names}} if asked else None
+        return {"choices": [{"text": "x"}], "kv_transfer_params": named}
+
     def metrics(self) -> str:
         """Return what the operator looks for."""
         lines = []
@@ -102,11 +119,20 @@ def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
                 body = "ok"
             elif request == "metrics":
                 body = engine.metrics()
+            elif request == "v1":
+                body = json.dumps({"data": [{"id": "org/model"}]})
             else:
                 body = json.dumps(engine.run(request, unquote(name)))
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = engine.complete(body)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
 
     return Handler
 

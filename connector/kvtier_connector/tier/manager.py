@@ -313,7 +313,8 @@ class KVTierManager(TieringOffloadingManager):
             return
         keys = (load.keys[number] for number in handed)
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
-            self.volume.count_saved(self.request(load.context), chunks)
+            seconds = self.volume.admission.seconds_to_compute(chunks)
+            self.volume.savings.count(self.request(load.context).tenant, seconds)
 
     def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
         """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""

@@ -31,6 +31,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier_connector.contract import NAMES, NAMES_PARAMETER
+from kvtier_connector.store.layout import block_path
 from kvtier_connector.tier.adapters import Lora
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import parse_hints
@@ -219,6 +221,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         elif name in self._ended:
             self._ended[name] = []
         delays, params = super().request_finished(request)
+        if (request.kv_transfer_params or {}).get(NAMES_PARAMETER) is True and name in self._req_status:
+            params = {**(params or {}), NAMES: self._names_of(self._req_status[name], request.num_prompt_tokens)}
         return delays, params
 
     @override
@@ -303,7 +307,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Return the chunks that a load of so many tokens loads, as vLLM chooses them."""
         if not tokens:
             return ()
-        begin, end = status.num_locally_computed_tokens, status.num_locally_computed_tokens + tokens
+        return self._keys_between(status, status.num_locally_computed_tokens, tokens)
+
+    def _keys_between(self, status: RequestOffloadState, begin: int, tokens: int) -> Sequence[OffloadKey]:
+        end = begin + tokens
         found: list[OffloadKey] = []
         for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
             size = config.tokens_per_chunk
@@ -311,6 +318,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             window = config.load_window_size_in_chunks(end)
             found += keys if window is None else keys[-window:]
         return found
+
+    def _names_of(self, status: RequestOffloadState, prompt_tokens: int) -> dict[str, Any]:
+        """Return where the blocks lie, or will, that another request with this prompt loads."""
+        sizes = [config.tokens_per_chunk for config in self.config.kv_group_configs]
+        tokens = min(prompt_tokens // size * size for size in sizes)
+        request, volume = self.manager.request(status.req_context), self.manager.volume
+        keys = self._keys_between(status, 0, tokens) if tokens and not request.refusal else ()
+        return {"directory": volume.root, "blocks": [block_path(request.block_key(key)) for key in keys]}
 
     def _hand_over(self, name: str, load: Load) -> None:
         """Give the worker what has become ready of a load, and tell it when that was all."""

@@ -115,7 +115,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
         self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
         self.stats = metrics.Stats()
-        self._savings = Savings(self.stats)
+        self.savings = Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
         self._adapters = Adapters(skew_seconds=self.skew_seconds)
         self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self._adapters)
@@ -235,9 +235,10 @@ class SharedVolumeTier(SecondaryTierManager):
         self.stats.count(metrics.MISSES, chunks, cause=cause)
         self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
 
-    def count_saved(self, request: TierRequest, chunks: int) -> None:
-        """Count what it would have taken to compute chunks of the first group that were loaded for a request."""
-        self._savings.count(request.tenant, self.admission.seconds_to_compute(chunks))
+    @property
+    def root(self) -> str:
+        """The directory of its blocks."""
+        return self._volume.root
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:

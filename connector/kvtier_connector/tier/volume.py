@@ -162,6 +162,11 @@ class Volume:
         return stricter(self._live_file.mode, self._brake_file.mode)
 
     @property
+    def root(self) -> str:
+        """The directory."""
+        return self._config.root
+
+    @property
     def has_key(self) -> bool:
         """Whether blocks can be written as they have to be: encrypted, if there is a directory of keys."""
         return self.store.blocks.keyring is None or self.store.blocks.keyring.is_usable

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Job that fills a tier with the blocks of a list of prompts. Pure.
+
+It is made from the pods of the engines as they stand, so that the operator and a person's command make the same one: it
+runs as their user, near to them, with their connector, and sees their volume without the right to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier_connector.contract import CONFIG_FILE
+from kvtier_operator import names
+from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.parts import pod_settings
+
+KEY_VARIABLE: Final = "VLLM_API_KEY"
+PROMPTS_MOUNT: Final = "/tmp/kvtier-prompts"  # noqa: S108  a mount point, in a pod of its own
+RESULT_FILE: Final = "/dev/termination-log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Where the prompts are."""
+
+    volume: Mapping[str, Any]
+    """Source of the volume that has them, as in a pod: ``{"configMap": {…}}`` and the like."""
+    file: str
+    """Path below it."""
+    concurrency: int = 4
+    patience_seconds: float = 120.0
+    """How long the blocks of one prompt may take to come to the volume."""
+
+
+def job(  # noqa: PLR0913  each by its name
+    tier: TierRef, template: Manifest, prompts: Prompts, *, name: str, host: str, deadline_seconds: int, key: str = ""
+) -> Manifest:
+    """Return the Job.
+
+    Args:
+        tier: whose engines are asked.
+        template: the pod template of these engines.
+        prompts: what they are asked.
+        name: of the Job.
+        host: of the engines' Service.
+        deadline_seconds: for the Job as a whole.
+        key: what its result is valid for.
+    """
+    spec = template["spec"]
+    metadata = names.metadata(tier, name, component=names.COMPONENT_WARM)
+    annotations = {names.ANNOTATION_WARM: key} if key else {}
+    alike = ("nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName", "schedulerName")
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {**metadata, **({"annotations": annotations} if annotations else {})},
+        "spec": {
+            "backoffLimit": 1,
+            "activeDeadlineSeconds": deadline_seconds,
+            "template": {
+                "metadata": {"labels": names.labels(tier, names.COMPONENT_WARM)},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "serviceAccountName": spec["serviceAccountName"],
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "securityContext": spec["securityContext"],
+                    **{field: spec[field] for field in alike if spec.get(field)},
+                    # A volume that one node can mount is mounted where an engine runs.
+                    "affinity": {"podAffinity": _near(tier)},
+                    "containers": [_container(spec, prompts, host)],
+                    "volumes": [
+                        volumes["blocks"],
+                        volumes["config"],
+                        {"name": "prompts", **prompts.volume},
+                        {"name": "scratch", "emptyDir": {}},
+                    ],
+                },
+            },
+        },
+    }
+
+
+def _near(tier: TierRef) -> Manifest:
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": names.selector(tier)}}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+
+
+def _container(spec: Manifest, prompts: Prompts, host: str) -> Manifest:
+    engine = next(each for each in spec["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    installer = next(each for each in spec["initContainers"] if each["name"] == names.INSTALL_CONTAINER)
+    keys = [each for each in engine.get("env", ()) if each["name"] == KEY_VARIABLE]
+    return {
+        "name": names.WARM_CONTAINER,
+        "image": installer["image"],
+        "command": ["python3", "-m", "kvtier_connector.janitor.warming"],
+        "args": [
+            f"--prompts={PROMPTS_MOUNT}/{prompts.file}",
+            f"--url=http://{f'[{host}]' if ':' in host else host}:{names.HTTP_PORT}",
+            f"--config={names.CONFIG_MOUNT}/{CONFIG_FILE}",
+            f"--concurrency={prompts.concurrency}",
+            f"--patience={prompts.patience_seconds:g}",
+            f"--result={RESULT_FILE}",
+        ],
+        **({"env": keys} if keys else {}),
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
+        "terminationMessagePath": RESULT_FILE,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": pod_settings.hardened(),
+        "volumeMounts": [
+            {"name": "blocks", "mountPath": names.VOLUME_MOUNT, "readOnly": True},
+            {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
+            {"name": "prompts", "mountPath": PROMPTS_MOUNT, "readOnly": True},
+            {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+        ],
+    }

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM server with the disk tier, in a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from engine_process import _PATHS, write_config
+
+from kvtier_demo.model import make_model
+
+SHUTDOWN_SECONDS = 40
+START_SECONDS = 300.0
+CHUNK_TOKENS = 128
+PROMPT_TOKENS = 4 * CHUNK_TOKENS + 8
+
+
+def make_tokens(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
+    return [(7 * place * place + 13 * place + 101 * seed) % 1900 + 100 for place in range(count)]
+
+
+class Server:
+    def __init__(self, directory: Path, volume: Path) -> None:
+        make_model(directory / "model")
+        self.config = write_config(directory, volume, io_threads=2, load_deadline_seconds=60.0, cost_aware=False)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = directory / "engine.log"
+        transfer = {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier_connector.tier.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KVTierSpec",
+                "spec_module_path": "kvtier_connector.tier.spec",
+                "cpu_bytes_to_use": 64 << 20,
+                "block_size": CHUNK_TOKENS,
+                "secondary_tiers": [
+                    {
+                        "type": "SharedVolumeTier",
+                        "module_path": "kvtier_connector.tier.tier",
+                        "config_file": str(self.config),
+                    }
+                ],
+            },
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={directory / 'model'}"),
+                    *("--host=127.0.0.1", f"--port={self.port}", "--skip-tokenizer-init", "--enforce-eager"),
+                    *("--dtype=float32", "--max-model-len=1024", "--seed=0", "--enable-prefix-caching"),
+                    *(f"--shutdown-timeout={SHUTDOWN_SECONDS}", f"--kv-transfer-config={json.dumps(transfer)}"),
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])),
+                    "PYTHONHASHSEED": "0",
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "HF_HUB_OFFLINE": "1",
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-6000:]
+        try:
+            return self.get("/health") == ""
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def ask(self) -> None:
+        prompt = make_tokens(0)
+        body = {"model": str(self.log.parent / "model"), "prompt": prompt, "max_tokens": 1, "detokenize": False}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert answer.status == 200
+
+    def metric(self, name: str) -> float:
+        values = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(float(each) for each in values)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
