@@ -36,7 +36,7 @@ EVERY_TIER: Final = TierName(namespace="", name="")
 """Key of the pass that counts all tiers."""
 
 COUNT_SECONDS: Final = 60.0
-"""How often all tiers are listed and counted."""
+"""How often all tiers are counted, in memory."""
 
 STUCK_SECONDS: Final = 600.0
 """After how long without any progress the operator calls itself dead; longer than any pass can take."""
@@ -75,7 +75,6 @@ class Operator:
             cluster,
             self._told,
             namespaces=settings.namespaces,
-            list_seconds=min(COUNT_SECONDS, settings.resync_seconds),
         )
         self._wait_for_nodes: set[TierName] = set()
         # A Role in a few namespaces gives no right to look at nodes.

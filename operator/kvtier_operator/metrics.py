@@ -29,8 +29,7 @@ operator that waits for the lead serves them, too, and `process_*` of itself. Da
 [monitoring.md](monitoring.md). Written by `make generate`; do not edit.
 
 At rest the operator looks at each tier once in 600 s (`settings.resyncSeconds` of the chart), in memory: it sends the
-API server nothing but the renewals of its Leases and, each minute, one list of the tiers, in case the watch has missed
-one. It learns of changes by watching.
+API server nothing but the renewals of its Leases. It learns of changes by watching.
 
 | Metric | Kind | Labels | Meaning |
 |---|---|---|---|
@@ -84,7 +83,7 @@ REQUESTS: Final = Metric(
 TIERS: Final = Metric(
     name="kvtier_operator_tiers",
     kind="gauge",
-    help="KVCacheTier resources by condition, its status and its reason, as of the last list (every minute).",
+    help="KVCacheTier resources by condition, its status and its reason, as of the last count (every minute).",
     labels=("condition", "status", "reason"),
 )
 TIER_CONDITION: Final = Metric(

@@ -244,11 +244,14 @@ def test_what_only_a_list_told_is_counted_until_the_watch_tells_of_it_or_it_is_g
     for name in ("c", "d"):
         check.seen(config(2, name=name, uid=name, a="b"))
     now = 9.0
-    assert check.trouble() == (9.0, f"no watch has told that {NAMESPACE}/c changed")
+    assert check.trouble() == (9.0, f"kopf has not told that {NAMESPACE}/c changed")
     check.heard(config(2, uid="c", a="b"), is_deleted=False)
-    assert check.trouble() == (9.0, f"no watch has told that {NAMESPACE}/d changed")
+    assert check.trouble() == (9.0, f"kopf has not told that {NAMESPACE}/d changed")
     check.complete(SCOPE, frozenset({"c"}), "3")
     assert (check.trouble(), data(shelf, "d")) == ((0.0, ""), None)
+    check.seen(config(4, uid="c", a="c"))
+    check.gone(config(5, uid="c"))
+    assert (check.trouble(), data(shelf)) == ((0.0, ""), None)
 
 
 def test_a_list_from_before_it_was_deleted_brings_nothing_back(shelf: Shelf) -> None:

@@ -54,11 +54,10 @@ TIERS: Final = Watched(
     api_version=names.API_VERSION,
     kind=names.KIND,
     query=(),
-    is_followed=False,
     group=names.claim_of,
     matters=_budget,
 )
-"""Not followed here: kopf watches them, see `Cache.heard`."""
+"""Which kopf watches, too, see `Cache.heard`: what one of the two watches misses, the other tells."""
 NODES: Final = Watched(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
 WATCHED: Final = (
     TIERS,
@@ -87,16 +86,13 @@ WATCHED: Final = (
 class Cache:
     """All kinds in memory, and the informers that keep them so."""
 
-    def __init__(
-        self, source: Source, told: Told, *, namespaces: tuple[str, ...] = (), list_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, source: Source, told: Told, *, namespaces: tuple[str, ...] = ()) -> None:
         """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
 
         Args:
             source: where objects are read.
             told: told what changed.
             namespaces: those that are read; none is all.
-            list_seconds: how often tiers are listed, in case their watch has missed one.
         """
         self._source = source
         self._told = told
@@ -115,7 +111,6 @@ class Cache:
                     Scope(*key, namespace=each, query=watched.query),
                     self._check if watched is TIERS else shelf,
                     is_followed=watched.is_followed,
-                    again_seconds=list_seconds if watched is TIERS else None,
                 )
                 for each in (namespaces if watched.is_namespaced else ()) or ("",)
             ]
@@ -157,7 +152,7 @@ class Cache:
         return max(self._check.trouble(), *(informer.trouble() for informer in self._all()))
 
     def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
-        """Take in what the watch of the tiers tells."""
+        """Take in what kopf's watch of the tiers tells."""
         self._check.heard(tier, is_deleted=is_deleted)
 
     def stamp(self, watched: Watched) -> int:

@@ -219,9 +219,9 @@ class Shelf:
 
 
 class WatchCheck:
-    """Notices that the watch of a kind is deaf: a list makes up for what it lost, and that is counted until it tells.
+    """Notices that one watch of a kind is deaf: another one makes up for it, and that is counted until the first tells.
 
-    Stands before a shelf; to the informer that lists, it is its listener.
+    Stands before a shelf; to the informer of the other watch, it is its listener.
     """
 
     def __init__(self, shelf: Shelf, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -231,28 +231,36 @@ class WatchCheck:
         self._lock = threading.Lock()
         self._unheard: dict[tuple[str, str], float] = {}
         self._deleted: dict[str, str] = {}
-        """Namespaces by uid of what the watch told to be gone: a list that began before may still show it."""
-        self.gone = shelf.gone
+        """Namespaces by uid of what was heard to be gone: a list that began before may still show it."""
         self.readable = shelf.readable
 
     def heard(self, body: Manifest, *, is_deleted: bool) -> None:
-        """Take in what the watch tells."""
+        """Take in what the watch tells that is checked."""
         metadata = body["metadata"]
         with self._lock:
-            self._unheard.pop((metadata["namespace"], metadata["name"]), None)
+            self._unheard.pop(_where(body), None)
             if is_deleted:
-                self._deleted[metadata["uid"]] = metadata["namespace"]
+                if (found := self._shelf.get(*_where(body))) is not None and found["metadata"]["uid"] == metadata[
+                    "uid"
+                ]:
+                    self._deleted[metadata["uid"]] = metadata["namespace"]
                 self._shelf.gone(body)
             else:
                 self._shelf.seen(body)
 
     def seen(self, body: Manifest) -> None:
-        """Take in what a list shows."""
-        metadata = body["metadata"]
+        """Take in what the other one shows."""
         with self._lock:
-            if metadata["uid"] not in self._deleted and self._shelf.seen(body):
+            if body["metadata"]["uid"] not in self._deleted and self._shelf.seen(body):
                 # An event on its way looks the same: only after minutes it says something.
-                self._unheard.setdefault((metadata["namespace"], metadata["name"]), self._clock())
+                self._unheard.setdefault(_where(body), self._clock())
+
+    def gone(self, body: Manifest) -> None:
+        """Take in that it is gone; of what vanished while it did not look, the watch that is checked tells nothing."""
+        with self._lock:
+            self._deleted.pop(body["metadata"]["uid"], None)
+            self._unheard.pop(_where(body), None)
+            self._shelf.gone(body)
 
     def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
         """Forget what a list did not show; it may have gone between two watches, of which no event tells."""
@@ -267,7 +275,7 @@ class WatchCheck:
             if not self._unheard:
                 return 0.0, ""
             where, since = min(self._unheard.items(), key=lambda item: item[1])
-        return self._clock() - since, f"no watch has told that {'/'.join(where)} changed"
+        return self._clock() - since, f"kopf has not told that {'/'.join(where)} changed"
 
 
 def _where(body: Mapping[str, Any]) -> tuple[str, str]:
