@@ -41,8 +41,12 @@ class ModelClass:
     """Tokens of the reader's answers, where they are to be longer than those that are compared."""
     must_preempt: bool = False
     """Whether the reader is to run out of blocks while it answers."""
+    ranks: tuple[int, int] = (1, 1)
+    """Tensor parallelism of the engine that writes and of the one that reads."""
     of: str = ""
     """Class whose first engine wrote what this one reads; empty for one of its own."""
+    is_plain: bool = False
+    """Whether it is another class without what the operator sets, to compare with."""
     draft: Shape | None = None
     """Of a draft model."""
     draft_method: str = "draft_model"
@@ -56,6 +60,7 @@ def _chunks(tokens: int) -> Mapping[str, Any]:
 
 
 _SMALL: Final = _chunks(CHUNK_TOKENS)
+_CANONICAL: Final = {"disk": {**_SMALL["disk"], "canonicalLayout": True}}
 _SMALL_STEPS: Final = ("--max-num-batched-tokens=160", "--max-num-seqs=16")
 _STATES: Final[dict[str, Any]] = {"pair_tokens": 3600}
 """Longer than a step."""
@@ -63,11 +68,26 @@ _STATES: Final[dict[str, Any]] = {"pair_tokens": 3600}
 CLASSES: Final[tuple[ModelClass, ...]] = (
     ModelClass(name="dense", title="Dense (Llama)", shape=shapes.LLAMA, spec=_SMALL),
     ModelClass(name="gqa", title="Grouped-query attention (Qwen3)", shape=shapes.GQA, spec=_SMALL),
-    ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, spec=_chunks(64)),
+    ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, spec=_SMALL),
     ModelClass(name="moe", title="Mixture of experts (Qwen3-MoE)", shape=shapes.MOE, spec=_SMALL),
     ModelClass(name="gemma3", title="Sliding window (Gemma-3)", shape=shapes.GEMMA_3, spec=_SMALL),
     ModelClass(name="gpt_oss", title="Sliding window and attention sinks (gpt-oss)", shape=shapes.GPT_OSS, spec=_SMALL),
     ModelClass(name="qwen3_next", title="Gated delta net (Qwen3-Next)", shape=shapes.QWEN3_NEXT, **_STATES),
+    *(
+        ModelClass(
+            name=f"{name}_plain",
+            title=f"{title}, windows and states as vLLM keeps them by itself",
+            shape=shape,
+            args=("--prefix-cache-retention-interval=0",),
+            is_plain=True,
+            **more,
+        )
+        for name, title, shape, more in (
+            ("gemma3", "Gemma-3", shapes.GEMMA_3, {"spec": _SMALL}),
+            ("gpt_oss", "gpt-oss", shapes.GPT_OSS, {"spec": _SMALL}),
+            ("qwen3_next", "Qwen3-Next", shapes.QWEN3_NEXT, _STATES),
+        )
+    ),
     ModelClass(name="bamba", title="Mamba-2 hybrid (Bamba)", shape=shapes.BAMBA, **_STATES),
     ModelClass(name="granite4", title="Mamba-2 hybrid with experts (Granite-4)", shape=shapes.GRANITE_4, **_STATES),
     ModelClass(name="falcon_h1", title="Attention beside Mamba-2 (Falcon-H1)", shape=shapes.FALCON_H1, **_STATES),
@@ -89,6 +109,20 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         shape=shapes.LLAMA,
         spec=_SMALL,
         args=_SMALL_STEPS,
+    ),
+    ModelClass(
+        name="more_ranks",
+        title="Dense, written at tensorParallel 1 and read at 2 (`disk.canonicalLayout`)",
+        shape=shapes.LLAMA,
+        spec=_CANONICAL,
+        ranks=(1, 2),
+    ),
+    ModelClass(
+        name="fewer_ranks",
+        title="Grouped-query attention, written at tensorParallel 2 and read at 1 (`disk.canonicalLayout`)",
+        shape=shapes.GQA,
+        spec=_CANONICAL,
+        ranks=(2, 1),
     ),
     ModelClass(
         name="salted",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +26,29 @@ first.
 
 `make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU.
 
+"""
+_TABLE: Final = """
 | Class | Result | Same answers | Difference | From disk | In common | Run on |
 |---|---|---|---|---|---|---|
+"""
+_KEPT: Final = """
+## What a shared beginning costs
+
+Layers with a window and layers with a state keep only what the end of a prompt needs, so the operator has engines keep
+more ([sizing.md](sizing.md#windows-and-states)). The same prompts with its flags, and as vLLM keeps them by itself; the
+volume is what the first engine left there for prompts of {tokens:,} tokens, of which many share their beginnings.
+
+| Class | Flags | In common | Volume |
+|---|---|---|---|
+"""
+_STRANGERS: Final = """
+## What must miss
+
+The same prompt under another identity, asked of an engine for which the volume holds it. An adapter that was written
+anew at its path is asked for in a third engine.
+
+| Class | Asked | Blocks read |
+|---|---|---|
 """
 _LONGEST_MESSAGE: Final = 240
 
@@ -46,9 +67,38 @@ def text(results: Path = RESULTS) -> str:
         shortest=min((row["lengths"][0] for row in ran), default=0),
         longest=max((row["lengths"][1] for row in ran), default=0),
     )
-    notes = [note for each in CLASSES if (note := _note(each, rows.get(each.name)))]
+    pairs = [(each, rows.get(each.name)) for each in CLASSES]
+    notes = [note for each, row in pairs if (note := _note(each, row))]
     tail = "\n## What was said\n\n" + "\n".join(notes) + "\n" if notes else ""
-    return head + "".join(_line(each, rows.get(each.name)) for each in CLASSES) + tail
+    lines = "".join(_line(each, row) for each, row in pairs if not each.is_plain)
+    return head + _TABLE + lines + _kept(pairs) + _strangers(pairs) + tail
+
+
+def _kept(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> str:
+    found = [(each, row) for each, row in pairs if row and row.get("args") and "prompts" in row]
+    # A class beside the same one without flags.
+    names = {each.name.removesuffix("_plain") for each, _ in found if each.is_plain}
+    found = [(each, row) for each, row in found if each.name.removesuffix("_plain") in names]
+    tokens = max((row["prompt_tokens"] for _, row in found), default=0)
+    lines = [
+        f"| {each.title} | `{' '.join(row['args'])}` | {row['pair_tokens']:,} of {row['pair_common']:,} | "
+        f"{row['stored_bytes'] / 1e6:.1f} MB, {row['stored_blocks']} files |\n"
+        for each, row in found
+    ]
+    return _KEPT.format(tokens=tokens) + "".join(lines) if lines else ""
+
+
+def _strangers(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> str:
+    lines = []
+    for each, row in pairs:
+        if row and row.get("strangers"):
+            lines.append(f"| {each.title} | {row['strangers']} as somebody else | {row['stranger_blocks']:.0f} |\n")
+        if row and row.get("rewritten"):
+            lines.append(
+                f"| the same, an adapter rewritten | {row['rewritten']}, of which {row['rewritten_changed']} have "
+                f"another answer now | {row['rewritten_blocks']:.0f} |\n"
+            )
+    return _STRANGERS + "".join(lines) if lines else ""
 
 
 def _line(each: ModelClass, row: Mapping[str, Any] | None) -> str:

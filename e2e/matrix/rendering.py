@@ -66,6 +66,15 @@ def render(spec: Mapping[str, Any], directory: Path) -> Rendered:
     return Rendered(argv=tuple(here(word) for word in container["args"]), env=env)
 
 
+def with_ranks(rendered: Rendered, ranks: int) -> Rendered:
+    """Return what an engine of so many ranks is started with.
+
+    Nothing else of its command line differs, and the operator gives the CPU build one rank only.
+    """
+    flag = "--tensor-parallel-size="
+    return replace(rendered, argv=tuple(f"{flag}{ranks}" if word.startswith(flag) else word for word in rendered.argv))
+
+
 def without_tier(rendered: Rendered) -> Rendered:
     """Return what the same engine is started with where there is no tier."""
     return replace(rendered, argv=tuple(word for word in rendered.argv if not word.startswith("--kv-transfer-config")))

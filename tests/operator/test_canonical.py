@@ -14,7 +14,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.parts.engine import deployment
-from kvtier_operator.plan import TierPlan, decide, make_unchecked_plan
+from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan
 
 LATENT = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
 STATES = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_attention_heads": 4, "head_dim": 64}
@@ -61,7 +61,16 @@ def test_an_edit_of_the_ranks_is_explained_as_one_that_keeps_the_cache() -> None
 
 def test_an_edit_of_the_ranks_without_it_is_explained_as_one_that_discards_the_cache() -> None:
     before, after = parse(body(on=False)), parse(body(on=False, ranks=2))
-    assert explain_edit(before, after, names.tier_ref(tier()), connector_image="c:1").discards_cache
+    found = explain_edit(before, after, names.tier_ref(tier()), connector_image="c:1")
+    assert found.discards_cache
+    assert any("with spec.disk.canonicalLayout, blocks serve any" in told for told in diff.warnings(found))
+
+
+def test_where_it_cannot_be_the_explanation_says_why() -> None:
+    states = {"name": "org/states", "config": STATES}
+    before, after = (parse(body(on=False, ranks=ranks, model=states)) for ranks in (1, 2))
+    found = explain_edit(before, after, names.tier_ref(tier()), connector_image="c:1")
+    assert any("cannot serve another one here: some layers of the model keep" in told for told in diff.warnings(found))
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 16])

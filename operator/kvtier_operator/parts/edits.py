@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from kvtier_operator.api import TierSpec
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.parts.engine import deployment
-from kvtier_operator.plan import TierPlan, diff, make_unchecked_plan
+from kvtier_operator.plan import TierPlan, canonical, diff, make_unchecked_plan
 from kvtier_operator.snapshot import Snapshot
 
 
@@ -38,7 +41,12 @@ def explain_edit(  # noqa: PLR0913  each by its name
         plan = _plan(spec, tier, connector_image=connector_image, snapshot=snapshot)
         return diff.Effect(generation=plan.generation.digest, template=deployment(plan)["spec"]["template"])
 
-    return diff.make_diff(before, after, effect_of=effect_of, warm_bytes=warm_bytes)
+    found = diff.make_diff(before, after, effect_of=effect_of, warm_bytes=warm_bytes)
+    is_for_ranks = any(change.field == _RANKS and change.is_new_generation for change in found.changes)
+    return replace(found, ranks_hint=canonical.advise(after)) if is_for_ranks else found
+
+
+_RANKS: Final = "spec.engine.tensorParallel"
 
 
 def _plan(spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None) -> TierPlan:

@@ -169,7 +169,7 @@ def decide(
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
-    unusable = _refuse_block_tokens(spec) or canonical.refuse(spec, decided.kv_of(spec), decided.config_of(spec))
+    unusable = _refuse_block_tokens(spec) or canonical.refuse(spec)
     if unusable is not None:
         return unusable
     cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)

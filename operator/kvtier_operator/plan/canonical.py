@@ -7,13 +7,12 @@ start of every engine is refused here, with the reason; an engine that finds mor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
-from kvtier_operator.plan import flags
-from kvtier_operator.plan.kv import KvCache, KvUnknown
+from kvtier_operator.plan import decisions, flags
+from kvtier_operator.plan.kv import KvUnknown
 from kvtier_operator.plan.layers import language_config
 
 _FIELD: Final = "spec.disk.canonicalLayout"
@@ -21,17 +20,9 @@ _PARALLEL: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "p
 _DRAFTS: Final = ("speculative-config", "spec-method", "spec-model")
 
 
-def refuse(spec: TierSpec, kv: KvCache | KvUnknown, config: Mapping[str, Any] | None) -> Refusal | None:
-    """Return why the blocks of this tier cannot be free of ``tensorParallel``; None where they can, or need not.
-
-    Args:
-        spec: what the user wants.
-        kv: what a token takes.
-        config: the model's config.json, where that is known.
-    """
-    if not spec.disk.canonical_layout:
-        return None
-    why = _obstacle(spec, kv, language_config(config or {}))
+def refuse(spec: TierSpec) -> Refusal | None:
+    """Return why the blocks of this tier cannot be free of ``tensorParallel``; None where they can, or need not."""
+    why = _obstacle(spec) if spec.disk.canonical_layout else None
     if why is None:
         return None
     return Refusal(
@@ -40,7 +31,19 @@ def refuse(spec: TierSpec, kv: KvCache | KvUnknown, config: Mapping[str, Any] | 
     )
 
 
-def _obstacle(spec: TierSpec, kv: KvCache | KvUnknown, config: Mapping[str, Any]) -> str | None:
+def advise(spec: TierSpec) -> str:
+    """Return what to know where another ``tensorParallel`` discards the cache."""
+    why = _obstacle(spec)
+    if why is None:
+        return (
+            f"with {_FIELD}, blocks serve any spec.engine.tensorParallel: it starts a generation itself, and is then "
+            "the last one that another tensorParallel costs"
+        )
+    return f"blocks of one spec.engine.tensorParallel cannot serve another one here: {why}"
+
+
+def _obstacle(spec: TierSpec) -> str | None:
+    kv, config = decisions.kv_of(spec), language_config(decisions.config_of(spec) or {})
     found, ranks = flags.parse(spec.engine.args), spec.engine.tensor_parallel
     split = [flag for flag in _PARALLEL if flags.count(found, flag) > 1]
     if split:

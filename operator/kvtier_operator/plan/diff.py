@@ -55,6 +55,8 @@ class Diff:
     """Engine pods before and after."""
     warm_bytes: int | None
     """Bytes that the current generation holds on the volume; None where nobody said."""
+    ranks_hint: str = ""
+    """What could be done about a cache that another ``tensorParallel`` discards, or why nothing can; empty if none."""
 
     @property
     def discards_cache(self) -> bool:
@@ -128,6 +130,8 @@ def warnings(diff: Diff) -> tuple[str, ...]:
             f"{_fields(change for change in diff.changes if change.is_new_generation)}; they stay on the volume for "
             "a rollback until they are removed as an old generation"
         )
+    if diff.ranks_hint:
+        told.append(diff.ranks_hint)
     if diff.restarted_pods:
         causes = _fields(change for change in diff.changes if change.is_restart)
         pods = "1 engine pod" if diff.restarted_pods == 1 else f"{diff.restarted_pods} engine pods, one after another"
