@@ -7,7 +7,6 @@ ends with its engine, and when nobody reads any more.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import marshal
 import os
@@ -15,6 +14,7 @@ import select
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,8 +70,11 @@ class WalkProcess:
         finally:
             # One that hangs in the volume ends when the call returns.
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(_ASK_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Somebody is to take its end, however late that comes.
+                threading.Thread(target=process.wait, name="kvtier-walker-end", daemon=True).start()
 
 
 def _receive(pipe: int, is_stopped: Callable[[], bool]) -> bytes | None:

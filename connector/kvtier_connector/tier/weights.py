@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS
+from kvtier_connector.tier.packed_weights import PackedWeights
 
 logger = init_logger("vllm.kvtier.weights")
 
@@ -85,11 +86,16 @@ class LoadedModel:
             return None
         try:
             total = hashlib.sha256()
-            for name, tensor in self._weights():
-                if not tensor.numel():
-                    # A kernel has packed it elsewhere, where a change would not show.
-                    return None
-                total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + _sums(tensor))
+            for model in self._models():
+                packed = PackedWeights(model)
+                for name, tensor in model.named_parameters():
+                    total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                    found = [tensor] if tensor.numel() else packed.unpack(name, tensor)
+                    if found is None:
+                        # A kernel has packed it elsewhere, where a change would not show.
+                        return None
+                    for each in found:
+                        total.update(_sums(each))
         except Exception:
             # A tensor of a kind that cannot be summed costs sharing, and no request.
             logger.exception(
@@ -98,15 +104,13 @@ class LoadedModel:
             return None
         return total.hexdigest()
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _models(self) -> Iterator[torch.nn.Module]:
         drafter = next(
             (found for name in ("drafter", "speculator") if (found := getattr(self._holder, name, None)) is not None),
             None,
         )
         models = [self._holder.get_model(), getattr(drafter, "model", None)]
-        for model in models:
-            if isinstance(model, torch.nn.Module):
-                yield from model.named_parameters()
+        return (model for model in models if isinstance(model, torch.nn.Module))
 
 
 def join(digests: Sequence[str | None]) -> str | None:
