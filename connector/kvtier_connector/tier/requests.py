@@ -186,7 +186,7 @@ class TierRequest:
 
     def note_used(self, store: SharedStore, payload_bytes: int) -> None:
         """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
-        if self.refusal:
+        if self.refusal or not self.hints.may_store:
             return
         for key in self.last_present(lambda key: store.state(self.block_key(key)) is Presence.PRESENT):
             store.note_used(self.block_key(key), payload_bytes, self.lineage(key))

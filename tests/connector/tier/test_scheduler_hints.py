@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.store.records import RECORD_BYTES
 from kvtier_connector.tier.admission import Admission, Verdict
 
 CHUNKS = len(PROMPT) // BLOCK_TOKENS
@@ -77,6 +78,20 @@ def test_a_private_prompt_is_stored_nowhere_but_in_the_gpu(engines: Engines, sha
     engine.ask("public", PROMPT)
     finish(engine)
     assert engines.assert_volume_holds(engine, PROMPT) >= CHUNKS
+
+
+@pytest.mark.parametrize(("params", "records"), [({}, 1), ({"kvtier_store": False}, 0)])
+@pytest.mark.usefixtures("writer")
+def test_a_private_prompt_leaves_no_record_of_what_it_used(
+    engines: Engines, params: dict[str, Any], records: int
+) -> None:
+    before = set((engines.rigs.root / "journal").iterdir())
+    reader = restart(engines)
+    assert reader.ask("r", PROMPT, **params) < len(PROMPT)
+    finish(reader)
+    reader.close()
+    (journal,) = set((engines.rigs.root / "journal").iterdir()) - before
+    assert journal.stat().st_size == (1 + records) * RECORD_BYTES
 
 
 @pytest.mark.usefixtures("writer")
