@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from kvtier_connector.contract import TENANT_PARAMETER
+from kvtier_connector.contract import NAMES_PARAMETER, TENANT_PARAMETER
 
 LOAD_PARAMETER: Final = "kvtier_load"
 """False: nothing of the prompt is read from the CPU tier or the volume."""
@@ -32,7 +32,9 @@ NO_LOAD: Final = "no_load"
 NO_STORE: Final = "no_store"
 
 _OF_VLLM = frozenset({"max_load_tokens", "max_offload_tokens"})
-_OF_OTHERS = frozenset({"kv_load_tiers", "transfer_id", "tp_size", "pp_size", "prompt_token_ids", TENANT_PARAMETER})
+_OF_OTHERS = frozenset({"kv_load_tiers", "transfer_id", "tp_size", "pp_size", "prompt_token_ids"}).union(
+    {TENANT_PARAMETER, NAMES_PARAMETER}
+)
 """Known to vLLM or read elsewhere; who reads them says what is wrong with them."""
 _OF_OTHER_CONNECTORS = ("do_remote_", "remote_", "_", "lmcache")
 _DIRECTIVE = frozenset({"start", "end", "priority", "duration"})

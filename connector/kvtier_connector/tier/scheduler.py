@@ -106,10 +106,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.req_context.set_state(Salt(request.cache_salt))
         status.req_context.set_state(hints)
         self.manager.volume.hinted.count(hints)
-        if not hints.may_load:
-            status.max_load_tokens = 0
-        if not hints.may_store:
-            status.max_offload_tokens = 0
+        status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
+        status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
             status.req_context.set_state(Lora(lora.lora_name, lora.lora_path))
         is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups

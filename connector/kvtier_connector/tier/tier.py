@@ -55,8 +55,7 @@ logger = init_logger("vllm.kvtier.tier")
 OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 STORE_QUEUE_SHARE = 0.5
-"""Chunks that wait to be written hold their rows. While more than this share of the CPU tier waits, more is not
-written."""
+"""Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
 
 
 class SharedVolumeTier(SecondaryTierManager):

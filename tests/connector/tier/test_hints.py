@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
+from kvtier_connector.contract import NAMES_PARAMETER
 from kvtier_connector.tier.hints import (
     LONGEST_RETENTION_SECONDS,
     MOST_ACTIONS,
@@ -37,7 +38,11 @@ def hinted(*actions: Any) -> dict[str, Any]:
         ({"kvtier_store": False}, Hints(may_store=False)),
         ({"kvtier_load": False}, Hints(may_load=False)),
         ({"kvtier_load": True, "kvtier_store": True}, NO_HINTS),
-        ({"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "do_remote_decode": True}, NO_HINTS),
+        (
+            {"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", NAMES_PARAMETER: True, "tp_size": 2},
+            NO_HINTS,
+        ),
+        ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
         (hinted(action("kv.demote")), Hints(is_demoted=True)),
         (hinted(action("kv.prefetch")), Hints(is_prefetched=True)),
         (hinted(action("kv.retain")), Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None))),
