@@ -15,14 +15,14 @@ from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable
-from kvtier_operator.gather import read_preflight
+from kvtier_operator.jobs import read_preflight, read_warming
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others, stands
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.parts import claim, preflight
+from kvtier_operator.parts import claim, preflight, warm
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Preflight, State
+from kvtier_operator.problems import Preflight, State, Warming
 from kvtier_operator.snapshot import Live, Snapshot
 
 
@@ -173,6 +173,33 @@ def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status
     return preflight.outcome(key, storage, job)
 
 
+def apply_warming(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Warming:
+    """Bring the prompts of ``spec.warm`` a step further and return how far that is; arguments as above.
+
+    Raises:
+        ClusterError: the Job could not be read or written.
+    """
+    spec, kept, generation = plan.spec, status.get("warm") or {}, plan.generation.digest
+    known = warm.remembered(spec, snapshot, generation, kept)
+    if known is not None or spec.paused:
+        if known is not None and known.state is State.OFF and kept and not spec.paused:
+            _delete_job(cluster, plan, names.warm_key(plan.tier))
+        return known or Warming(state=State.RUNNING, detail="the tier is paused")
+    key = warm.key_of(spec, generation)
+    job = read_warming(cluster, plan.tier)
+    if job.key and job.key != key and not job.is_foreign:
+        cluster.delete(names.warm_key(plan.tier), plan.tier.namespace, uid=job.uid)
+    elif not job.uid:
+        cluster.apply(warm.job(spec, snapshot, key), over=None)
+    return warm.outcome(key, kept, job)
+
+
+def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey) -> None:
+    found = cluster.get(key, plan.tier.namespace)
+    if found is not None and names.is_ours(found, plan.tier):
+        cluster.delete(key, plan.tier.namespace, uid=found["metadata"]["uid"])
+
+
 def _end_preflight(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
     """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
     conditions = status.get("conditions", ())
@@ -181,9 +208,7 @@ def _end_preflight(cluster: Cluster, plan: TierPlan, off: Preflight, status: Map
         return off
     if plan.spec.paused:
         return replace(off, detail=f"{off.detail}; the tier is paused, and a Job that runs goes on")
-    found = cluster.get(names.preflight_key(plan.tier), plan.tier.namespace)
-    if found is not None and names.is_ours(found, plan.tier):
-        cluster.delete(names.preflight_key(plan.tier), plan.tier.namespace, uid=found["metadata"]["uid"])
+    _delete_job(cluster, plan, names.preflight_key(plan.tier))
     return off
 
 

@@ -28,7 +28,6 @@ from kvtier_operator.snapshot import (
     Live,
     Neighbour,
     Pod,
-    PreflightJob,
     Snapshot,
 )
 
@@ -341,54 +340,3 @@ def _container(found: Mapping[str, Any]) -> Container:
 
 def _by_type(conditions: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return {condition["type"]: condition for condition in conditions}
-
-
-def read_preflight(cluster: Cluster, tier: TierRef) -> PreflightJob:
-    """Read how far the Job is that tries a claim."""
-    found = cluster.get(names.preflight_key(tier), tier.namespace)
-    if found is None:
-        return PreflightJob()
-    uid = found["metadata"]["uid"]
-    if not names.is_ours(found, tier):
-        return PreflightJob(uid=uid, is_foreign=True)
-    selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_PREFLIGHT},{names.LABEL_TIER}={tier.name}"
-    pods = [
-        pod
-        for pod in cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
-        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
-    ]
-    ended = [each for each in (_terminated(pod) for pod in pods) if each is not None]
-    # One that went through counts, whatever failed before it.
-    best = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
-    conditions = found.get("status", {}).get("conditions", ())
-    failed: Mapping[str, Any] = next(
-        (each for each in conditions if each["type"] == "Failed" and each["status"] == "True"), {}
-    )
-    return PreflightJob(
-        key=(found["metadata"].get("annotations") or {}).get(names.ANNOTATION_PREFLIGHT, "?"),
-        uid=uid,
-        failure=str(failed.get("message", "")),
-        waiting=next(filter(None, (_waiting(pod) for pod in pods)), ""),
-        exit_code=None if best is None else best.get("exitCode"),
-        message="" if best is None else str(best.get("message", "")),
-    )
-
-
-def _tried(pod: Manifest) -> Mapping[str, Any]:
-    statuses = pod.get("status", {}).get("containerStatuses", ())
-    return next((each.get("state") or {} for each in statuses if each["name"] == names.PREFLIGHT_CONTAINER), {})
-
-
-def _terminated(pod: Manifest) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = _tried(pod).get("terminated")
-    return found
-
-
-def _waiting(pod: Manifest) -> str:
-    for condition in pod.get("status", {}).get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return f"no node takes pod {pod['metadata']['name']}: {condition.get('message', '')}"
-    waiting = _tried(pod).get("waiting") or {}
-    if waiting.get("reason", "") in {"", "ContainerCreating", "PodInitializing"}:
-        return ""
-    return f"pod {pod['metadata']['name']} waits: {waiting['reason']}: {waiting.get('message', '')}"

@@ -188,6 +188,11 @@ def preflight_key(tier: TierRef) -> ObjectKey:
     return ObjectKey(api_version="batch/v1", kind="Job", name=preflight(tier))
 
 
+def service_key(tier: TierRef) -> ObjectKey:
+    """Return the Service in front of the engines."""
+    return ObjectKey(api_version="v1", kind="Service", name=engine(tier))
+
+
 def warm_key(tier: TierRef) -> ObjectKey:
     """Return the Job that sends prompts."""
     return ObjectKey(api_version="batch/v1", kind="Job", name=warm(tier))

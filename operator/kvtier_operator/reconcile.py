@@ -18,7 +18,7 @@ from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.apply import Done, apply_live_settings, apply_parts, apply_preflight
+from kvtier_operator.apply import Done, apply_live_settings, apply_parts, apply_preflight, apply_warming
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
@@ -27,6 +27,7 @@ from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import (
     Refusal,
+    TierPlan,
     decide,
     decisions,
     make_plan,
@@ -34,7 +35,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.problems import State
+from kvtier_operator.problems import State, Warming
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.proof.probes import Probes
@@ -224,6 +225,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     apply_parts(
         cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
     )
+    view = replace(view, warming=_warm(cluster, plan, snapshot, body, done))
     if done.written and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
@@ -232,6 +234,14 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         except ClusterError as error:
             done.failures.append(error)
     return _concluded(view, done)
+
+
+def _warm(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, body: Manifest, done: Done) -> Warming | None:
+    try:
+        return apply_warming(cluster, plan, snapshot, body.get("status") or {})
+    except ClusterError as error:
+        done.failures.append(error)
+        return None
 
 
 def _concluded(view: status.View, done: Done) -> _Act:

@@ -152,10 +152,10 @@ class Janitor:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightJob:
-    """The Job that tries a claim, and its pods, as last seen."""
+    """A Job that tries a claim, or sends prompts, and its pods, as last seen."""
 
     key: str = ""
-    """Of the claim that it tries; empty where there is no Job."""
+    """Of what it is for; empty where there is no Job."""
     uid: str = ""
     is_foreign: bool = False
     """Something else stands under its name."""

@@ -103,3 +103,55 @@ def test_a_tier_without_engines_cannot_be_warmed(
     assert main(["warm", "engineless", "-f", str(write(tmp_path / "p.jsonl", PROMPTS[0]))]) == 1
     assert "has no engines yet" in capsys.readouterr().err
     bench.delete(TIER, "engineless")
+
+
+def make_prompts(bench: Bench, name: str, *lines: Any) -> dict[str, Any]:
+    """Put prompts into a ConfigMap, and return what the spec says of them."""
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    bench.create(
+        kinds.CONFIG_MAP,
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"prompts.jsonl": text}},
+    )
+    return {"prompts": {"configMap": {"name": name}}}
+
+
+@pytest.mark.timeout(300)
+def test_a_tier_is_ready_when_the_prompts_of_its_spec_are_warm(bench: Bench) -> None:
+    wanted = make_prompts(bench, "good-prompts", *PROMPTS)
+    tier = Tier(bench, "warmed", warm={**wanted, "required": True})
+    tier.reaches("Warm", "True", "PromptsWarm")
+    tier.reaches("Ready", "True")
+    kept = tier.status()["warm"]
+    assert (kept["prompts"], kept["warm"], kept["missing"]) == (len(PROMPTS), len(PROMPTS), 0)
+    root = bench.cluster.cluster.data.root / "pvc/default/warmed-blocks"
+    assert kept["blocks"] == len(list(root.rglob("*.kvb")))
+    assert "problem" not in kept
+    # Sent once: not again with each pass.
+    job = bench.get(kinds.JOB, "warmed-warm")
+    assert job is not None
+    tier.patch(warm={"revision": "2"})
+
+    def is_another() -> bool:
+        found = bench.get(kinds.JOB, "warmed-warm")
+        return found is not None and found["metadata"]["uid"] != job["metadata"]["uid"]
+
+    until(is_another, SECONDS)
+    tier.reaches("Warm", "True", "PromptsWarm")
+    assert tier.status()["warm"]["key"] != kept["key"]
+    tier.patch(warm=None)
+    tier.reaches("Warm", "Unknown", "PromptsNone")
+    until(lambda: bench.get(kinds.JOB, "warmed-warm") is None, SECONDS)
+    bench.delete(TIER, "warmed")
+
+
+@pytest.mark.timeout(300)
+def test_prompts_that_are_none_hold_up_ready_only_where_they_are_required(bench: Bench) -> None:
+    wanted = make_prompts(bench, "bad-prompts", {"text": SECRET_WORDS})
+    tier = Tier(bench, "spoilt", warm=wanted)
+    found = tier.reaches("Warm", "False", "PromptsFailed")
+    assert 'line 1: must have one of "messages" and "prompt"' in found["message"]
+    assert SECRET_WORDS not in json.dumps(tier.status())
+    tier.reaches("Ready", "True")
+    tier.patch(warm={"required": True})
+    assert tier.reaches("Ready", "False")["reason"] in {"PromptsPending", "PromptsFailed"}
+    bench.delete(TIER, "spoilt")

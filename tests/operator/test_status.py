@@ -48,6 +48,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "DiskHealthy": "True",
         "JanitorHealthy": "True",
         "SharedCacheVerified": "Unknown",
+        "Warm": "Unknown",
         "DiskEffective": "Unknown",
         "UpToDate": "Unknown",
         "ClaimShared": "False",

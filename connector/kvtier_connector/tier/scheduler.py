@@ -213,8 +213,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.end(name)
         self._waits.pop(name, None)
         if name in self._loads:
-            # Nobody wants it any more. vLLM frees the blocks when the workers have finished with them, and by then they
-            # are nobody's.
+            # Nobody wants it any more. vLLM frees the blocks when the workers have finished with them.
             self._end(name, unwritten=[])
         elif name in self._ended:
             self._ended[name] = []

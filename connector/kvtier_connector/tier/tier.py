@@ -70,7 +70,6 @@ class SharedVolumeTier(SecondaryTierManager):
     """The system calls; tests derive a class with others."""
     stats_seconds: ClassVar[float] = 0.2
     """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
-
     skew_seconds: ClassVar[float] = 2.0
     """By how much the clock of a file server may be behind this one's."""
 

@@ -27,6 +27,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
     "JanitorHealthy": "The janitor runs and can do its work. Unknown until it has reported.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
+    "Warm": "Each block of the prompts of `spec.warm` was seen on the volume. `Ready` waits for it with "
+    "`spec.warm.required`.",
     "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
     "depend on it.",
     "UpToDate": "Pods are what this operator would make, and of a vLLM that the connector is tested with. `Ready` "

@@ -143,6 +143,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.CANARY_OFF,
         Reason.SINGLE_REPLICA,
     ),
+    "Warm": (Reason.PROMPTS_WARM, Reason.PROMPTS_PENDING, Reason.PROMPTS_FAILED, Reason.PROMPTS_NONE),
     "DiskEffective": (
         Reason.LOADING_PAYS,
         Reason.LOADING_LOSES,
@@ -218,6 +219,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.PODS_CHANGED: "Set `kvtier.dev/restart` to have it taken back, or set it in `spec.engine`.",
     Reason.SEEDS_DIFFER: "Wait for the rollout; if it stays, find what sets PYTHONHASHSEED in these pods.",
     Reason.PREFLIGHT_FAILED: "Do what the message says; the volume is tried again every few minutes.",
+    Reason.PROMPTS_FAILED: "Do what the message says; they are sent again every few minutes, and what is there stays.",
     Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
     Reason.UNAVAILABLE: "See the reason of `Ready`.",
     Reason.ENGINES_OUTDATED: "Set `kvtier.dev/restart` when it suits you: the message has the command.",

@@ -183,6 +183,25 @@ class ServedLora(ApiModel):
     """Where its files are: `claim/directory` or `hub:name`."""
 
 
+class WarmStatus(ApiModel):
+    """What sending the prompts of `spec.warm` has shown."""
+
+    key: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """The prompts and the cache generation; others are sent anew."""
+    prompts: Amount | None = None
+    """Prompts that were sent."""
+    warm: Amount | None = None
+    """Those whose every block was seen on the volume; shorter ones than a block have none."""
+    blocks: Amount | None = None
+    """Blocks that were seen there."""
+    bytes: Amount | None = None
+    """What they take."""
+    missing: Amount | None = None
+    """Blocks that did not come."""
+    problem: Annotated[StrictStr, Field(max_length=4096)] | None = None
+    """What went wrong first, with the line of the prompt; absent if nothing did."""
+
+
 _AMOUNT: Final = r"^-?(0|[1-9][0-9]*)([.][0-9]+)?$"
 _Money = Annotated[StrictStr, Field(max_length=32, pattern=_AMOUNT)]
 
@@ -228,6 +247,8 @@ class TierStatus(ApiModel):
     """What asking the engines has shown."""
     storage: Storage | None = None
     """What is known of the volume."""
+    warm: WarmStatus | None = None
+    """What became of the prompts of `spec.warm`."""
     savings: Savings | None = None
     """What the tier saves, where `spec.cost` gives prices."""
     generation: Generation | None = None

@@ -21,6 +21,7 @@ from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
 from kvtier_operator.api.rules import ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.api.volume_spec import SHARED, Volume
+from kvtier_operator.api.warm_spec import Warm
 
 
 class Canary(ApiModel):
@@ -190,6 +191,9 @@ class TierSpec(ApiModel):
     """The process that keeps the volume inside its budget."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
+    warm: Warm | None = None
+    """Prompts whose blocks are to be on the volume before users come. Sent once for each cache generation, and again
+    when this changes; it replaces no pod."""
     cost: Cost | None = None
     """What accelerators and the volume cost, for `status.savings`. Changing it replaces no pod."""
     operator_class_name: ObjectName | None = None

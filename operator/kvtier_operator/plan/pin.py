@@ -29,6 +29,7 @@ ROLLS_NOTHING: Final = (
     ("janitor",),
     ("proof",),
     ("cost",),
+    ("warm",),
     ("engine", "rollout"),
     ("engine", "service"),
     ("engine", "disruptionBudget"),

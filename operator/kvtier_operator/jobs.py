@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads how far the Jobs of a tier are: the one that tries its claim, and the one that sends prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier_operator import names
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.snapshot import PreflightJob
+
+
+def read_preflight(cluster: Cluster, tier: TierRef) -> PreflightJob:
+    """Read how far the Job is that tries a claim."""
+    return _read_job(cluster, tier, names.preflight_key(tier), names.COMPONENT_PREFLIGHT, names.ANNOTATION_PREFLIGHT)
+
+
+def read_warming(cluster: Cluster, tier: TierRef) -> PreflightJob:
+    """Read how far the Job is that sends prompts."""
+    return _read_job(cluster, tier, names.warm_key(tier), names.COMPONENT_WARM, names.ANNOTATION_WARM)
+
+
+def _read_job(cluster: Cluster, tier: TierRef, job: ObjectKey, component: str, annotation: str) -> PreflightJob:
+    """Read a Job whose one container is called like its component."""
+    found = cluster.get(job, tier.namespace)
+    if found is None:
+        return PreflightJob()
+    uid = found["metadata"]["uid"]
+    if not names.is_ours(found, tier):
+        return PreflightJob(uid=uid, is_foreign=True)
+    selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
+    pods = [
+        pod
+        for pod in cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
+        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
+    ]
+    ended = [each for each in (_terminated(pod, component) for pod in pods) if each is not None]
+    # One that went through counts, whatever failed before it.
+    best = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
+    conditions = found.get("status", {}).get("conditions", ())
+    failed: Mapping[str, Any] = next(
+        (each for each in conditions if each["type"] == "Failed" and each["status"] == "True"), {}
+    )
+    return PreflightJob(
+        key=(found["metadata"].get("annotations") or {}).get(annotation, "?"),
+        uid=uid,
+        failure=str(failed.get("message", "")),
+        waiting=next(filter(None, (_waiting(pod, component) for pod in pods)), ""),
+        exit_code=None if best is None else best.get("exitCode"),
+        message="" if best is None else str(best.get("message", "")),
+    )
+
+
+def _tried(pod: Manifest, container: str) -> Mapping[str, Any]:
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return next((each.get("state") or {} for each in statuses if each["name"] == container), {})
+
+
+def _terminated(pod: Manifest, container: str) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = _tried(pod, container).get("terminated")
+    return found
+
+
+def _waiting(pod: Manifest, container: str) -> str:
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"no node takes pod {pod['metadata']['name']}: {condition.get('message', '')}"
+    waiting = _tried(pod, container).get("waiting") or {}
+    if waiting.get("reason", "") in {"", "ContainerCreating", "PodInitializing"}:
+        return ""
+    return f"pod {pod['metadata']['name']} waits: {waiting['reason']}: {waiting.get('message', '')}"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of ``spec.warm``: whether they are to be sent, what their Job has shown, what is kept of that. Pure.
+
+They are sent once for each cache generation: what came of it is kept in the status, under a key that changes with the
+prompts and with the generation. Engines serve meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvtier_operator import names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.names import Manifest
+from kvtier_operator.parts import warm_job
+from kvtier_operator.plan.digest import digest
+from kvtier_operator.problems import Condition, Problem, State, View, Warming, met, not_checked, unknown
+from kvtier_operator.snapshot import PreflightJob, Snapshot
+
+KEPT_SECONDS: Final = 300
+"""A Job that has ended is removed after this long; one that has failed is then made anew."""
+_COUNTS: Final = ("prompts", "warm", "blocks", "bytes", "missing")
+
+
+def key_of(spec: TierSpec, generation: str) -> str:
+    """Return what a result is valid for."""
+    assert spec.warm is not None
+    return digest({"generation": generation, "warm": spec.warm.to_manifest()})
+
+
+def remembered(spec: TierSpec, snapshot: Snapshot, generation: str, kept: Mapping[str, Any]) -> Warming | None:
+    """Return what is known without looking at any Job; None where one must be looked at."""
+    if spec.warm is None:
+        return Warming(state=State.OFF)
+    key = key_of(spec, generation)
+    if kept.get("key") == key and not kept.get("problem"):
+        return Warming(state=State.PASSED, key=key)
+    engines = snapshot.engines
+    if not engines.ready or engines.updated < engines.replicas or names.engine_key(snapshot.tier) not in snapshot.live:
+        return Warming(state=State.WAITING, key=key, detail="no engine of this spec serves yet")
+    return None
+
+
+def job(spec: TierSpec, snapshot: Snapshot, key: str) -> Manifest:
+    """Return the Job, made from the engines as they stand."""
+    assert spec.warm is not None
+    tier = snapshot.tier
+    wanted = warm_job.Prompts(
+        volume=spec.warm.prompts.volume, file=spec.warm.prompts.file, concurrency=spec.warm.concurrency
+    )
+    template = snapshot.live[names.engine_key(tier)].content["spec"]["template"]
+    service = snapshot.live.get(names.service_key(tier))
+    address = "" if service is None else service.content.get("spec", {}).get("clusterIP", "")
+    host = f"{names.engine(tier)}.{tier.namespace}.svc" if address in {"", "None"} else address
+    made = warm_job.job(
+        tier,
+        template,
+        wanted,
+        name=names.warm(tier),
+        host=host,
+        deadline_seconds=spec.warm.timeout_seconds,
+        key=key,
+    )
+    made["spec"]["ttlSecondsAfterFinished"] = KEPT_SECONDS
+    return made
+
+
+def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:
+    """Return what a Job has shown; a failure is told until the next Job has ended."""
+    if seen.is_foreign:
+        return Warming(state=State.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it")
+    told = _document(seen.message)
+    counts = {name: told[name] for name in _COUNTS if type(told.get(name)) is int and told[name] >= 0}
+    if seen.key == key and seen.exit_code == 0:
+        return Warming(state=State.PASSED, key=key, counts=counts)
+    if seen.key == key and (seen.exit_code is not None or seen.failure):
+        problem = str(told.get("problem") or seen.failure or f"it ended with exit code {seen.exit_code}")
+        return Warming(state=State.FAILED, key=key, detail=problem[:1000], counts=counts)
+    if kept.get("key") == key and kept.get("problem"):
+        return Warming(state=State.FAILED, key=key, detail=str(kept["problem"]))
+    return Warming(state=State.RUNNING, key=key, detail=seen.waiting)
+
+
+def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the status keeps; nothing where no prompts are to be sent."""
+    before, found = dict(previous.get("warm") or {}), view.warming
+    if found is None:
+        return before
+    if found.state is State.OFF:
+        return {}
+    if found.state is State.PASSED:
+        return before if found.counts is None else {"key": found.key, **found.counts}
+    if found.state is State.FAILED:
+        return {**before, "key": found.key, **(found.counts or {}), "problem": found.detail}
+    return before
+
+
+def _document(message: str) -> Mapping[str, Any]:
+    """Read a Job's last words; what is no JSON may be anything, and is not repeated."""
+    try:
+        found = json.loads(message.strip().splitlines()[-1]) if message.strip() else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_required(view: View) -> bool:
+    """Tell whether Ready waits for it."""
+    return view.spec is not None and view.spec.warm is not None and view.spec.warm.required
+
+
+def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+    """Each block of the prompts was seen on the volume."""
+    found = view.warming
+    if found is None or view.spec is None:
+        return not_checked()
+    kept = document(view, previous)
+    job_name = f"Job {names.warm(view.tier)}"
+    match found.state:
+        case State.OFF:
+            return unknown(Reason.PROMPTS_NONE, "spec.warm names no prompts")
+        case State.PASSED:
+            return met(
+                Reason.PROMPTS_WARM,
+                f"each of {kept.get('blocks', 0)} blocks of {kept.get('prompts', 0)} prompts was seen on the volume",
+            )
+        case State.FAILED:
+            return Problem(
+                reason=Reason.PROMPTS_FAILED,
+                message=f"{found.detail}; {job_name} sends the prompts again every few minutes",
+            )
+        case _:
+            detail = f": {found.detail}" if found.detail else ""
+            message = f"{job_name} sends the prompts of spec.warm; its log says how far it is{detail}"
+            return Problem(reason=Reason.PROMPTS_PENDING, message=message, is_known=is_required(view))
+
+
+WARM: Final = Condition("Warm", _judge)
