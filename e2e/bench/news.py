@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from kvtier_connector.contract import ConnectorConfig
+from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
 from kvtier_connector.store.blockstore import Stored
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.index import Presence
@@ -48,8 +48,8 @@ class CountingFs(FileSystem):
 def engine(root: Path, fs: FileSystem) -> Volume:
     """Return an engine that has the volume open."""
     config = ConnectorConfig(tier="bench/news", root=str(root), digest=_DIGEST, identity={"model": "none"}, max_bytes=0)
-    volume = Volume(config, {"model": "none"}, fs)
-    volume.start(60.0)
+    volume = Volume(config, fs)
+    volume.start({"model": "none", **dict.fromkeys(MUST_BE_KNOWN, "known")}, 60.0)
     return volume
 
 

@@ -233,7 +233,7 @@ def is_final(body: Json) -> bool:
     """Tell whether a tier is ready in its present generation."""
     conditions = {each["type"]: each for each in (body.get("status") or {}).get("conditions", ())}
     ready = conditions.get("Ready", {})
-    return ready.get("status") == "True" and ready.get("observedGeneration") == body["metadata"]["generation"]
+    return bool(ready.get("status") == "True" and ready.get("observedGeneration") == body["metadata"]["generation"])
 
 
 @dataclass

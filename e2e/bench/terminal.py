@@ -139,7 +139,7 @@ class Scene:
 
     def pod_of(self, name: str) -> str:
         """Return a pod of a Deployment."""
-        pods = [each["metadata"]["name"] for each in self.cluster.api.list("pods", NAMESPACE)]
+        pods = [str(each["metadata"]["name"]) for each in self.cluster.api.list("pods", NAMESPACE)]
         return next(each for each in pods if each.startswith(f"{name}-"))
 
 

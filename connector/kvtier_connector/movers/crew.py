@@ -24,6 +24,8 @@ logger = logging.getLogger("vllm.kvtier.movers")
 
 _DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
+_KILLED_SECONDS = 4.0
+"""Killed, a process is gone at once on a machine that has time for it, and never where a call hangs."""
 FIRST_BACKOFF_SECONDS = 30.0
 LONGEST_BACKOFF_SECONDS = 600.0
 """Each attempt that fails doubles the back-off, up to this."""
@@ -178,9 +180,10 @@ class Crew:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+        killed_until = time.monotonic() + _KILLED_SECONDS
         for process in self._processes.values():
             try:
-                process.wait(1.0)
+                process.wait(max(0.0, killed_until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 continue
         return all(process.returncode is not None for process in self._processes.values())

@@ -209,8 +209,9 @@ def test_an_engine_that_runs_out_of_descriptors_at_any_point_of_its_start_moves_
     for hole in (*holes, fd):
         os.close(hole)
     view.release()
-    assert made == sorted(made)
-    assert {made[0], made[-1]} == {0, 1}
+    # Where the volume's threads held a file while the limit was set, there was one descriptor more.
+    assert set(made) == {0, 1}
+    assert made[-1] == 1
     assert any("threads" in record.message for record in caplog.records)
 
 
