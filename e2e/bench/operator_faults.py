@@ -139,15 +139,18 @@ def faults(  # noqa: PLR0913  what a run is made of
     kinds: tuple[str, ...] = FORBIDDEN,
     seed: int = 1,
     settle_seconds: float = 120,
+    lease_seconds: int = 20,
 ) -> Json:
     """Disturb everything while one kind after the other is forbidden, and say what is not as the specs ask for."""
     wanted, by_kind = {"first": 1}, dict[str, Json]()
     with BenchCluster() as cluster, ExitStack() as operators:
-        run = _Run(cluster, folder, operators, wanted, tiers, kill_seconds, random.Random(seed))
+        run = _Run(cluster, folder, operators, wanted, tiers, kill_seconds, random.Random(seed), lease_seconds)
         cluster.faults.append(run.trouble.fault)
         cluster.call("POST", TIERS, tier("first"))
         until(lambda: _is_ready(cluster, "first"), seconds=120)
         rival = operators.enter_context(_rival(cluster, folder))
+        # No kubelet is here that would start it again, should its first look at the cluster fail.
+        until(lambda: "does not work on the tiers" in rival.log.read_text(), seconds=60)
         began = time.monotonic()
         for plural in kinds:
             run.trouble.forbidden, run.trouble.rate = plural, RATE
@@ -184,6 +187,7 @@ class _Run:
     tiers: int
     kill_seconds: float
     chance: random.Random
+    lease_seconds: int
     killed: int = 0
 
     def __post_init__(self) -> None:
@@ -192,7 +196,7 @@ class _Run:
 
     def _start(self) -> OperatorProcess:
         return self.operators.enter_context(
-            operator(self.cluster, self.folder, "--leader-elect", KVTIER_LEASE_SECONDS="20")
+            operator(self.cluster, self.folder, "--leader-elect", KVTIER_LEASE_SECONDS=str(self.lease_seconds))
         )
 
     def disturb(self, seconds: float) -> None:

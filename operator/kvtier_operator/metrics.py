@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler, ProcessCollector
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from kvtier_connector import generated_page
 from kvtier_operator import __version__
@@ -145,29 +148,43 @@ METRICS: Final = (
 )
 
 
-class _Samples:
-    """Samples of one gauge that come and go. One thread at a time."""
+class _Samples(Collector):
+    """Samples of one gauge that come and go, hundreds of thousands of them: each is little more than its labels."""
 
-    def __init__(self, gauge: Gauge) -> None:
-        self._gauge = gauge
-        self._shown: frozenset[tuple[str, ...]] = frozenset()
+    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
+        self._metric = metric
+        self._values: Mapping[tuple[str, ...], float] = {}
+        registry.register(self)
 
     def show(self, values: Mapping[tuple[str, ...], float]) -> None:
         """Show these samples and no others."""
-        for gone in self._shown - values.keys():
-            self._gauge.remove(*gone)
-        for labels, value in values.items():
-            self._gauge.labels(*labels).set(value)
-        self._shown = frozenset(values)
+        self._values = values
+
+    def collect(self) -> Iterator[Family]:
+        """Return the gauge."""
+        metric, values = self._metric, self._values
+        found = Family(metric.name, metric.help, metric.kind)
+        # Not a list, which would take more than all that is kept.
+        samples: Any = (
+            Sample(metric.name, dict(zip(metric.labels, labels, strict=True)), value)
+            for labels, value in values.items()
+        )
+        found.samples = samples
+        yield found
 
 
-def _name(tier: Mapping[str, Any]) -> tuple[str, str]:
-    return tier["metadata"]["namespace"], tier["metadata"]["name"]
+def _name(tier: Mapping[str, Any]) -> tuple[str, ...]:
+    return _shared(tier["metadata"]["namespace"], tier["metadata"]["name"])
+
+
+def _shared(*words: str) -> tuple[str, ...]:
+    """Return words that are said of many tiers, each kept once."""
+    return tuple(map(sys.intern, words))
 
 
 def _conditions(tier: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for condition in (tier.get("status") or {}).get("conditions", ()):
-        yield (*_name(tier), condition["type"], condition["status"], condition["reason"])
+        yield *_name(tier), *_shared(condition["type"], condition["status"], condition["reason"])
 
 
 def _engines(tier: Mapping[str, Any]) -> dict[str, int]:
@@ -209,9 +226,10 @@ class OperatorMetrics:
         self._gauge(BUILD).labels(version=__version__).set(1)
         for outcome in ("ok", "failed", "gone", "left"):
             self._passes.labels(outcome=outcome)
-        self._by_reason, self._by_tier = _Samples(self._gauge(TIERS)), _Samples(self._gauge(TIER_CONDITION))
-        self._engines = _Samples(self._gauge(TIER_ENGINES))
-        self._prices, self._savings = _Samples(self._gauge(TIER_PRICE)), _Samples(self._gauge(TIER_SAVINGS))
+        self._by_reason, self._by_tier, self._engines, self._prices, self._savings = (
+            _Samples(metric, self.registry)
+            for metric in (TIERS, TIER_CONDITION, TIER_ENGINES, TIER_PRICE, TIER_SAVINGS)
+        )
         ProcessCollector(registry=self.registry)
 
     def _counter(self, metric: Metric) -> Counter:
@@ -235,19 +253,18 @@ class OperatorMetrics:
 
     def count_tiers(self, tiers: Iterable[dict[str, Any]]) -> None:
         """Show the conditions and the engines of these tiers, and of no others. One thread at a time."""
-        listed = list(tiers)
-        conditions = {labels: 1.0 for tier in listed for labels in _conditions(tier)}
-        counts: dict[tuple[str, ...], float] = {
-            labels: float(count) for labels, count in Tally(labels[2:] for labels in conditions).items()
-        }
-        engines: dict[tuple[str, ...], float] = {
-            (*_name(tier), state): float(count) for tier in listed for state, count in _engines(tier).items()
-        }
-        self._by_reason.show(counts)
+        conditions, engines, prices, savings = (dict[tuple[str, ...], float]() for _ in range(4))
+        for tier in tiers:
+            name = _name(tier)
+            conditions |= dict.fromkeys(_conditions(tier), 1.0)
+            engines |= {(*name, state): float(count) for state, count in _engines(tier).items()}
+            prices |= {(*name, *labels): price for labels, price in _prices(tier)}
+            savings |= {(*name, *labels): price for labels, price in _savings(tier)}
+        self._by_reason.show({key: float(count) for key, count in Tally(labels[2:] for labels in conditions).items()})
         self._by_tier.show(conditions)
         self._engines.show(engines)
-        self._prices.show({(*_name(tier), *labels): price for tier in listed for labels, price in _prices(tier)})
-        self._savings.show({(*_name(tier), *labels): price for tier in listed for labels, price in _savings(tier)})
+        self._prices.show(prices)
+        self._savings.show(savings)
 
     def watch_queue(self, *, depth: Callable[[], int], overdue_seconds: Callable[[], float]) -> None:
         """Ask these whenever the metrics are read."""

@@ -12,7 +12,8 @@ from e2e.bench.operators import scale
 
 @pytest.mark.timeout(600)
 def test_after_faults_and_killed_operators_everything_is_as_asked(tmp_path: Path) -> None:
-    result = faults(tmp_path, tiers=6, seconds=24, kill_seconds=9, kinds=("poddisruptionbudgets", "services"))
+    kinds = ("poddisruptionbudgets", "services")
+    result = faults(tmp_path, tiers=6, seconds=18, kill_seconds=7, kinds=kinds, lease_seconds=8)
     assert result["wrong"] == []
     assert result["by_forbidden_kind"]["services"]["tiers_that_name_it"] > 0
     assert result["rival_waits"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import sys
 import threading
 import time
 import zlib
@@ -179,7 +180,7 @@ class Shelf:
         kept = _Kept(
             metadata["uid"],
             metadata["resourceVersion"],
-            watched.group(body),
+            sys.intern(watched.group(body)),
             like,
             _pack(text, like),
             "" if watched.matters is None else watched.matters(body),
@@ -279,8 +280,9 @@ class WatchCheck:
 
 
 def _where(body: Mapping[str, Any]) -> tuple[str, str]:
+    """Return namespace and name; of a tier's dozen objects many have the same, which is kept once."""
     metadata = body["metadata"]
-    return metadata.get("namespace", ""), metadata["name"]
+    return sys.intern(metadata.get("namespace", "")), sys.intern(metadata["name"])
 
 
 def _pack(text: bytes, like: bytes) -> bytes:
