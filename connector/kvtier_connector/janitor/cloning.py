@@ -61,7 +61,7 @@ def clone(  # noqa: PLR0913 - keywords with defaults
         ConfigInvalid: there is no such generation, or it has no description that can be read.
         IdentityMismatch: what is at the target is another's.
     """
-    root = _root(directory, generation)
+    root = find_root(directory, generation)
     document = identity.read(root)
     if document is None:
         raise ConfigInvalid(f"{root}: has no tier.json, so nobody can tell whose blocks these are; it is not copied")
@@ -102,7 +102,12 @@ def clone(  # noqa: PLR0913 - keywords with defaults
     return Outcome(1 if faults else 0, result)
 
 
-def _root(directory: Path, generation: str | None) -> Path:
+def find_root(directory: Path, generation: str | None) -> Path:
+    """Return the directory of a generation: the one that is named, or the only one there is.
+
+    Raises:
+        ConfigInvalid: there is none of that name, or there are several to choose from.
+    """
     tier = find_tier(directory)
     roots = {root.name: root for root in find_generations(tier)}
     if generation is not None and generation not in roots:

@@ -77,9 +77,9 @@ class Keeper:
         self._may_act = may_act
         self._is_lasting = is_lasting
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
-        self._ledger = Ledger()
-        self._news = News(self._dir, self._ledger, fs=fs, clock=clock)
-        self._patrol = Patrol(self._ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
+        self.ledger = Ledger()
+        self._news = News(self._dir, self.ledger, fs=fs, clock=clock)
+        self._patrol = Patrol(self.ledger, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
         self._generations: list[Generation] = []
         self._retirement = Retirement(self._dir, fs=fs, clock=clock, own_writers=lambda: self._news.tokens)
         self._pins: dict[str, bytes] | None = None
@@ -92,27 +92,27 @@ class Keeper:
         self._next_look = 0.0
         self._next_save = now() + _SAVE_SECONDS
         self._saved_changes = 0
-        self._extremes = Extremes(self._ledger, now=now)
+        self._extremes = Extremes(self.ledger, now=now)
         self._problems = Problems(config.tier, now=now)
         self._published: tuple[int, Look | None, int] = (-1, None, 0)
         self.tallies = Tallies()
         removed = self.tallies.removed_leftovers
-        self._tidy = Tidy(self._dir, fs=fs, ledger=self._ledger, removed=removed, now=now)
+        self._tidy = Tidy(self._dir, fs=fs, ledger=self.ledger, removed=removed, now=now)
         self.report: Report | None = None
         """The last one; None before the first step."""
 
     def open(self) -> None:
         """Take over what an earlier janitor knew, if the volume has it."""
         with self._problems.trying("ledger"):
-            snapshot = load(self._ledger, Path(self._dir), fs=self._fs)
+            snapshot = load(self.ledger, Path(self._dir), fs=self._fs)
             if snapshot is not None:
-                self._news = News(self._dir, self._ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
+                self._news = News(self._dir, self.ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
                 if 0 <= age_seconds < self.config.journal_age_seconds:
                     place, unread = snapshot.place, snapshot.unread
                     self._patrol.resume(walked_ns=snapshot.walked_ns, place=place, unread=unread)
-                self._saved_changes = self._ledger.changes
+                self._saved_changes = self.ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:
         """Follow other settings from the next step on."""
@@ -177,7 +177,7 @@ class Keeper:
         """Work until everything is counted and done, or the volume refuses to be walked."""
         while (self.step() == 0 or not self.is_idle) and not self._cannot_walk:
             removed = 0.0 if self._eviction is None else self._eviction.share
-            tell((self._patrol.share + removed) / 2, self._ledger.total.blocks, self._ledger.total.bytes)
+            tell((self._patrol.share + removed) / 2, self.ledger.total.blocks, self.ledger.total.bytes)
 
     def close(self) -> None:
         """Save what is known; leave the brake to run out, or to the next janitor."""
@@ -210,12 +210,12 @@ class Keeper:
         """Ask the volume about blocks that somebody used and nobody told of."""
         for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
             # Mostly the journal of the engine that stored it was read after that of the one that used it.
-            generation = self._ledger.generation(digest)
-            if self._ledger.find(generation, key) < 0:
+            generation = self.ledger.generation(digest)
+            if self.ledger.find(generation, key) < 0:
                 self._patrol.meet(digest, [key])
             del self._news.doubtful[digest, key]
-            if (row := self._ledger.find(generation, key)) >= 0:
-                self._ledger.use(row, used_ns)
+            if (row := self.ledger.find(generation, key)) >= 0:
+                self.ledger.use(row, used_ns)
 
     def _patrol_once(self, has_time: Callable[[], bool]) -> None:
         if "volume" in self._problems:
@@ -230,9 +230,9 @@ class Keeper:
         return "walk" in self._problems or "volume" in self._problems
 
     def _decide(self) -> None:
-        self._ledger.compact()
+        self.ledger.compact()
         limits = self._limits()
-        used = used_by_tenant(self._ledger)
+        used = used_by_tenant(self.ledger)
         self._extremes.refresh()
         if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._extremes.oldest_ns):
             self._state_missing(0)
@@ -240,7 +240,7 @@ class Keeper:
         # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
         pins = tuple((self._pins or {}).values())
         is_expired = is_due(Limits(expire_before=limits.expire_before), used={}, oldest_ns=self._extremes.oldest_ns)
-        situation = (self._ledger.changes, self.config, pins, self._space.free_bytes)
+        situation = (self.ledger.changes, self.config, pins, self._space.free_bytes)
         if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
@@ -250,7 +250,7 @@ class Keeper:
             self._eviction_began = self._now()
             self._eviction = Eviction(
                 choice,
-                ledger=self._ledger,
+                ledger=self.ledger,
                 news=self._news,
                 fs=self._fs,
                 tier_dir=self._dir,
@@ -277,7 +277,7 @@ class Keeper:
     def _brake_or_let_go(self) -> None:
         if not self._is_lasting:
             return
-        used = self._ledger.total.bytes + self._other_bytes()
+        used = self.ledger.total.bytes + self._other_bytes()
         reason = brake_reason(
             self.config,
             self._space,
@@ -299,7 +299,7 @@ class Keeper:
                 if not is_gone:
                     self._is_hurried = True
                     continue
-                self._ledger.drop_generation(self._ledger.generation(digest))
+                self.ledger.drop_generation(self.ledger.generation(digest))
                 self._news.forget(digest)
                 self._generations = [each for each in self._generations if each.digest != digest]
                 self._tidy.quarantined.pop(digest, None)
@@ -321,10 +321,10 @@ class Keeper:
                 self._tidy.step(self._digests(), make_ages(config), now_ns=now_ns)
 
     def _save_if_due(self) -> None:
-        is_first = self._patrol.is_counted and self._saved_changes == 0 and self._ledger.changes > 0
+        is_first = self._patrol.is_counted and self._saved_changes == 0 and self.ledger.changes > 0
         if (is_first or self._now() >= self._next_save) and self._eviction is None:
             self._next_save = self._now() + _SAVE_SECONDS
-            if self._ledger.changes != self._saved_changes:
+            if self.ledger.changes != self._saved_changes:
                 self._save()
 
     def _save(self) -> None:
@@ -339,13 +339,13 @@ class Keeper:
                 place=patrol.place,
                 unread=[(*where, why) for where, why in patrol.unread.items()],
             )
-            save(self._ledger, snapshot, Path(self._dir), fs=self._fs)
-            self._saved_changes = self._ledger.changes
+            save(self.ledger, snapshot, Path(self._dir), fs=self._fs)
+            self._saved_changes = self.ledger.changes
 
     def _choose(self, limits: Limits) -> Choice:
         order = self._retirement.order(self._generations, self.config)
         blocks, rows = make_blocks(
-            self._ledger, order=order, pins=set((self._pins or {}).values()), is_aging=limits.expire_before is not None
+            self.ledger, order=order, pins=set((self._pins or {}).values()), is_aging=limits.expire_before is not None
         )
         choice = choose(blocks, limits)
         return replace(choice, rows=rows[choice.rows])
@@ -354,13 +354,13 @@ class Keeper:
         limits = make_limits(
             self.config,
             self._space,
-            tenants=self._ledger.tenants,
-            used=used_by_tenant(self._ledger),
+            tenants=self.ledger.tenants,
+            used=used_by_tenant(self.ledger),
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
         before_ns = limits.expire_before
-        is_held = before_ns is not None and self._clocks.is_doubtful and expire_most(self._ledger, before_ns)
+        is_held = before_ns is not None and self._clocks.is_doubtful and expire_most(self.ledger, before_ns)
         self._problems.state("ttl", HELD if is_held else "")
         if is_held:
             limits = replace(limits, expire_before=None)
@@ -394,7 +394,7 @@ class Keeper:
             # What is retained counts as used last when its time is over.
             last_used_ns={at: min(used, self._clock()) for at, used in self._extremes.last_used_ns.items()},
         )
-        state = (self._ledger.changes, look, self.tallies.sweeps)
+        state = (self.ledger.changes, look, self.tallies.sweeps)
         if state != self._published:
             self._published = state
-            self.report = make_report(self._ledger, look, self.tallies)
+            self.report = make_report(self.ledger, look, self.tallies)

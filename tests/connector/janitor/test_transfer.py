@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A generation goes to another volume as a stream of tar, whole or its hottest blocks, each verified on arrival."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_dir import BLOCK_BYTES, Engine, Rig, key
+
+from kvtier_cli.app import main
+from kvtier_connector.contract_janitor import JanitorConfig, encode
+from kvtier_connector.janitor import transfer
+from kvtier_connector.store.check import check
+from kvtier_connector.store.layout import block_path
+
+CHAIN = 6
+
+
+@pytest.fixture
+def engine(rig: Rig) -> Engine:
+    engine = rig.engine()
+    engine.put_chain(*range(CHAIN))
+    engine.put(1, tenant="alice")
+    return engine
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
+    assert main([*map(str, words), "-o", "json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def export(capsys: pytest.CaptureFixture[str], rig: Rig, file: Path, *words: object) -> Any:
+    return run(capsys, "export", rig.dir, file, *words)
+
+
+def test_what_arrives_is_what_was_there(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, target = tmp_path / "aa.tar", tmp_path / "green"
+    found = export(capsys, rig, file)
+    assert (found["blocks"], found["bytes"], found["leftOut"]) == (7, 7 * BLOCK_BYTES, 0)
+    dry = run(capsys, "import", file, target)
+    assert (dry["dryRun"], dry["blocks"]) == (True, 7)
+    assert not target.exists()
+    assert run(capsys, "import", file, target, "--yes")["blocks"] == 7
+    assert check(target / "aa") == []
+    for path in [*(block_path(key(number)) for number in range(CHAIN)), block_path(key(1, "alice"))]:
+        assert (target / "aa" / path).read_bytes() == (engine.root / path).read_bytes()
+        assert (target / "aa" / path).stat().st_mtime_ns == (engine.root / path).stat().st_mtime_ns
+    again = run(capsys, "import", file, target, "--yes")
+    assert (again["blocks"], again["present"]) == (0, 7)
+
+
+def test_a_block_that_is_damaged_on_the_way_is_left_out_and_named(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, target = tmp_path / "aa.tar", tmp_path / "green"
+    export(capsys, rig, file)
+    damaged = block_path(key(2))
+    content = bytearray(file.read_bytes())
+    place = content.index((engine.root / damaged).read_bytes())
+    content[place + BLOCK_BYTES - 1] ^= 1
+    file.write_bytes(content)
+    assert run(capsys, "import", file, target, code=1)["damaged"] == [{"path": damaged, "kind": "checksum"}]
+    found = run(capsys, "import", file, target, "--yes", code=1)
+    assert (found["blocks"], found["damaged"]) == (6, [{"path": damaged, "kind": "checksum"}])
+    assert not (target / "aa" / damaged).exists()
+    assert check(target / "aa", partial_age_seconds=0) == []
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.7, 0.99])
+def test_a_stream_that_was_cut_off_is_told_of_and_gone_on_with(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: float
+) -> None:
+    file, target = tmp_path / "aa.tar", tmp_path / "green"
+    export(capsys, rig, file)
+    whole = file.read_bytes()
+    # What follows the end of an archive is padding.
+    end = whole.rindex(transfer.END.encode())
+    file.write_bytes(whole[: int(end * kept)])
+    found = run(capsys, "import", file, target, "--yes", code=1)
+    assert found["problem"]
+    assert check(target / "aa", partial_age_seconds=0) == []
+    file.write_bytes(whole)
+    assert run(capsys, "import", file, target, "--yes")["present"] == found["blocks"]
+    assert len(list((target / "aa").rglob("*.kvb"))) == 7
+    assert engine.root.exists()
+
+
+def test_the_hottest_blocks_are_beginnings_that_were_used_last(
+    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(4))
+    rig.clock.move(1000)
+    engine.put_chain(*range(10, 14))
+    found = export(capsys, rig, tmp_path / "hot.tar", "--hottest", str(6 * BLOCK_BYTES))
+    assert (found["blocks"], found["leftOut"]) == (6, 2)
+    run(capsys, "import", tmp_path / "hot.tar", tmp_path / "green", "--yes")
+    there = [n for n in (*range(4), *range(10, 14)) if (tmp_path / "green/aa" / block_path(key(n))).exists()]
+    assert there == [0, 1, 10, 11, 12, 13]
+
+
+def test_blocks_of_another_identity_are_not_mixed_in(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, target = tmp_path / "aa.tar", tmp_path / "green"
+    export(capsys, rig, file)
+    (target / "aa").mkdir(parents=True)
+    document = json.loads((engine.root / "tier.json").read_text())
+    document["identity"]["model_name"] = "another"
+    (target / "aa" / "tier.json").write_text(json.dumps(document))
+    for words in ([], ["--yes"]):
+        assert main(["import", str(file), str(target), *words]) == 1
+    assert list(target.rglob("*.kvb")) == []
+
+
+def stream(*members: tuple[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [b"", b"no tar at all" * 100, stream(("x", b"y")), stream((transfer.HEAD, b"{")), stream((transfer.HEAD, b"{}"))],
+)
+def test_what_is_no_export_is_refused_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: bytes
+) -> None:
+    (tmp_path / "x.tar").write_bytes(made)
+    assert main(["import", str(tmp_path / "x.tar"), str(tmp_path / "green"), "--yes"]) == 1
+    assert capsys.readouterr().err
+    assert not (tmp_path / "green").exists()
+
+
+def test_no_path_of_somebody_elses_choice_is_written(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = json.loads((engine.root / "tier.json").read_text())
+    head = {"format": 1, "generation": "aa", "tier": tier}
+    evil = ("../../evil", b"x"), ("/tmp/evil-kvtier", b"x"), ("tier.json", b"{}"), ("journal/x", b"x")
+    end = json.dumps({"blocks": len(evil)}).encode()
+    (tmp_path / "evil.tar").write_bytes(stream((transfer.HEAD, json.dumps(head).encode()), *evil, (transfer.END, end)))
+    found = run(capsys, "import", tmp_path / "evil.tar", tmp_path / "green", "--yes", code=1)
+    assert (found["blocks"], len(found["damaged"])) == (0, len(evil))
+    assert {path.name for path in (tmp_path / "green").rglob("*") if path.is_file()} == {"tier.json"}
+    assert json.loads((tmp_path / "green/aa/tier.json").read_text()) == tier
+    assert rig.dir.exists()
+
+
+def test_one_command_can_be_the_next_ones_input(engine: Engine, rig: Rig, tmp_path: Path) -> None:
+    cli = [sys.executable, "-m", "kvtier_cli"]
+    with subprocess.Popen([*cli, "export", str(rig.dir), "-"], stdout=subprocess.PIPE) as source:
+        done = subprocess.run(
+            [*cli, "import", "-", str(tmp_path / "green"), "--yes"], stdin=source.stdout, check=False, timeout=60
+        )
+    assert (source.returncode, done.returncode) == (0, 0)
+    assert check(tmp_path / "green/aa") == []
+    assert len(list((tmp_path / "green").rglob("*.kvb"))) == len(list(engine.root.rglob("*.kvb")))
+
+
+def test_pods_of_two_janitors_hand_it_over_through_a_pipe(engine: Engine, rig: Rig, tmp_path: Path) -> None:
+    def document(name: str, tier_dir: Path) -> str:
+        path = tmp_path / f"{name}.json"
+        path.write_text(encode(JanitorConfig(tier=f"ns/{name}", tier_dir=str(tier_dir), current="aa")))
+        return str(path)
+
+    module = [sys.executable, "-m", "kvtier_connector.janitor.transfer"]
+    blue = [
+        *module,
+        "export",
+        "--config",
+        document("blue", rig.dir),
+        "--generation",
+        "aa",
+        "--hottest",
+        str(4 * BLOCK_BYTES),
+    ]
+    green = [*module, "import", "--config", document("green", tmp_path / "green")]
+    with subprocess.Popen(blue, stdout=subprocess.PIPE) as source:
+        done = subprocess.run(green, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (source.returncode, done.returncode) == (0, 0)
+    assert json.loads(done.stderr)["document"]["blocks"] == 4 < len(list(engine.root.rglob("*.kvb")))
+    assert check(tmp_path / "green/aa") == []
