@@ -15,7 +15,10 @@ from typing import Any, Final
 from kvtier_operator.api.rules import Rule
 
 _TIERS: Final = "the operator renders it from spec.cpu and spec.volume"
-_SERVED: Final = "the Service and the probes expect the engine on port 8000 of the pod"
+_SERVED: Final = (
+    "the Service and the probes expect the engine on port 8000 of the pod, on every address; leave it out, or write "
+    "--port=8000 and --host=0.0.0.0, each as one word"
+)
 _PLAIN: Final = "the probes speak plain HTTP to the engine; put TLS in front of the Service"
 
 FLAGS: Final[Mapping[str, str]] = {
@@ -39,8 +42,9 @@ FLAGS: Final[Mapping[str, str]] = {
 }
 """Flag to what its user does instead."""
 
-HARMLESS: Final = ("--enable-prefix-caching", "--port=8000")
-"""What people bring along from elsewhere and the operator sets just so: it may stand there, in these spellings."""
+HARMLESS: Final = ("--enable-prefix-caching", "--port=8000", "--host=0.0.0.0")
+"""What people bring along from elsewhere and the operator sets just so: it may stand there, in these spellings, and
+never reaches vLLM, for which the last word counts: on a cluster of IPv6, every address is another one."""
 
 _TOKEN: Final = "set spec.model.tokenSecretRef"  # noqa: S105  the name of a field, not a token
 ENV: Final[Mapping[str, str]] = {

@@ -14,6 +14,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.api import containers
 from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reserved_flags import HARMLESS
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import adapters, pod_settings
 from kvtier_operator.parts.connector_config import kv_transfer_config
@@ -249,7 +250,7 @@ def _args(plan: TierPlan) -> list[str]:
         f"--kv-transfer-config={kv_transfer_config(plan)}",
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
         *adapters.args(model),
-        *engine.args,
+        *(word for word in engine.args if word not in HARMLESS),
     ]
 
 
