@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one vLLM engine on a volume, breaks the volume in turn while requests run, and prints every answer as JSON.
 
-    python engine_faults_script.py DIRECTORY CONTROL CONFIG_FILE
+    python engine_faults_script.py DIRECTORY CONTROL CONFIG_FILE CHUNK_BYTES
 
 DIRECTORY holds the model; CONTROL holds the switches of the volume's faults, see passthrough.py. The reference is what
-the engine answers without reading any cache.
+the engine answers without reading any cache. GPU cache and CPU tier are so small that a few other prompts push out what
+was asked before, so that the volume alone has it; a reset of the connector would have the engine look at its weights.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ FAULTS = {
     "hang on write": {"hang.write": 0},
     "hang on lookup and open": {"hang.lookup": 0, "hang.open": 0},
 }
+FULL_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
+BLOCKS = 20
+"""Of the GPU cache: enough for what is asked at once."""
+ROWS = 8
+"""Of the CPU tier."""
+FILLERS = 8
+"""Prompts of which nothing else fits into either."""
 STORM_SECONDS = 4.0
 RECOVERY_SECONDS = 60.0
 
@@ -40,16 +48,33 @@ def prompt(seed: int) -> list[int]:
 
 
 class Engine:
-    def __init__(self, model: Path, config_file: Path) -> None:
-        self.llm = make_llm(model, config_file, dtype="float32", max_model_len=1024, cpu_bytes=256 << 20)
+    def __init__(self, model: Path, config_file: Path, *, chunk_bytes: int) -> None:
+        self.llm = make_llm(
+            model,
+            config_file,
+            dtype="float32",
+            max_model_len=1024,
+            cpu_bytes=ROWS * chunk_bytes,
+            engine={"num_gpu_blocks_override": BLOCKS},
+        )
+        self._others = itertools.count(10_000)
 
     def ask(self, seeds: list[int], *, reads_cache: bool = True) -> list[dict[str, Any]]:
         answers = ask(self.llm, [prompt(seed) for seed in seeds], reads_cache=reads_cache)
         return [{"seed": seed, **answer} for seed, answer in zip(seeds, answers, strict=True)]
 
-    def reset(self) -> None:
-        """Leave the volume as the only place that has blocks."""
-        assert self.llm.reset_prefix_cache(reset_connector=True)
+    def push_out(self) -> None:
+        """Leave the volume as the only place that has blocks of what was asked."""
+        ask(self.llm, [prompt(next(self._others)) for _ in range(FILLERS)])
+
+    def ask_the_volume(self, seeds: list[int]) -> tuple[list[dict[str, Any]], bool]:
+        """Ask again what was pushed out; say also whether all of it was read from the volume."""
+        before = self.read_blocks()
+        answers = self.ask(seeds)
+        return answers, self.read_blocks() - before == len(seeds) * FULL_CHUNKS
+
+    def read_blocks(self) -> float:
+        return read_metrics(self.llm).get("vllm:kvtier_disk_read_blocks", 0)
 
 
 @contextlib.contextmanager
@@ -74,25 +99,31 @@ def storm(control: Path, until: threading.Event) -> None:
 
 
 def main() -> None:
-    directory, control, config_file = (Path(argument) for argument in sys.argv[1:])
-    engine = Engine(directory / "model", config_file)
+    directory, control, config_file = (Path(argument) for argument in sys.argv[1:4])
+    engine = Engine(directory / "model", config_file, chunk_bytes=int(sys.argv[4]))
     seeds, fresh = list(range(PROMPTS)), itertools.count(100)
     answers: list[dict[str, Any]] = []
 
-    def record(when: str, asked: list[int], **options: Any) -> list[dict[str, Any]]:
-        got = [{"when": when, **answer} for answer in engine.ask(asked, **options)]
-        answers.extend(got)
-        return got
+    def record(when: str, asked: list[int], **options: Any) -> None:
+        answers.extend({"when": when, **answer} for answer in engine.ask(asked, **options))
+
+    def is_read(when: str) -> bool:
+        """Say whether the volume gives what it has before long."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        is_all = False
+        while not is_all and time.monotonic() < deadline:
+            engine.push_out()
+            got, is_all = engine.ask_the_volume(seeds)
+            answers.extend({"when": when, **answer} for answer in got)
+        return is_all
 
     record("computed", seeds, reads_cache=False)
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    while not all(answer["cached_tokens"] for answer in record("healthy", seeds)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    record("stored", seeds)
+    was_healthy = is_read("healthy")
     for fault, flags in FAULTS.items():
-        engine.reset()
+        engine.push_out()
         with broken(control, flags):
             record(fault, [*seeds, next(fresh)])
-    engine.reset()
     until = threading.Event()
     storming = threading.Thread(target=storm, args=(control, until))
     storming.start()
@@ -100,18 +131,19 @@ def main() -> None:
         deadline = time.monotonic() + STORM_SECONDS
         while time.monotonic() < deadline:
             record("storm", [*seeds, next(fresh)])
-            engine.reset()
+            engine.push_out()
     finally:
         until.set()
         storming.join()
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    is_recovered = False
-    while not is_recovered and time.monotonic() < deadline:
-        engine.reset()
-        is_recovered = all(answer["cached_tokens"] for answer in record("recovered", seeds))
+    is_recovered = is_read("recovered")
+    # The first step that computes shows that the weights are those of before.
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    was_reset = is_read("reset")
     for seed in range(100, next(fresh)):
         record("computed", [seed], reads_cache=False)
-    tell({"answers": answers, "is_recovered": is_recovered, "metrics": read_metrics(engine.llm)})
+    metrics = read_metrics(engine.llm)
+    read = {"healthy": was_healthy, "recovered": is_recovered, "reset": was_reset}
+    tell({"answers": answers, "read": read, "metrics": metrics})
 
 
 if __name__ == "__main__":

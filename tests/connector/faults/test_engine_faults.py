@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import run_script, write_config
+from engine_process import DIGEST, run_script, write_config
 from faulty_mounts import FaultyVolume
 
 from kvtier_demo.model import make_model
+from kvtier_operator.plan import chunks
+from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 
 SCRIPT = Path(__file__).with_name("engine_faults_script.py")
 
@@ -25,13 +28,13 @@ def run_engine(directory: Path, volume: FaultyVolume) -> dict[str, Any]:
         load_deadline_seconds=1.5,
         cost_aware=False,  # each hit is to meet the faults
     )
-    return run_script(SCRIPT, str(directory), str(volume.control), str(config), timeout_seconds=600)
+    kv = make_kv(json.loads((directory / "model/config.json").read_text()), Layout(dtype="float32"))
+    assert isinstance(kv, KvCache)
+    arguments = [str(each) for each in (directory, volume.control, config, chunks.bytes_of(128, kv))]
+    return run_script(SCRIPT, *arguments, timeout_seconds=600)
 
 
 @pytest.mark.engine
-@pytest.mark.skip(
-    reason="the CPU build packs weights where nobody can look: a reset engine then reads only its own blocks"
-)
 @pytest.mark.timeout(1200)
 def test_an_engine_answers_every_request_as_without_a_cache_whatever_the_volume_does(
     faulty_volume: FaultyVolume, tmp_path: Path
@@ -43,7 +46,8 @@ def test_an_engine_answers_every_request_as_without_a_cache_whatever_the_volume_
     wrong = [answer for answer in answers if answer["tokens"] != expected[answer["seed"]]]
     assert wrong == []
     assert {answer["when"] for answer in answers} >= {"healthy", "eio on read", "hang on read", "enospc on write"}
-    assert result["is_recovered"], "the volume is well again and is not read"
+    assert result["read"] == {"healthy": True, "recovered": True, "reset": True}, "the volume is well and is not read"
+    assert [path.name for path in faulty_volume.path.iterdir()] == [DIGEST], "the engine took its weights for others"
     sys.stdout.write(f"{len(answers)} answers; {metrics}\n")
     assert metrics["vllm:kvtier_disk_read_blocks"] > 0
     assert metrics["vllm:kvtier_disk_misses:io"] > 0
