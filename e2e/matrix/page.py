@@ -22,7 +22,8 @@ beginnings, and answers each again from its own prefix cache. A second engine, i
 volume. *Same answers* counts prompts whose tokens are those of the first engine's own hit; *difference* is the largest
 between log-probabilities, 0 where they agree to the last bit; *from disk* counts tokens that came from the volume, and
 the files read for them. *In common* is what the second of two prompts finds of the two thirds that it shares with the
-first.
+first. Engines of other numbers of ranks add up in another order, with or without a volume, and so may take either of
+two tokens that are about equally probable: *ties*.
 
 `make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU.
 
@@ -109,10 +110,11 @@ def _line(each: ModelClass, row: Mapping[str, Any] | None) -> str:
     cells = (
         each.title,
         _result(row),
-        f"{row['same_tokens']} of {row['prompts']}",
+        f"{row['same_tokens']} of {row['prompts']}" + (f", {row['ties']} ties" if row.get("ties") else ""),
         f"{row['largest_difference']:g}",
         f"{row['external_tokens']:,.0f} tokens, {row['disk_blocks']:.0f} files",
-        f"{row['pair_tokens']:,} of {row['pair_common']:,}",
+        # What another class wrote may hold both prompts.
+        "" if each.of else f"{row['pair_tokens']:,} of {row['pair_common']:,}",
         _place(row),
     )
     return f"| {' | '.join(cells)} |\n"
@@ -127,7 +129,7 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 def _note(each: ModelClass, row: Mapping[str, Any] | None) -> str:
-    said = (row or {}).get("message", "")
+    said = " ".join((row or {}).get("message", "").split())
     if not said:
         return ""
     short = said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]}…"

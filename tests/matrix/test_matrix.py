@@ -61,6 +61,21 @@ def test_another_token_is_a_wrong_answer() -> None:
     assert judge(MODEL, made, found)["verdict"] == "wrong answers"
 
 
+def answers_of_ranks(first: float, second: float) -> dict[str, Any]:
+    made, found = run()
+    made["answers"]["gpu"][1]["logprobs"][0] = {"3": -1.0, "6": -1.1}
+    found["answers"]["disk"][1] = {**answer(6, 9), "logprobs": [{"3": first, "6": second}, {"9": -7.0}]}
+    return {"made": made, "read": found}
+
+
+def test_of_two_tokens_that_are_as_good_as_each_other_other_ranks_may_take_either() -> None:
+    ranks = ModelClass(name="ranks", title="Ranks", shape=LLAMA, ranks=(1, 2))
+    row = judge(ranks, **answers_of_ranks(-1.1, -1.0))
+    assert (row["verdict"], row["same_tokens"], row["ties"]) == ("works", 1, 1)
+    assert judge(ranks, **answers_of_ranks(-1.9, -1.0))["verdict"] == "wrong answers"
+    assert judge(MODEL, **answers_of_ranks(-1.1, -1.0))["verdict"] == "wrong answers"
+
+
 def test_the_least_difference_is_a_wrong_answer_where_as_much_was_cached() -> None:
     made, found = run()
     found["answers"]["disk"][1] = answer(3, 4, logprob=-1.001)
