@@ -6,7 +6,7 @@ VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e bench bench-janitor bench-operator findings test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it 
 
 conformance: venv ## what the embedded cluster promises, asked of the cluster of KUBECONFIG or KUBEBUILDER_ASSETS, or of itself
 	CONFORMANCE_KUBECONFIG="$(KUBECONFIG)" CONFORMANCE_ASSETS="$(KUBEBUILDER_ASSETS)" $(RUN) pytest tests/conformance
+
+e2e-kind: venv ## scenarios and conformance in a real cluster: kind, two workers, a shared volume, vLLM's CPU build (docker; half an hour)
+	DATA="$(DATA)" bash e2e/kind/run.sh
 
 e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluster
 	$(RUN) pytest tests -m engine

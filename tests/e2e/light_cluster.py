@@ -49,9 +49,43 @@ def make_image(root: Path) -> Path:
     return root / "installer"
 
 
+class Operator:
+    """The operator, as a process that can be replaced by another version of itself."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self._kubeconfig = kubeconfig
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def replace(self, connector_image: str) -> None:
+        """End the one that runs, if any, and start one that brings this connector."""
+        self.stop()
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self._kubeconfig),
+            "KVTIER_CONNECTOR_IMAGE": connector_image,
+            "KVTIER_PROBE_SECONDS": "1",
+            "KVTIER_RESYNC_SECONDS": "2",
+        }
+        command = [sys.executable, "-m", "kvtier_cli", "run", "--namespace", "default"]
+        self._process = subprocess.Popen(command, env=environment)
+
+    def stop(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(60)
+
+
 @contextmanager
 def running_bench(image: Path, data: Path) -> Iterator[Bench]:
     """Run the cluster with an operator for the namespace default."""
+    with running_cluster(image, data) as (bench, _):
+        yield bench
+
+
+@contextmanager
+def running_cluster(image: Path, data: Path) -> Iterator[tuple[Bench, Operator]]:
+    """Run the same, and hand out its operator."""
     profile = ImageProfile(prefix="example.org/light", environment={"PYTHONPATH": str(image)})
     settings = ClusterSettings(
         data=data,
@@ -61,20 +95,12 @@ def running_bench(image: Path, data: Path) -> Iterator[Bench]:
     with ClusterThread(settings) as cluster:
         definition = yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())
         cluster.call(lambda: cluster.cluster.server.create(definition))
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(cluster.kubeconfig),
-            "KVTIER_CONNECTOR_IMAGE": "example.org/light-connector:1",
-            "KVTIER_PROBE_SECONDS": "1",
-            "KVTIER_RESYNC_SECONDS": "2",
-        }
-        command = [sys.executable, "-m", "kvtier_cli", "run", "--namespace", "default"]
-        with subprocess.Popen(command, env=environment) as operator:
-            try:
-                yield Bench(cluster, "default")
-            finally:
-                operator.terminate()
-                operator.wait(60)
+        operator = Operator(cluster.kubeconfig)
+        operator.replace("example.org/light-connector:1")
+        try:
+            yield Bench(cluster, "default"), operator
+        finally:
+            operator.stop()
 
 
 class Tier:

@@ -39,6 +39,7 @@ class Engine:
         self.config = config
         self.lock = threading.Lock()
         self.refused = ""
+        self.disk_tokens = 0
         self.report = Report(config.state_dir, config.tier)
         self.report.begin("the volume has not answered yet")
         self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
@@ -89,12 +90,17 @@ class Engine:
         """Answer a prompt as the connector does, with a block for each of its chunks."""
         prompt = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
         names = []
+        into = memoryview(bytearray(PAYLOAD_BYTES))
         for end in range(CHUNK_CHARACTERS, len(prompt) + 1, CHUNK_CHARACTERS):
             key = BlockKey(hashlib.sha256(prompt[:end].encode()).digest(), 0)
             names.append(block_path(key))
-            if LOST not in prompt:
-                with self.lock:
+            with self.lock:
+                live = self.follow()
+                if live.mode != "Bypass" and isinstance(self.store.get(key, into), Hit):
+                    self.disk_tokens += CHUNK_CHARACTERS
+                elif LOST not in prompt and live.mode == "ReadWrite":
                     self.store.put(key, memoryview(bytearray(PAYLOAD_BYTES)))
+                    self.store.synchronize(may_write=True)
         asked = (body.get("kv_transfer_params") or {}).get(contract.NAMES_PARAMETER)
         named = {contract.NAMES: {"directory": self.config.root, "blocks": names}} if asked else None
         return {"choices": [{"text": "x"}], "kv_transfer_params": named}
@@ -108,6 +114,7 @@ class Engine:
             self.follow()
         is_missing = self.store.blocks.keyring is not None and self.active_key() is None
         lines.append(f'vllm:kvtier_disk_key_missing{{engine="0"}} {float(is_missing)}')
+        lines.append(f'vllm:prompt_tokens_cached_by_source_total{{engine="0",source="disk"}} {self.disk_tokens}')
         return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster as a person with kubectl has it: nothing here knows whether it is a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ci_tools
+from waiting import until
+
+NAMESPACE = "default"
+SECONDS = float(os.environ.get("E2E_SECONDS", "90"))
+"""How long anything may take: CPU engines start in minutes."""
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """A cluster as a person with kubectl has it."""
+
+    kubeconfig: str
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    claim: dict[str, Any]
+    upgrade: Callable[[], None]
+    """Replace the operator by another version, which brings another connector."""
+    kubectl_program: Path = field(default_factory=lambda: ci_tools.load("helm").binary("kubectl"))
+
+    def kubectl(self, *words: str, given: str | None = None) -> str:
+        """Run kubectl; return what it printed."""
+        done = subprocess.run(
+            [str(self.kubectl_program), "--kubeconfig", self.kubeconfig, "-n", NAMESPACE, *words],
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS + 60,
+        )
+        assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def get(self, *words: str) -> dict[str, Any]:
+        """Return objects."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
+        return found
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        """Apply one."""
+        self.kubectl("apply", "-f", "-", given=json.dumps(manifest))
+
+    def pods(self, tier: str, component: str = "engine") -> list[dict[str, Any]]:
+        """Return the pods of a component that are not going."""
+        selector = f"kvtier.dev/tier={tier},app.kubernetes.io/component={component}"
+        found = self.get("pods", "-l", selector)["items"]
+        return [each for each in found if "deletionTimestamp" not in each["metadata"]]
+
+    def condition(self, tier: str, kind: str) -> dict[str, Any]:
+        """Return a condition of the present generation; nothing while there is none."""
+        body = self.get("kvcachetier", tier)
+        return next(
+            (
+                each
+                for each in body.get("status", {}).get("conditions", ())
+                if each["type"] == kind and each.get("observedGeneration") == body["metadata"]["generation"]
+            ),
+            {},
+        )
+
+    def reaches(self, tier: str, kind: str, status: str, reason: str = "") -> None:
+        """Wait for a condition."""
+
+        def is_met() -> bool:
+            found = self.condition(tier, kind)
+            return found.get("status") == status and reason in {"", found.get("reason")}
+
+        until(is_met, f"{kind}={status} of {tier}", seconds=SECONDS)
+
+    def ask(self, pod: str, prompt: str) -> float:
+        """Send a prompt to one engine; return how many of its tokens came from the volume."""
+        address = self.get("pod", pod)["status"]["podIP"]
+        host = f"[{address}]" if ":" in address else address
+        # By way of the pod: no port needs to be open to us.
+        program = _ASK.format(base=f"http://{host}:8000", prompt=prompt)
+        return float(self.kubectl("exec", pod, "-c", "engine", "--", "python3", "-c", program))
+
+
+_ASK = """
+import json, re, urllib.request as u
+opener = u.build_opener(u.ProxyHandler({{}}))
+def get(path, data=None):
+    request = u.Request("{base}" + path, data, {{"Content-Type": "application/json"}})
+    return opener.open(request, timeout=600).read().decode()
+def disk():
+    found = re.findall(r"^vllm:prompt_tokens_cached_by_source_total\\{{(.*)\\}} (\\S+)$", get("/metrics"), re.M)
+    return sum(float(value) for labels, value in found if 'source="disk"' in labels)
+before = disk()
+model = json.loads(get("/v1/models"))["data"][0]["id"]
+get("/v1/completions", json.dumps(dict(model=model, prompt="{prompt}", max_tokens=1)).encode())
+print(disk() - before)
+"""
