@@ -55,6 +55,8 @@ NEEDED_BY: Final = {
     "configmaps": JANITOR | ENGINE,
     "jobs": ENGINE,
     "persistentvolumeclaims": JANITOR | ENGINE,
+    # How the trial of a claim ended, only its pod tells here: nobody reports it in the Job.
+    "pods": ENGINE,
     "rolebindings": JANITOR,
     "roles": JANITOR,
     "serviceaccounts": JANITOR | ENGINE,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier_operator import names
+from kvtier_operator.errors import ClusterForbidden
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.snapshot import PreflightJob
@@ -31,24 +32,24 @@ def _read_job(cluster: Cluster, tier: TierRef, job: ObjectKey, component: str, a
     if not names.is_ours(found, tier):
         return PreflightJob(uid=uid, is_foreign=True)
     selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
+    try:
+        listed = cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
+    except ClusterForbidden:
+        listed = []  # how it ended, the Job itself tells, though not with which words
     pods = [
-        pod
-        for pod in cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
-        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
+        pod for pod in listed if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
     ]
     ended = [each for each in (_terminated(pod, component) for pod in pods) if each is not None]
     # One that went through counts, whatever failed before it.
     best = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
     conditions = found.get("status", {}).get("conditions", ())
-    failed: Mapping[str, Any] = next(
-        (each for each in conditions if each["type"] == "Failed" and each["status"] == "True"), {}
-    )
+    told = {each["type"]: each for each in conditions if each["status"] == "True"}
     return PreflightJob(
         key=(found["metadata"].get("annotations") or {}).get(annotation, "?"),
         uid=uid,
-        failure=str(failed.get("message", "")),
+        failure=str(told.get("Failed", {}).get("message", "")),
         waiting=next(filter(None, (_waiting(pod, component) for pod in pods)), ""),
-        exit_code=None if best is None else best.get("exitCode"),
+        exit_code=(0 if "Complete" in told else None) if best is None else best.get("exitCode"),
         message="" if best is None else str(best.get("message", "")),
     )
 

@@ -13,8 +13,8 @@ from test_golden import VERSIONS
 from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, ready_deployment, tier
 
 from kvtier_operator import names
-from kvtier_operator.errors import ClusterUnavailable
-from kvtier_operator.names import ObjectKey
+from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
+from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.reconcile import PATIENCE, Outcome, reconcile
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
@@ -170,6 +170,27 @@ def test_a_job_that_gave_up_is_told_in_its_own_words() -> None:
     cluster.edit(JOB, {"status": {"conditions": [failed]}})
     run(cluster)
     assert "longer than specified deadline" in condition(cluster, "StorageChecked")["message"]
+
+
+class WithoutPods(FakeCluster):
+    """One in which pods may not be read."""
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
+        if kind == "Pod":
+            raise ClusterForbidden("pods is forbidden")
+        return super().list(api_version, kind, namespace=namespace, selector=selector)
+
+
+def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
+    cluster = WithoutPods(tier(**ALWAYS))
+    for _ in range(2):
+        run(cluster)
+    assert (JOB in cluster.existing(), DEPLOYMENT in cluster.existing()) == (True, False)
+    cluster.edit(JOB, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert condition(cluster, "StorageChecked")["status"] == "True"
+    assert "pods is forbidden" in condition(cluster, "Ready")["message"]
 
 
 def test_another_claim_or_another_user_is_tried_anew() -> None:
