@@ -73,6 +73,13 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ModelClass(name="gemma3", title="Sliding window (Gemma-3)", shape=shapes.GEMMA_3, spec=_SMALL),
     ModelClass(name="gpt_oss", title="Sliding window and attention sinks (gpt-oss)", shape=shapes.GPT_OSS, spec=_SMALL),
     ModelClass(name="qwen3_next", title="Gated delta net (Qwen3-Next)", shape=shapes.QWEN3_NEXT, **_STATES),
+    ModelClass(
+        name="qwen3_next_steps",
+        title="Qwen3-Next, `--max-num-batched-tokens=2048` in `engine.args`",
+        shape=shapes.QWEN3_NEXT,
+        args=("--max-num-batched-tokens=2048",),
+        **_STATES,
+    ),
     *(
         ModelClass(
             name=f"{name}_plain",
@@ -145,6 +152,7 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         shape=shapes.LLAVA,
         spec=_SMALL,
         asks="image",
+        needs="vLLM's LLaVA imports torchvision, which goes with the CUDA builds of PyTorch and is not installed here",
     ),
     ModelClass(
         name="ngram",

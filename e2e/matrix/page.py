@@ -78,8 +78,8 @@ def text(results: Path = RESULTS) -> str:
 def _kept(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> str:
     found = [(each, row) for each, row in pairs if row and row.get("args") and "prompts" in row]
     # A class beside the same one without flags.
-    names = {each.name.removesuffix("_plain") for each, _ in found if each.is_plain}
-    found = [(each, row) for each, row in found if each.name.removesuffix("_plain") in names]
+    shapes = [each.shape for each, _ in found if each.is_plain]
+    found = [(each, row) for each, row in found if each.shape in shapes]
     tokens = max((row["prompt_tokens"] for _, row in found), default=0)
     lines = [
         f"| {each.title} | `{' '.join(row['args'])}` | {row['pair_tokens']:,} of {row['pair_common']:,} | "

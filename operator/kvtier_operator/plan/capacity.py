@@ -92,9 +92,10 @@ def _checkpoint_notes(kept: Checkpoints, kv: KvCache, chunk_tokens: int | None) 
         state_bytes = 0 if chunk_tokens is None else kv.state_groups * bytes_of(chunk_tokens, kv)
         each = f" of {quantity.show_bytes(state_bytes)}" if state_bytes else ""
         text = (
-            "of two prompts, the second goes on from the last state before they part: the engine computes at most "
-            f"{kept.step_tokens:,} tokens of a prompt in a step and keeps a state{each} at the end of each; "
-            "--long-prefill-token-threshold in spec.engine.args sets other steps"
+            "of two prompts, the second goes on from the last state before they part: while there are several "
+            f"requests, the engine computes at most {kept.step_tokens:,} tokens of a prompt in a step and keeps a "
+            f"state{each} at the end of each; --long-prefill-token-threshold in spec.engine.args sets other steps, and "
+            f"--max-num-batched-tokens={kept.step_tokens} has a prompt that is alone computed so, too"
         )
         return (text,)
     return ()
