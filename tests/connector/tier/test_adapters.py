@@ -130,3 +130,17 @@ def test_a_path_that_hangs_costs_requests_the_patience_once(adapter: Path, monke
     assert first.identity is None
     wait_until(lambda: reader.read(Lora("law", str(adapter))).is_done, "others do without")
     reader.close()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="an adapter is looked at before vLLM loads it, not after")
+def test_an_adapter_that_is_rewritten_between_the_look_and_the_load_is_read_for_its_own_contents_only(
+    engines: Engines, adapter: Path
+) -> None:
+    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
+    reader = engines.make()
+    reader.wait_until_known(12)
+    reader.add("b", PROMPT, lora=request_for(adapter))
+    context = reader.side._req_status["b"].req_context
+    wait_until(lambda: not reader.manager.request(context).is_pending, "the adapter was looked at")
+    write(adapter, "second")
+    reader.run()
