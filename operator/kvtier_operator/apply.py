@@ -173,24 +173,33 @@ def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status
     return preflight.outcome(key, storage, job)
 
 
-def apply_warming(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Warming:
-    """Bring the prompts of ``spec.warm`` a step further and return how far that is; arguments as above.
+def apply_warming(
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done
+) -> Warming:
+    """Bring the prompts of ``spec.warm`` a step further and return how far that is.
+
+    Args:
+        cluster: what is read and written.
+        plan: what the tier becomes.
+        snapshot: what stood before this pass.
+        status: what the status says so far.
+        done: what this pass has written since.
 
     Raises:
         ClusterError: the Job could not be read or written.
     """
-    spec, kept, generation = plan.spec, status.get("warm") or {}, plan.generation.digest
-    known = warm.remembered(spec, snapshot, generation, kept)
+    spec, kept = plan.spec, status.get("warm") or {}
+    known = warm.remembered(plan, snapshot, kept, is_replaced=names.engine_key(plan.tier) in done.written)
     if known is not None or spec.paused:
         if known is not None and known.state is State.OFF and kept and not spec.paused:
             _delete_job(cluster, plan, names.warm_key(plan.tier))
         return known or Warming(state=State.RUNNING, detail="the tier is paused")
-    key = warm.key_of(spec, generation)
+    key = warm.key_of(spec, plan.generation.digest)
     job = read_warming(cluster, plan.tier)
     if job.key and job.key != key and not job.is_foreign:
         cluster.delete(names.warm_key(plan.tier), plan.tier.namespace, uid=job.uid)
     elif not job.uid:
-        cluster.apply(warm.job(spec, snapshot, key), over=None)
+        cluster.apply(warm.job(plan, snapshot, key), over=None)
     return warm.outcome(key, kept, job)
 
 

@@ -238,7 +238,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
 
 def _warm(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, body: Manifest, done: Done) -> Warming | None:
     try:
-        return apply_warming(cluster, plan, snapshot, body.get("status") or {})
+        return apply_warming(cluster, plan, snapshot, body.get("status") or {}, done)
     except ClusterError as error:
         done.failures.append(error)
         return None

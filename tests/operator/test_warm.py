@@ -15,7 +15,7 @@ from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import render, warm
-from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.plan import TierPlan, make_unchecked_plan
 from kvtier_operator.problems import State, Warming
 from kvtier_operator.snapshot import Live, PreflightJob, Snapshot
 
@@ -35,6 +35,16 @@ def standing(spec: TierSpec, **engine: Any) -> Snapshot:
     return replace(HEALTHY, live=live, tier=REF)
 
 
+def plan_with(found: TierSpec, generation: str = "") -> TierPlan:
+    """Return what becomes of a spec, of a generation of this name."""
+    plan = make_unchecked_plan(found, REF, connector_image="connector:7")
+    return replace(plan, generation=replace(plan.generation, digest=generation or plan.generation.digest))
+
+
+def remembered(found: TierSpec, snapshot: Snapshot, generation: str, kept: dict[str, Any]) -> Warming | None:
+    return warm.remembered(plan_with(found, generation), snapshot, kept, is_replaced=False)
+
+
 def ended(key: str, code: int, document: dict[str, Any]) -> PreflightJob:
     return PreflightJob(key=key, uid="u", exit_code=code, message=json.dumps(document))
 
@@ -46,9 +56,9 @@ def view(found: Warming, spec: TierSpec) -> status.View:
 def test_prompts_wait_for_an_engine_of_this_spec() -> None:
     spec = spec_with()
     snapshot = standing(spec)
-    assert warm.remembered(spec, snapshot, "g", {}) is None
+    assert remembered(spec, snapshot, "g", {}) is None
     starting = replace(snapshot, engines=replace(READY, ready=0))
-    found = warm.remembered(spec, starting, "g", {})
+    found = remembered(spec, starting, "g", {})
     assert found is not None
     assert found.state is State.WAITING
 
@@ -58,18 +68,18 @@ def test_they_are_sent_once_for_each_generation_and_each_list() -> None:
     key = warm.key_of(spec, "g")
     kept = {"key": key, "blocks": 12}
     snapshot = standing(spec)
-    found = warm.remembered(spec, snapshot, "g", kept)
+    found = remembered(spec, snapshot, "g", kept)
     assert found is not None
     assert found.state is State.PASSED
-    assert warm.remembered(spec, snapshot, "h", kept) is None
-    assert warm.remembered(spec_with(revision="2"), snapshot, "g", kept) is None
-    assert warm.remembered(spec, snapshot, "g", {**kept, "problem": "x"}) is None
+    assert remembered(spec, snapshot, "h", kept) is None
+    assert remembered(spec_with(revision="2"), snapshot, "g", kept) is None
+    assert remembered(spec, snapshot, "g", {**kept, "problem": "x"}) is None
 
 
 def test_the_job_is_a_neighbour_of_the_engines_that_can_only_read() -> None:
     env = [{"name": "VLLM_API_KEY", "value": "k"}, {"name": "OTHER", "value": "o"}]
     spec = spec_with(concurrency=9)
-    job = warm.job(spec, standing(spec, env=env), "key")
+    job = warm.job(plan_with(spec), standing(spec, env=env), "key")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "connector:7"
@@ -84,7 +94,7 @@ def test_the_job_is_a_neighbour_of_the_engines_that_can_only_read() -> None:
 
 def test_prompts_may_lie_on_a_claim() -> None:
     spec = parse(tier(warm={"prompts": {"claim": {"name": "data", "path": "sets/a.jsonl.gz"}}}))
-    job = warm.job(spec, standing(spec), "key")
+    job = warm.job(plan_with(spec), standing(spec), "key")
     pod = job["spec"]["template"]["spec"]
     assert {"name": "prompts", "persistentVolumeClaim": {"claimName": "data", "readOnly": True}} in pod["volumes"]
     assert any(each.endswith("/sets/a.jsonl.gz") for each in pod["containers"][0]["args"])

@@ -31,7 +31,7 @@ from kvtier_connector.janitor import prompts
 from kvtier_connector.janitor.chores import Lines
 from kvtier_connector.janitor.prompts import Prompt
 from kvtier_connector.store.format import HEADER_BYTES, Fault, decode_header, misplaced
-from kvtier_connector.store.layout import find_home, parse_block_path
+from kvtier_connector.store.layout import find_home, home_of, parse_block_path
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 _ANSWER_SECONDS: Final = 900.0
@@ -55,6 +55,8 @@ class Settings:
     """Of the engines, without a path."""
     tier_dir: Path
     """Directory of the tier on the volume."""
+    generation: str
+    """Digest of the blocks that count: engines of another one may still answer while they are replaced."""
     offers: int = 1
     """How often an engine must see a prompt until it writes it."""
     model: str = ""
@@ -126,7 +128,7 @@ def warm(wanted: Sequence[Prompt], settings: Settings, tell: Callable[[float, in
 def _send(prompt: Prompt, settings: Settings, engine: _Engine) -> tuple[dict[str, int], list[str]]:
     """Return the prompt's blocks that are on the volume, with their sizes, and those that are not."""
     named = [engine.ask(prompt) for _ in range(settings.offers)][-1]
-    root, paths = _directory(named, settings.tier_dir), list(named["blocks"])
+    root, paths = _directory(named, settings), list(named["blocks"])
     found: dict[str, int] = {}
     for _ in _looks(settings.patience_seconds):
         found |= {f"{root.name}/{path}": size for path in paths if (size := _size(root, path)) is not None}
@@ -146,11 +148,17 @@ def _looks(seconds: float) -> Iterator[None]:
         wait = min(2 * wait, _LONGEST_LOOK_SECONDS)
 
 
-def _directory(named: Mapping[str, Any], tier_dir: Path) -> Path:
-    """Return where the engine keeps blocks: in this tier, or it is another's engine."""
-    root = Path(str(named["directory"]))
-    if find_home(root.name) is None or root.parent.name != tier_dir.name:
+def _directory(named: Mapping[str, Any], settings: Settings) -> Path:
+    """Return where the engine keeps blocks: in this tier and generation, or it is another's engine."""
+    root, tier_dir = Path(str(named["directory"])), settings.tier_dir
+    home = find_home(root.name)
+    if home is None or root.parent.name != tier_dir.name:
         raise _RefusedError(f"the engine keeps its blocks in {root}, which is not below {tier_dir}")
+    if home.digest != settings.generation:
+        raise _RefusedError(
+            f"the engine keeps blocks of generation {home.digest}, and {settings.generation} is to be warm: send them "
+            "again when all engines are replaced"
+        )
     return tier_dir / root.name
 
 
@@ -234,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(
             url=options.url,
             tier_dir=Path(config.root).parent,
+            generation=options.generation or home_of(config.root).digest,
             offers=config.min_reuse,
             model=options.model,
             key=os.environ.get(KEY_VARIABLE, ""),
@@ -256,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=Path, required=True, help="one JSON value a line; .gz is unpacked")
     parser.add_argument("--url", required=True, help="of the engines, such as http://llama-engine:8000")
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
+    parser.add_argument("--generation", default="", help="digest of the blocks that count (default: the document's)")
     parser.add_argument("--model", default="", help="name to ask for (default: the first that is served)")
     parser.add_argument("--concurrency", type=int, default=4, help="prompts under way at once (4)")
     parser.add_argument(

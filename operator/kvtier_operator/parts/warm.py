@@ -16,6 +16,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import warm_job
+from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.problems import Condition, Problem, State, View, Warming, met, not_checked, unknown
 from kvtier_operator.snapshot import PreflightJob, Snapshot
@@ -31,23 +32,40 @@ def key_of(spec: TierSpec, generation: str) -> str:
     return digest({"generation": generation, "warm": spec.warm.to_manifest()})
 
 
-def remembered(spec: TierSpec, snapshot: Snapshot, generation: str, kept: Mapping[str, Any]) -> Warming | None:
-    """Return what is known without looking at any Job; None where one must be looked at."""
-    if spec.warm is None:
+def remembered(plan: TierPlan, snapshot: Snapshot, kept: Mapping[str, Any], *, is_replaced: bool) -> Warming | None:
+    """Return what is known without looking at any Job; None where one must be looked at.
+
+    Args:
+        plan: what the tier becomes.
+        snapshot: what stood before this pass.
+        kept: what the status says of it so far.
+        is_replaced: whether this pass has written other engines than the snapshot has.
+    """
+    if plan.spec.warm is None:
         return Warming(state=State.OFF)
-    key = key_of(spec, generation)
+    key = key_of(plan.spec, plan.generation.digest)
     if kept.get("key") == key and not kept.get("problem"):
         return Warming(state=State.PASSED, key=key)
-    engines = snapshot.engines
-    if not engines.ready or engines.updated < engines.replicas or names.engine_key(snapshot.tier) not in snapshot.live:
+    if is_replaced or not _serves(plan, snapshot):
         return Warming(state=State.WAITING, key=key, detail="no engine of this spec serves yet")
     return None
 
 
-def job(spec: TierSpec, snapshot: Snapshot, key: str) -> Manifest:
+def _serves(plan: TierPlan, snapshot: Snapshot) -> bool:
+    """Tell whether all engines are of this plan, and one of them answers: others keep blocks of another generation."""
+    engines, standing = snapshot.engines, snapshot.live.get(names.engine_key(snapshot.tier))
+    if standing is None or not engines.ready:
+        return False
+    if engines.updated < engines.replicas or engines.observed_generation < engines.generation:
+        return False
+    annotations = standing.content["spec"]["template"]["metadata"].get("annotations") or {}
+    return bool(annotations.get(names.ANNOTATION_CONFIG_DIGEST) == plan.config_digest)
+
+
+def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
     """Return the Job, made from the engines as they stand."""
+    spec, tier = plan.spec, snapshot.tier
     assert spec.warm is not None
-    tier = snapshot.tier
     wanted = warm_job.Prompts(
         volume=spec.warm.prompts.volume, file=spec.warm.prompts.file, concurrency=spec.warm.concurrency
     )
@@ -63,6 +81,7 @@ def job(spec: TierSpec, snapshot: Snapshot, key: str) -> Manifest:
         host=host,
         deadline_seconds=spec.warm.timeout_seconds,
         key=key,
+        generation=plan.generation.digest,
     )
     made["spec"]["ttlSecondsAfterFinished"] = KEPT_SECONDS
     return made

@@ -35,7 +35,15 @@ class Prompts:
 
 
 def job(  # noqa: PLR0913  each by its name
-    tier: TierRef, template: Manifest, prompts: Prompts, *, name: str, host: str, deadline_seconds: int, key: str = ""
+    tier: TierRef,
+    template: Manifest,
+    prompts: Prompts,
+    *,
+    name: str,
+    host: str,
+    deadline_seconds: int,
+    key: str = "",
+    generation: str = "",
 ) -> Manifest:
     """Return the Job.
 
@@ -47,6 +55,7 @@ def job(  # noqa: PLR0913  each by its name
         host: of the engines' Service.
         deadline_seconds: for the Job as a whole.
         key: what its result is valid for.
+        generation: digest of the blocks that count; if empty, those of the connector's document as the pod finds it.
     """
     spec = template["spec"]
     metadata = names.metadata(tier, name, component=names.COMPONENT_WARM)
@@ -71,7 +80,7 @@ def job(  # noqa: PLR0913  each by its name
                     **{field: spec[field] for field in alike if spec.get(field)},
                     # A volume that one node can mount is mounted where an engine runs.
                     "affinity": {"podAffinity": _near(tier)},
-                    "containers": [_container(spec, prompts, host)],
+                    "containers": [_container(spec, prompts, host, generation)],
                     "volumes": [
                         volumes["blocks"],
                         volumes["config"],
@@ -89,7 +98,7 @@ def _near(tier: TierRef) -> Manifest:
     return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
 
 
-def _container(spec: Manifest, prompts: Prompts, host: str) -> Manifest:
+def _container(spec: Manifest, prompts: Prompts, host: str, generation: str) -> Manifest:
     engine = next(each for each in spec["containers"] if each["name"] == names.ENGINE_CONTAINER)
     installer = next(each for each in spec["initContainers"] if each["name"] == names.INSTALL_CONTAINER)
     keys = [each for each in engine.get("env", ()) if each["name"] == KEY_VARIABLE]
@@ -104,6 +113,7 @@ def _container(spec: Manifest, prompts: Prompts, host: str) -> Manifest:
             f"--concurrency={prompts.concurrency}",
             f"--patience={prompts.patience_seconds:g}",
             f"--result={RESULT_FILE}",
+            *([f"--generation={generation}"] if generation else ()),
         ],
         **({"env": keys} if keys else {}),
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
