@@ -100,6 +100,32 @@ def test_prompts_may_lie_on_a_claim() -> None:
     assert any(each.endswith("/sets/a.jsonl.gz") for each in pod["containers"][0]["args"])
 
 
+def test_the_job_runs_where_engines_with_devices_do() -> None:
+    spec = spec_with()
+    own = {"key": "team", "operator": "Equal", "value": "llm"}
+    snapshot = standing(spec, podTemplate={"nodeSelector": {"accelerator": "h100"}, "tolerations": [own]})
+    pod = warm.job(plan_with(spec), snapshot, "key")["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"accelerator": "h100"}
+    # Kubernetes adds the second one to pods that ask for the device, and to no other.
+    assert pod["tolerations"] == [own, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    again = standing(spec, podTemplate={"tolerations": pod["tolerations"]})
+    assert warm.job(plan_with(spec), again, "key")["spec"]["template"]["spec"]["tolerations"] == pod["tolerations"]
+
+
+@pytest.mark.parametrize(
+    ("is_on_one_node", "kind"),
+    [
+        (True, "requiredDuringSchedulingIgnoredDuringExecution"),
+        (False, "preferredDuringSchedulingIgnoredDuringExecution"),
+    ],
+)
+def test_a_volume_of_one_node_is_mounted_where_an_engine_runs(is_on_one_node: bool, kind: str) -> None:
+    spec = spec_with()
+    plan = replace(plan_with(spec), is_on_one_node=is_on_one_node)
+    affinity = warm.job(plan, standing(spec), "key")["spec"]["template"]["spec"]["affinity"]
+    assert list(affinity["podAffinity"]) == [kind]
+
+
 @pytest.mark.parametrize("prompts", [{}, {"configMap": {"name": "a"}, "claim": {"name": "b"}}])
 def test_exactly_one_place_is_named(prompts: dict[str, Any]) -> None:
     with pytest.raises(SpecInvalid, match="exactly one of configMap and claim"):

@@ -82,6 +82,7 @@ def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
         deadline_seconds=spec.warm.timeout_seconds,
         key=key,
         generation=plan.generation.digest,
+        is_on_one_node=plan.is_on_one_node,
     )
     made["spec"]["ttlSecondsAfterFinished"] = KEPT_SECONDS
     return made

@@ -44,6 +44,7 @@ def job(  # noqa: PLR0913  each by its name
     deadline_seconds: int,
     key: str = "",
     generation: str = "",
+    is_on_one_node: bool = False,
 ) -> Manifest:
     """Return the Job.
 
@@ -56,11 +57,13 @@ def job(  # noqa: PLR0913  each by its name
         deadline_seconds: for the Job as a whole.
         key: what its result is valid for.
         generation: digest of the blocks that count; if empty, those of the connector's document as the pod finds it.
+        is_on_one_node: whether only one node can mount the volume.
     """
     spec = template["spec"]
     metadata = names.metadata(tier, name, component=names.COMPONENT_WARM)
     annotations = {names.ANNOTATION_WARM: key} if key else {}
-    alike = ("nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName", "schedulerName")
+    alike = ("nodeSelector", "imagePullSecrets", "priorityClassName", "schedulerName")
+    tolerations = _tolerations(spec)
     volumes = {each["name"]: each for each in spec["volumes"]}
     return {
         "apiVersion": "batch/v1",
@@ -78,8 +81,8 @@ def job(  # noqa: PLR0913  each by its name
                     "enableServiceLinks": False,
                     "securityContext": spec["securityContext"],
                     **{field: spec[field] for field in alike if spec.get(field)},
-                    # A volume that one node can mount is mounted where an engine runs.
-                    "affinity": {"podAffinity": _near(tier)},
+                    **({"tolerations": tolerations} if tolerations else {}),
+                    "affinity": {"podAffinity": _near(tier, is_on_one_node=is_on_one_node)},
                     "containers": [_container(spec, prompts, host, generation)],
                     "volumes": [
                         volumes["blocks"],
@@ -93,13 +96,30 @@ def job(  # noqa: PLR0913  each by its name
     }
 
 
-def _near(tier: TierRef) -> Manifest:
+def _tolerations(spec: Manifest) -> list[Manifest]:
+    """Return the taints that the pod must put up with to run where engines do, though it has no device of theirs."""
+    found = list(spec.get("tolerations") or ())
+    for resource in (_engine(spec).get("resources") or {}).get("limits") or {}:
+        if "/" in resource:  # a device's: Kubernetes adds this one to pods that ask for it, so the template need not
+            of_devices = {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+            found += [] if of_devices in found else [of_devices]
+    return found
+
+
+def _near(tier: TierRef, *, is_on_one_node: bool) -> Manifest:
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": names.selector(tier)}}
+    if is_on_one_node:
+        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
     return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
 
 
+def _engine(spec: Manifest) -> Manifest:
+    found: Manifest = next(each for each in spec["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    return found
+
+
 def _container(spec: Manifest, prompts: Prompts, host: str, generation: str) -> Manifest:
-    engine = next(each for each in spec["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    engine = _engine(spec)
     installer = next(each for each in spec["initContainers"] if each["name"] == names.INSTALL_CONTAINER)
     keys = [each for each in engine.get("env", ()) if each["name"] == KEY_VARIABLE]
     return {
