@@ -104,6 +104,7 @@ _OF_THE_SCHEDULER = (
             "_maximal_prefix_lookup(keys, req_context, req, group_config, start_chunk_idx)",
             "_update_req_states(scheduler_output)",
             "_build_store_jobs(scheduler_output)",
+            "_build_partial_tail_store_jobs(scheduler_output)",
         ),
         called=("_generate_job_id()", "_calc_num_offloadable_tokens(req_status, num_computed_tokens)"),
         read=(
@@ -173,8 +174,10 @@ _OF_THE_SCHEDULER = (
             "num_scheduled_tokens",
             "finished_req_ids",
             "preempted_req_ids",
+            "kv_connector_block_state",
         ),
     ),
+    Reliance(f"{_CORE}.sched.output:KVConnectorBlockState", read=("boundary_state_offloads",)),
     Reliance(f"{_CORE}.sched.output:CachedRequestData", read=("req_ids", "resumed_req_ids", "new_block_ids")),
     Reliance(f"{_CORE}.sched.output:NewRequestData", read=("req_id",)),
     Reliance(f"{_CORE}.kv_cache_manager:KVCacheManager", called=("prefix_cache_lookup_enabled(request)",)),

@@ -38,6 +38,7 @@ from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstToken
 from kvtier_connector.tier.hints import parse_hints
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
+from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
 
 
@@ -49,17 +50,6 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
     question: int = 0
     """If it is not 0, the workers are to tell which weights they have, and say to which question."""
-
-
-class _Changed:
-    """An object of vLLM's with some attributes replaced."""
-
-    def __init__(self, original: Any, **changes: Any) -> None:
-        self._original = original
-        self.__dict__.update(changes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 class KVTierScheduler(OffloadingConnectorScheduler):
@@ -276,7 +266,13 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_req_states(self._without_unchanged(scheduler_output))
+        settled = self._settled
+        super()._update_req_states(without_unchanged(scheduler_output, settled) if settled else scheduler_output)
+
+    @override
+    def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        # vLLM asserts that no state ends behind what a request may offload, and takes 0 for no limit.
+        return dict(super()._build_partial_tail_store_jobs(without_handoffs(scheduler_output, self._may_store_to)))
 
     @override
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -286,7 +282,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         settled.difference_update(scheduler_output.finished_req_ids or ())
         scheduled = scheduler_output.num_scheduled_tokens
         wanted = {name: tokens for name, tokens in scheduled.items() if name not in settled}
-        jobs = super()._build_store_jobs(_Changed(scheduler_output, num_scheduled_tokens=wanted))
+        jobs = super()._build_store_jobs(Changed(scheduler_output, num_scheduled_tokens=wanted))
         settled.update(name for name in wanted if self._is_settled(name))
         return dict(jobs)
 
@@ -368,23 +364,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             loads.discard(name)
             self._current_batch_sync_load_bytes -= tokens * self.config.kv_bytes_per_token
 
-    def _without_unchanged(self, scheduler_output: SchedulerOutput) -> Any:
-        """Return the output without the settled requests that have no new block: they have no news."""
-        settled = self._settled
-        if not settled:
-            return scheduler_output
-        cached = scheduler_output.scheduled_cached_reqs
-        settled.difference_update(cached.resumed_req_ids)
-        settled.difference_update(request.req_id for request in scheduler_output.scheduled_new_reqs)
-        kept = [
-            (name, blocks)
-            for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if blocks is not None or name not in settled
-        ]
-        if len(kept) == len(cached.req_ids):
-            return scheduler_output
-        fewer = _Changed(cached, req_ids=[name for name, _ in kept], new_block_ids=[blocks for _, blocks in kept])
-        return _Changed(scheduler_output, scheduled_cached_reqs=fewer)
+    def _may_store_to(self, name: str, token: int) -> bool:
+        status = self._req_status.get(name)
+        return status is not None and (status.max_offload_tokens is None or token <= status.max_offload_tokens)
 
     def _is_settled(self, name: str) -> bool:
         """Say whether every chunk that the request may ever offer while it runs has been offered."""

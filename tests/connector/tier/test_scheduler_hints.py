@@ -15,6 +15,7 @@ from rig import DIGEST
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
@@ -78,6 +79,33 @@ def test_a_private_prompt_is_stored_nowhere_but_in_the_gpu(engines: Engines, sha
     engine.ask("public", PROMPT)
     finish(engine)
     assert engines.assert_volume_holds(engine, PROMPT) >= CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("params", "is_stored"),
+    [
+        ({}, True),
+        ({"max_offload_tokens": 3 * BLOCK_TOKENS}, True),
+        ({"max_offload_tokens": 3 * BLOCK_TOKENS - 1}, False),
+        ({"max_offload_tokens": 0}, False),
+        ({"kvtier_store": False}, False),
+    ],
+)
+def test_a_state_that_ends_behind_what_may_be_stored_is_not_stored_and_ends_no_engine(
+    engines: Engines, params: dict[str, Any], *, is_stored: bool
+) -> None:
+    engine = engines.make()
+    side = engine.side
+    # As for a model with states, of which vLLM stores the last one at a token inside of a block.
+    side.config = side.config._replace(supports_partial_tail=True)
+    side._partial_tail_block_size = 4 * BLOCK_TOKENS
+    side._cow_source_groups = frozenset({0})
+    engine.add("r", PROMPT, **params)
+    state = KVConnectorBlockState({"r"}, lambda _: ([1],), {"r": [(0, 1, 3 * BLOCK_TOKENS)], "gone": [(0, 1, 16)]})
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_block_state = state
+    assert bool(side._build_partial_tail_store_jobs(output)) == is_stored
+    assert state.boundary_state_offloads.keys() == {"r", "gone"}
 
 
 @pytest.mark.parametrize(("params", "records"), [({}, 1), ({"kvtier_store": False}, 0)])
