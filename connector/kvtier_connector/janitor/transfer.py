@@ -27,10 +27,10 @@ from kvtier_connector.janitor.cloning import find_root
 from kvtier_connector.janitor.hottest import left_out
 from kvtier_connector.store import identity
 from kvtier_connector.store.check import verify_open
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.format import HEADER_BYTES, Fault, decode_header, misplaced
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, make_directories
 from kvtier_connector.store.keyring import Keyring
-from kvtier_connector.store.layout import find_home, parse_block_path
+from kvtier_connector.store.layout import BlockKey, Home, find_home, home_of, parse_block_path
 from kvtier_connector.store.progress import Progress, Tell
 from kvtier_connector.store.publishing import replacing, write_all
 from kvtier_connector.store.scan import BlockEntry, scan_parallel
@@ -191,24 +191,38 @@ def _take(
     archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, keyring: Keyring | None, *, yes: bool
 ) -> Fault | str:
     """Return what came of one block: copied, unverified, present, or what is wrong with it."""
-    key = parse_block_path(member.name)
+    key, home = parse_block_path(member.name), home_of(str(target))
     if key is None or not member.isfile() or (file := archive.extractfile(member)) is None:
         # Never a path of somebody else's choice.
         return Fault.KEY
     path = target / member.name
     if yes and path.exists():
         return "present"
+    # A few bytes may stand for a file of any length, which no export of ours makes use of.
+    page = b"" if member.issparse() else file.read(HEADER_BYTES)
+    if (fault := _misfit(page, key, home, member.size)) is not None:
+        return fault
     with _landing(path, yes=yes) as landed:
-        offset = 0
+        offset = write_all(LOCAL, landed.fd, memoryview(page))
         while piece := file.read(_PIECE_BYTES):
             offset = write_all(LOCAL, landed.fd, memoryview(piece), offset)
-        fault = verify_open(LOCAL, landed.fd, key, find_home(target.name), keyring)
+        fault = verify_open(LOCAL, landed.fd, key, home, keyring)
         landed.is_good = fault is None or fault in _UNVERIFIED
         if landed.is_good and (stamp := str(member.pax_headers.get("KVTIER.mtime_ns", ""))).isdigit():
             os.utime(landed.fd, ns=(int(stamp), int(stamp)))
     if fault is not None and not landed.is_good:
         return fault
     return "copied" if fault is None else "unverified"
+
+
+def _misfit(page: bytes, key: BlockKey, home: Home, size: int) -> Fault | None:
+    """Say by its first page why a file of this length is not the block, before more of it is written."""
+    header = decode_header(page)
+    if isinstance(header, Fault):
+        return header
+    if (fault := misplaced(header, key, home)) is not None or size == HEADER_BYTES + header.payload_bytes:
+        return fault
+    return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
 
 
 class _Landed:

@@ -18,6 +18,7 @@ from kvtier_cli.app import main
 from kvtier_connector.contract_janitor import JanitorConfig, encode
 from kvtier_connector.janitor import transfer
 from kvtier_connector.store.check import check
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import block_path
 
 CHAIN = 6
@@ -158,6 +159,52 @@ def test_no_path_of_somebody_elses_choice_is_written(
     assert {path.name for path in (tmp_path / "green").rglob("*") if path.is_file()} == {"tier.json"}
     assert json.loads((tmp_path / "green/aa/tier.json").read_text()) == tier
     assert rig.dir.exists()
+
+
+def sparse(name: str, size: int) -> bytes:
+    """Return a member that claims this length, and has nothing in it."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("x")
+        kind = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+        member.pax_headers = {**kind, "GNU.sparse.name": name, "GNU.sparse.realsize": str(size)}
+        member.size = 512
+        archive.addfile(member, io.BytesIO(b"0\n".ljust(512, b"\0")))
+    return made.getvalue()
+
+
+MANY_BYTES = 1 << 30
+
+
+def without_end(made: bytes) -> bytes:
+    return made.rstrip(b"\0").ljust(-(-len(made.rstrip(b"\0")) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE, b"\0")
+
+
+@pytest.mark.parametrize("yes", [False, True])
+@pytest.mark.parametrize("kind", ["sparse", "longer than its header says", "no block"])
+def test_what_cannot_be_the_block_is_refused_by_its_first_page(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, yes: bool
+) -> None:
+    engine = rig.engine()
+    engine.put(2)
+    path = block_path(key(2))
+    block = (engine.root / path).read_bytes()
+    members = {"longer than its header says": block + bytes(1 << 20), "no block": bytes(1 << 20)}
+    head = {"format": 1, "generation": "aa", "tier": json.loads((engine.root / "tier.json").read_text())}
+    made = without_end(stream((transfer.HEAD, json.dumps(head).encode())))
+    made += sparse(path, MANY_BYTES) if kind == "sparse" else stream((path, members[kind]))
+    written = []
+    write = transfer.write_all
+
+    def noting(fs: FileSystem, fd: int, data: memoryview, offset: int = 0) -> int:
+        written.append(data.nbytes)
+        assert sum(written) < 2 * BLOCK_BYTES, "more is written than a block has"
+        return write(fs, fd, data, offset)
+
+    monkeypatch.setattr(transfer, "write_all", noting)
+    outcome = transfer.import_(tmp_path / "green", lambda *_: None, source=io.BytesIO(made), yes=yes)
+    assert [each["path"] for each in outcome.document["damaged"]] == [path]
+    assert not list((tmp_path / "green").rglob("*.kvb*"))
 
 
 def test_one_command_can_be_the_next_ones_input(engine: Engine, rig: Rig, tmp_path: Path) -> None:
