@@ -7,10 +7,14 @@ import base64
 import gzip
 import hashlib
 import json
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -20,13 +24,16 @@ from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor import prompts
 from kvtier_connector.store.progress import Tell, counted, readable_size
 from kvtier_operator import names
-from kvtier_operator.errors import ClusterUnavailable, KindMissing
+from kvtier_operator.api.volume_spec import SHARED
+from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing
 from kvtier_operator.parts import warm_job
 
 _MOST_BYTES: Final = 700_000
 """Of a Secret, which may have 1 MiB with its frame in base64."""
 _FILE: Final = "prompts.jsonl.gz"
 _LOOK_SECONDS: Final = 0.5
+_LAST_LOOKS: Final = 10
+"""At the log of a Job that has ended, for it may not be read at once."""
 _ENDED: Final = frozenset({"Complete", "Failed"})
 
 
@@ -110,8 +117,34 @@ def page(document: dict[str, Any]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Have what ends a process end it as Ctrl-C does, so that it cleans up; what is ignored (nohup) stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are not ours to handle
+        return
+    wanted = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {each: signal.getsignal(each) for each in wanted if signal.getsignal(each) is not signal.SIG_IGN}
+
+    def interrupt(*_: object) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one must not end the cleaning up
+        raise KeyboardInterrupt
+
+    try:
+        for each in before:
+            signal.signal(each, interrupt)
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 class _Run:
-    """One Job, from its beginning to its end; both it and its Secret are removed, whatever happens."""
+    """One Job, from its beginning to its end; both it and its Secret are removed, whatever happens.
+
+    The Secret is the Job's, and the Job has a time to live: where this process is killed, the cluster removes both.
+    """
 
     def __init__(self, where: targets.Where, namespace: str, tier: str) -> None:
         self._person = where.person
@@ -121,21 +154,31 @@ class _Run:
     def do(self, content: bytes | None, wanted: warm_job.Prompts, *, timeout: float, tell: Tell) -> dict[str, Any]:
         """Run it and return what it found; `content` are the prompts, if they are on no volume."""
         template, host = self._engines()
+        claims = [each for each in template["spec"]["volumes"] if each["name"] == "blocks"]
         token = hashlib.sha256((content or wanted.file.encode()) + str(time.time_ns()).encode()).hexdigest()[:8]
         name = f"{names.warm(self._tier)}-{token}"
         if content is not None:
             secret = {"secret": {"secretName": name, "defaultMode": 0o440}}
             wanted = replace(wanted, volume=secret, file=_FILE)
-        job = warm_job.job(self._tier, template, wanted, name=name, host=host, deadline_seconds=int(timeout))
-        made = []
-        try:
-            if content is not None:
-                made.append(self._create("v1", "secrets", self._secret(name, content)))
-            made.append(self._create("batch/v1", "jobs", job))
-            return self._follow(name, tell, timeout)
-        finally:
-            for path in reversed(made):
-                self._remove(path)
+        job = warm_job.job(
+            self._tier,
+            template,
+            wanted,
+            name=name,
+            host=host,
+            deadline_seconds=int(timeout),
+            is_on_one_node=any(self._is_on_one_node(each) for each in claims),
+        )
+        with _interrupted_by_signals():
+            try:
+                # The pod waits for the Secret, which is the Job's from its first moment on.
+                made = self._create("batch/v1", "jobs", job)
+                if content is not None:
+                    self._create("v1", "secrets", self._secret(made, content))
+                return self._follow(name, tell, timeout)
+            finally:
+                self._remove(f"/api/v1/namespaces/{self._namespace}/secrets/{name}", exists=content is not None)
+                self._remove(f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{name}")
 
     def _engines(self) -> tuple[names.Manifest, str]:
         """Return the pod template of the engines, and the address of their Service."""
@@ -151,38 +194,73 @@ class _Run:
         host = f"{name}.{self._namespace}.svc" if address in {"", "None"} else address
         return found["spec"]["template"], host
 
-    def _secret(self, name: str, content: bytes) -> names.Manifest:
+    def _is_on_one_node(self, volume: names.Manifest) -> bool:
+        """Tell whether only one node can mount the tier's volume; False where a person may not know."""
+        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName", "")
+        path = f"/api/v1/namespaces/{self._namespace}/persistentvolumeclaims/{claim}"
+        try:
+            found = self._person.ask(path, f"read claim {claim}")
+        except (ClusterForbidden, KindMissing):
+            return False
+        return SHARED not in found["spec"].get("accessModes", [SHARED])
+
+    def _secret(self, job: names.Manifest, content: bytes) -> names.Manifest:
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+        metadata = names.metadata(self._tier, name, component=names.COMPONENT_WARM)
         return {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": names.metadata(self._tier, name, component=names.COMPONENT_WARM),
+            # The Job's alone: an object goes when the last of its owners has gone.
+            "metadata": {**metadata, "ownerReferences": [owner]},
             "data": {_FILE: base64.b64encode(content).decode()},
         }
 
-    def _create(self, version: str, plural: str, body: names.Manifest) -> str:
+    def _create(self, version: str, plural: str, body: names.Manifest) -> names.Manifest:
         root = "/api/v1" if version == "v1" else f"/apis/{version}"
         path = f"{root}/namespaces/{self._namespace}/{plural}"
-        self._person.post(path, body, f"create {body['kind']} {body['metadata']['name']}")
-        return f"{path}/{body['metadata']['name']}"
+        made: names.Manifest = self._person.post(path, body, f"create {body['kind']} {body['metadata']['name']}")
+        return made
 
-    def _remove(self, path: str) -> None:
-        self._person.cluster.request("DELETE", f"{path}?propagationPolicy=Background", what=f"delete {path}")
+    def _remove(self, path: str, *, exists: bool = True) -> None:
+        """Remove one object, whatever became of the others; say so where it stays."""
+        if not exists:
+            return
+        try:
+            self._person.cluster.request("DELETE", f"{path}?propagationPolicy=Background", what=f"delete {path}")
+        except KindMissing:
+            return  # it never came to be, or somebody was first
+        except ClusterError as error:
+            kind, name = path.split("/")[-2:]
+            click.echo(f"kvtier: {error}; remove it: kubectl delete -n {self._namespace} {kind} {name}", err=True)
 
     def _follow(self, name: str, tell: Tell, timeout: float) -> dict[str, Any]:
-        end = time.monotonic() + timeout + 60
-        job_path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{name}"
+        """Look until the Job has ended; it goes on where nobody answers a look."""
+        end, looks_left = time.monotonic() + timeout + 60, _LAST_LOOKS
         while time.monotonic() < end:
-            status = self._person.ask(job_path, f"read Job {name}").get("status", {})
-            told = self._last_line(name)
+            try:
+                ended, told = self._ended(name), self._last_line(name)
+            except KindMissing as error:
+                raise ClusterUnavailable(f"Job {name} was deleted before it had ended: run this again") from error
+            except ClusterUnavailable:
+                time.sleep(_LOOK_SECONDS)
+                continue
             if "progress" in told:
                 tell(*told["progress"])
-            conditions = [each for each in status.get("conditions", ()) if each["status"] == "True"]
-            ended = next((each for each in conditions if each["type"] in _ENDED), None)
-            if ended is not None:
-                found: dict[str, Any] = self._last_line(name).get("document") or {}
-                return found or {"problem": f"Job {name} ended without a word: {ended.get('message', '')}"}
+            if ended is not None and told.get("document"):
+                found: dict[str, Any] = told["document"]
+                return found
+            looks_left -= ended is not None
+            if ended is not None and not looks_left:
+                return {"problem": f"Job {name} ended without a word: {ended.get('message', '')}"}
             time.sleep(_LOOK_SECONDS)
         raise ClusterUnavailable(f"Job {name} has not ended within {timeout:.0f} s")
+
+    def _ended(self, name: str) -> names.Manifest | None:
+        """Return the condition by which the Job says that it has ended."""
+        path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{name}"
+        conditions = self._person.ask(path, f"read Job {name}").get("status", {}).get("conditions", ())
+        return next((each for each in conditions if each["status"] == "True" and each["type"] in _ENDED), None)
 
     def _last_line(self, name: str) -> dict[str, Any]:
         """Return the last thing that the newest pod of the Job has said."""

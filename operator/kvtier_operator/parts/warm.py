@@ -21,8 +21,6 @@ from kvtier_operator.plan.digest import digest
 from kvtier_operator.problems import Condition, Problem, State, View, Warming, met, not_checked, unknown
 from kvtier_operator.snapshot import PreflightJob, Snapshot
 
-KEPT_SECONDS: Final = 300
-"""A Job that has ended is removed after this long; one that has failed is then made anew."""
 _COUNTS: Final = ("prompts", "warm", "blocks", "bytes", "missing")
 
 
@@ -73,7 +71,7 @@ def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
     service = snapshot.live.get(names.service_key(tier))
     address = "" if service is None else service.content.get("spec", {}).get("clusterIP", "")
     host = f"{names.engine(tier)}.{tier.namespace}.svc" if address in {"", "None"} else address
-    made = warm_job.job(
+    return warm_job.job(
         tier,
         template,
         wanted,
@@ -84,8 +82,6 @@ def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
         generation=plan.generation.digest,
         is_on_one_node=plan.is_on_one_node,
     )
-    made["spec"]["ttlSecondsAfterFinished"] = KEPT_SECONDS
-    return made
 
 
 def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:

@@ -18,6 +18,8 @@ from kvtier_operator.parts import pod_settings
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 PROMPTS_MOUNT: Final = "/tmp/kvtier-prompts"  # noqa: S108  a mount point, in a pod of its own
+KEPT_SECONDS: Final = 300
+"""A Job that has ended is removed after this long, whoever made it, and what it owns with it."""
 RESULT_FILE: Final = "/dev/termination-log"
 
 
@@ -72,6 +74,7 @@ def job(  # noqa: PLR0913  each by its name
         "spec": {
             "backoffLimit": 1,
             "activeDeadlineSeconds": deadline_seconds,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
             "template": {
                 "metadata": {"labels": names.labels(tier, names.COMPONENT_WARM)},
                 "spec": {
