@@ -77,6 +77,8 @@ def _exported(document: dict[str, Any]) -> str:
 
 def _imported(document: dict[str, Any]) -> str:
     lines = [f"{each['path']}: {each['kind']}: left out" for each in document["damaged"][:_MOST_PROBLEMS]]
+    if (more := document["damagedBlocks"] - len(lines)) > 0:
+        lines.append(f"{counted(more, 'more damaged block')} left out")
     verb = "would import" if document["dryRun"] else "imported and verified"
     there = f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}"
     lines.append(f"{document['generation']}: {verb} {there}, to {document['to']}")

@@ -40,6 +40,8 @@ END: Final = "kvtier.end.json"
 _FORMAT: Final = 1
 _MOST_DESCRIPTION: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 22
+MOST_NAMED: Final = 1000
+"""Damaged blocks that are named; all are counted."""
 _BOTH_WAYS: Final = (CREATE_FLAGS & ~os.O_WRONLY) | os.O_RDWR
 _UNVERIFIED: Final = frozenset({Fault.KEY_MISSING, Fault.KEY_WRONG})
 
@@ -95,7 +97,13 @@ def _add(archive: tarfile.TarFile, root: Path, entry: BlockEntry) -> bool:
         member.size, member.mode = os.fstat(file.fileno()).st_size, 0o640
         member.pax_headers = {"KVTIER.mtime_ns": str(entry.mtime_ns)}
         archive.addfile(member, file)
+    _forget(archive)
     return True
+
+
+def _forget(archive: tarfile.TarFile) -> None:
+    """Drop the list of what was read or written: a generation has millions of blocks, and a stream no way back."""
+    archive.members = []  # type: ignore[attr-defined]  # the stubs lack what every release of Python has
 
 
 def _describe(archive: tarfile.TarFile, name: str, document: Mapping[str, Any]) -> None:
@@ -121,7 +129,7 @@ def import_(directory: Path, tell: Tell, *, source: IO[bytes], keys_dir: str = "
     problem = ""
     try:
         with tarfile.open(fileobj=source, mode="r|") as archive:
-            for member in archive:
+            for member in _members(archive):
                 if head is None:
                     head = _read_head(archive, member)
                     target = directory / head["generation"]
@@ -133,7 +141,9 @@ def import_(directory: Path, tell: Tell, *, source: IO[bytes], keys_dir: str = "
                     progress.add(member.size)
                     counts["arrived"] += 1
                     if isinstance(what, Fault):
-                        faults.append({"path": member.name, "kind": what.value})
+                        counts["damaged"] += 1
+                        if len(faults) < MOST_NAMED:
+                            faults.append({"path": member.name, "kind": what.value})
                     else:
                         counts[what] += 1
                         counts["bytes"] += member.size if what != "present" else 0
@@ -155,9 +165,17 @@ def import_(directory: Path, tell: Tell, *, source: IO[bytes], keys_dir: str = "
         "present": counts["present"],
         "unverified": counts["unverified"],
         "damaged": faults,
+        "damagedBlocks": counts["damaged"],
         "problem": problem,
     }
     return Outcome(1 if faults or problem else 0, document)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Give what a stream has one by one; nothing of it is kept."""
+    while (member := archive.next()) is not None:
+        _forget(archive)
+        yield member
 
 
 def _read_head(archive: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:

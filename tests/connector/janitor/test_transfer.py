@@ -207,6 +207,45 @@ def test_what_cannot_be_the_block_is_refused_by_its_first_page(
     assert not list((tmp_path / "green").rglob("*.kvb*"))
 
 
+def test_what_a_stream_had_is_not_kept_in_memory(
+    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine().put(*range(40))
+    archives: list[tarfile.TarFile] = []
+    most = [0]
+    opened = tarfile.open
+
+    def noting(*args: Any, **kwargs: Any) -> tarfile.TarFile:
+        archives.append(opened(*args, **kwargs))
+        return archives[-1]
+
+    def look(amount: int) -> None:
+        most[0] = max(most[0], len(archives[-1].members))
+
+    monkeypatch.setattr(tarfile, "open", noting)
+    progress = transfer.Progress
+    monkeypatch.setattr(progress, "add", lambda _, size: look(size))
+    found = export(capsys, rig, tmp_path / "aa.tar")
+    assert run(capsys, "import", tmp_path / "aa.tar", tmp_path / "green", "--yes")["blocks"] == found["blocks"] == 40
+    assert len(archives) == 2
+    assert most[0] <= 2
+
+
+def test_of_very_many_damaged_blocks_some_are_named_and_all_counted(
+    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = rig.engine().root
+    head = {"format": 1, "generation": "aa", "tier": json.loads((root / "tier.json").read_text())}
+    count = transfer.MOST_NAMED + 5
+    evil = [(f"evil-{number}", b"") for number in range(count)]
+    end = json.dumps({"blocks": count}).encode()
+    (tmp_path / "x.tar").write_bytes(stream((transfer.HEAD, json.dumps(head).encode()), *evil, (transfer.END, end)))
+    found = run(capsys, "import", tmp_path / "x.tar", tmp_path / "green", code=1)
+    assert (len(found["damaged"]), found["damagedBlocks"]) == (transfer.MOST_NAMED, count)
+    assert main(["import", str(tmp_path / "x.tar"), str(tmp_path / "green")]) == 1
+    assert "more damaged blocks left out" in capsys.readouterr().out
+
+
 def test_one_command_can_be_the_next_ones_input(engine: Engine, rig: Rig, tmp_path: Path) -> None:
     cli = [sys.executable, "-m", "kvtier_cli"]
     with subprocess.Popen([*cli, "export", str(rig.dir), "-"], stdout=subprocess.PIPE) as source:
