@@ -12,8 +12,10 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +29,7 @@ from kvtier_connector.janitor.cloning import find_root
 from kvtier_connector.janitor.hottest import left_out
 from kvtier_connector.store import identity
 from kvtier_connector.store.check import verify_open
-from kvtier_connector.store.format import HEADER_BYTES, Fault, decode_header, misplaced
+from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header, misplaced
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, make_directories
 from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import BlockKey, Home, find_home, home_of, parse_block_path
@@ -42,6 +44,8 @@ _MOST_DESCRIPTION: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 22
 MOST_NAMED: Final = 1000
 """Damaged blocks that are named; all are counted."""
+_TIME: Final = "KVTIER.mtime_ns"
+_AGAIN: Final = "export it again with this release"
 _BOTH_WAYS: Final = (CREATE_FLAGS & ~os.O_WRONLY) | os.O_RDWR
 _UNVERIFIED: Final = frozenset({Fault.KEY_MISSING, Fault.KEY_WRONG})
 
@@ -95,7 +99,7 @@ def _add(archive: tarfile.TarFile, root: Path, entry: BlockEntry) -> bool:
         member = tarfile.TarInfo(entry.path)
         # Blocks are written once: its length is that of the open file, whatever its name means by now.
         member.size, member.mode = os.fstat(file.fileno()).st_size, 0o640
-        member.pax_headers = {"KVTIER.mtime_ns": str(entry.mtime_ns)}
+        member.pax_headers = {_TIME: str(entry.mtime_ns)}
         archive.addfile(member, file)
     _forget(archive)
     return True
@@ -183,19 +187,45 @@ def _read_head(archive: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, A
     tier = head.get("tier")
     if head.get("format") != _FORMAT or not isinstance(tier, dict) or not isinstance(tier.get("identity"), dict):
         raise ConfigInvalid(f"the stream does not begin with a {HEAD} that this release can read")
-    if find_home(str(head.get("generation"))) is None or not isinstance(tier.get("digest"), str):
-        raise ConfigInvalid(f"the stream names no generation in its {HEAD}")
+    generation = head.get("generation")
+    home = find_home(generation) if isinstance(generation, str) else None
+    if home is None:
+        raise ConfigInvalid(f"{HEAD}: generation is no name of a directory of blocks; {_AGAIN}")
+    # No engine uses a directory that describes another generation than its name says.
+    claims = (
+        ("tier.digest", tier.get("digest"), str(home)),
+        ("tier.format", tier.get("format"), FORMAT_VERSION),
+        ("tier.identity.engine.epoch", tier["identity"].get("engine.epoch", home.epoch), home.epoch),
+    )
+    for name, found, wanted in claims:
+        if found != wanted:
+            raise ConfigInvalid(f"{HEAD}: {name} must be {wanted!r} for generation {generation}; {_AGAIN}")
     return head
 
 
 def _read_json(archive: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
-    if not member.isfile() or member.size > _MOST_DESCRIPTION or (file := archive.extractfile(member)) is None:
+    is_text = member.isfile() and not member.issparse() and member.size <= _MOST_DESCRIPTION
+    if not is_text or (file := archive.extractfile(member)) is None:
         raise ConfigInvalid(f"{member.name}: is no description")
     try:
         found = json.loads(file.read())
-    except ValueError as error:
-        raise ConfigInvalid(f"{member.name}: is no JSON") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigInvalid(f"{member.name}: is no JSON that can be read; {_AGAIN}") from error
     return found if isinstance(found, dict) else {}
+
+
+def _written_ns(member: tarfile.TarInfo) -> int | None:
+    """Return when a block was written, None if that is not said; a clock that is ahead counts as now.
+
+    Raises:
+        ConfigInvalid: what is said is no time.
+    """
+    said = member.pax_headers.get(_TIME)
+    if said is None:
+        return None
+    if re.fullmatch(r"-?[0-9]{1,19}", str(said)) is None:
+        raise ConfigInvalid(f"{member.name}: {_TIME} must be nanoseconds since 1970 in digits; {_AGAIN}")
+    return max(0, min(int(said), time.time_ns()))
 
 
 def _claim(target: Path, head: Mapping[str, Any], *, yes: bool) -> None:
@@ -213,7 +243,7 @@ def _take(
     if key is None or not member.isfile() or (file := archive.extractfile(member)) is None:
         # Never a path of somebody else's choice.
         return Fault.KEY
-    path = target / member.name
+    path, stamp = target / member.name, _written_ns(member)
     if yes and path.exists():
         return "present"
     # A few bytes may stand for a file of any length, which no export of ours makes use of.
@@ -226,8 +256,8 @@ def _take(
             offset = write_all(LOCAL, landed.fd, memoryview(piece), offset)
         fault = verify_open(LOCAL, landed.fd, key, home, keyring)
         landed.is_good = fault is None or fault in _UNVERIFIED
-        if landed.is_good and (stamp := str(member.pax_headers.get("KVTIER.mtime_ns", ""))).isdigit():
-            os.utime(landed.fd, ns=(int(stamp), int(stamp)))
+        if landed.is_good and stamp is not None:
+            os.utime(landed.fd, ns=(stamp, stamp))
     if fault is not None and not landed.is_good:
         return fault
     return "copied" if fault is None else "unverified"

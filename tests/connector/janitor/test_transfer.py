@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
 from kvtier_cli.app import main
 from kvtier_connector.contract_janitor import JanitorConfig, encode
+from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor import transfer
 from kvtier_connector.store.check import check
+from kvtier_connector.store.format import FORMAT_VERSION
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import block_path
 
@@ -144,6 +147,69 @@ def test_what_is_no_export_is_refused_and_changes_nothing(
     assert main(["import", str(tmp_path / "x.tar"), str(tmp_path / "green"), "--yes"]) == 1
     assert capsys.readouterr().err
     assert not (tmp_path / "green").exists()
+
+
+TIER = {"format": FORMAT_VERSION, "digest": "aa", "identity": {"model": "test"}}
+HEAD = {"format": 1, "generation": "aa", "tier": TIER}
+
+
+@pytest.mark.parametrize(
+    ("head", "field"),
+    [
+        ({**HEAD, "generation": 123}, "generation"),
+        ({**HEAD, "generation": ["aa"]}, "generation"),
+        ({**HEAD, "generation": "../aa"}, "generation"),
+        ({**HEAD, "generation": "bb"}, "tier.digest"),
+        ({**HEAD, "tier": {**TIER, "digest": ["aa"]}}, "tier.digest"),
+        ({**HEAD, "tier": {**TIER, "format": 1}}, "tier.format"),
+        ({**HEAD, "tier": {**TIER, "identity": {"engine.epoch": "w1"}}}, "tier.identity.engine.epoch"),
+        ("[" * 200_000, "is no JSON"),
+    ],
+)
+def test_a_head_that_does_not_agree_with_itself_is_named_and_claims_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], head: Any, field: str
+) -> None:
+    text = head if isinstance(head, str) else json.dumps(head)
+    (tmp_path / "x.tar").write_bytes(stream((transfer.HEAD, text.encode())))
+    assert main(["import", str(tmp_path / "x.tar"), str(tmp_path / "green"), "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert f"{transfer.HEAD}: {field}" in said
+    assert "export it again" in said
+    assert not (tmp_path / "green").exists()
+
+
+def stamped(engine: Engine, stamp: str) -> io.BytesIO:
+    """Return a stream with one block that was written at this time."""
+    made = io.BytesIO()
+    path = block_path(key(1))
+    block = (engine.root / path).read_bytes()
+    members = ((transfer.HEAD, json.dumps(HEAD).encode()), (path, block), (transfer.END, b'{"blocks": 1}'))
+    with tarfile.open(fileobj=made, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = len(data), {"KVTIER.mtime_ns": stamp} if name == path else {}
+            archive.addfile(member, io.BytesIO(data))
+    made.seek(0)
+    return made
+
+
+@pytest.mark.parametrize("stamp", ["9" * 40, "\N{SUPERSCRIPT TWO}", "1e9", "", " 1"])
+def test_a_time_that_is_none_is_named_and_nothing_is_written_for_it(rig: Rig, tmp_path: Path, stamp: str) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    with pytest.raises(ConfigInvalid, match="mtime_ns must be nanoseconds"):
+        transfer.import_(tmp_path / "green", lambda *_: None, source=stamped(engine, stamp), yes=True)
+    assert not list((tmp_path / "green").rglob("*.kvb*"))
+
+
+@pytest.mark.parametrize(("stamp", "written"), [("9" * 19, None), ("-5", 0), ("77", 77)])
+def test_a_block_was_written_no_later_than_now(rig: Rig, tmp_path: Path, stamp: str, written: int | None) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    outcome = transfer.import_(tmp_path / "green", lambda *_: None, source=stamped(engine, stamp), yes=True)
+    assert outcome.status == 0
+    found = (tmp_path / "green/aa" / block_path(key(1))).stat().st_mtime_ns
+    assert found == written if written is not None else 0 < found <= time.time_ns()
 
 
 def test_no_path_of_somebody_elses_choice_is_written(
