@@ -22,7 +22,7 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import claim, preflight, warm
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Preflight, State, Warming
+from kvtier_operator.problems import Preflight, Problem, State, Warming, unknown
 from kvtier_operator.snapshot import Live, Snapshot
 
 
@@ -190,10 +190,8 @@ def apply_warming(
     """
     spec, kept = plan.spec, status.get("warm") or {}
     known = warm.remembered(plan, snapshot, kept, is_replaced=names.engine_key(plan.tier) in done.written)
-    if known is not None or spec.paused:
-        if known is not None and known.state is State.OFF and kept and not spec.paused:
-            _delete_job(cluster, plan, names.warm_key(plan.tier))
-        return known or Warming(state=State.RUNNING, detail="the tier is paused")
+    if known is not None:
+        return _end_warming(cluster, plan, known, status) if known.state is State.OFF else known
     key = warm.key_of(spec, plan.generation.digest)
     job = read_warming(cluster, plan.tier)
     if job.key and job.key != key and not job.is_foreign:
@@ -209,11 +207,22 @@ def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey) -> None:
         cluster.delete(key, plan.tier.namespace, uid=found["metadata"]["uid"])
 
 
+def _end_warming(cluster: Cluster, plan: TierPlan, off: Warming, status: Mapping[str, Any]) -> Warming:
+    """Delete a Job whose prompts nobody wants any more; as `_end_preflight`."""
+    if not _is_told(status, warm.WARM.kind, warm.told_off(off)):
+        _delete_job(cluster, plan, names.warm_key(plan.tier))
+    return off
+
+
+def _is_told(status: Mapping[str, Any], kind: str, problem: Problem) -> bool:
+    conditions = status.get("conditions", ())
+    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == kind), {})
+    return (told.get("reason"), told.get("message")) == (problem.reason.value, problem.message)
+
+
 def _end_preflight(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
     """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
-    conditions = status.get("conditions", ())
-    told: Mapping[str, Any] = next((each for each in conditions if each["type"] == preflight.CHECKED.kind), {})
-    if (told.get("reason"), told.get("message")) == (Reason.PREFLIGHT_OFF.value, off.detail):
+    if _is_told(status, preflight.CHECKED.kind, unknown(Reason.PREFLIGHT_OFF, off.detail)):
         return off
     if plan.spec.paused:
         return replace(off, detail=f"{off.detail}; the tier is paused, and a Job that runs goes on")

@@ -126,6 +126,40 @@ def test_a_volume_of_one_node_is_mounted_where_an_engine_runs(is_on_one_node: bo
     assert list(affinity["podAffinity"]) == [kind]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replicas": 0}, "spec.replicas is 0"),
+        ({"disk": {"mode": "ReadOnly"}}, "spec.disk.mode is ReadOnly"),
+        ({"disk": {"mode": "Bypass"}}, "spec.disk.mode is Bypass"),
+    ],
+)
+def test_nobody_waits_for_prompts_that_no_engine_can_write(given: dict[str, Any], said: str) -> None:
+    spec = parse(tier(warm={"prompts": PROMPTS, "required": True}, **given))
+    found = remembered(spec, standing(spec), "g", {})
+    assert found is not None
+    before = {"warm": {"key": "another", "blocks": 12}}
+    told = conditions(view(found, spec), before)
+    assert (told["Warm"]["status"], told["Warm"]["reason"]) == ("Unknown", "PromptsHeld")
+    assert said in told["Warm"]["message"]
+    assert told["Ready"]["reason"] not in {"PromptsHeld", "PromptsPending"}
+    assert status.report(view(found, spec), before, now="2026-01-01T12:00:00Z")["warm"] == before["warm"]
+    # What is warm stays so.
+    kept = {"key": warm.key_of(spec, "g"), "blocks": 12}
+    passed = remembered(spec, standing(spec), "g", kept)
+    assert passed is not None
+    assert passed.state is State.PASSED
+
+
+def test_prompts_that_wait_are_not_said_to_be_sent() -> None:
+    spec = spec_with(required=True)
+    found = remembered(spec, replace(standing(spec), engines=replace(READY, ready=0)), "g", {})
+    assert found is not None
+    told = conditions(view(found, spec))["Warm"]
+    assert told["message"] == "the prompts of spec.warm are not sent yet: no engine of this spec serves yet"
+    assert told["reason"] == "PromptsPending"
+
+
 @pytest.mark.parametrize("prompts", [{}, {"configMap": {"name": "a"}, "claim": {"name": "b"}}])
 def test_exactly_one_place_is_named(prompts: dict[str, Any]) -> None:
     with pytest.raises(SpecInvalid, match="exactly one of configMap and claim"):

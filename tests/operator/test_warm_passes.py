@@ -104,3 +104,25 @@ def test_a_new_generation_is_warm_only_after_engines_of_it_were_asked(cluster: F
     run(cluster)
     assert f"--generation={digest(cluster)}" in look(cluster, JOB)["spec"]["template"]["spec"]["containers"][0]["args"]
     assert condition(cluster, "Warm")["status"] == "False"
+
+
+@pytest.mark.parametrize("change", [{"warm": None}, {"disk": {"mode": "ReadOnly"}}, {"replicas": 0}])
+def test_a_job_whose_prompts_nobody_wants_any_more_is_ended_and_looked_for_once(
+    cluster: FakeCluster, change: dict[str, Any]
+) -> None:
+    edit(cluster, lambda spec: spec.update(change))
+    run(cluster)
+    assert cluster.look(JOB) is None
+    assert condition(cluster, "Warm")["status"] == "Unknown"
+    cluster.calls.clear()
+    run(cluster)
+    assert [call for call in cluster.calls if "llama-warm" in call[1]] == []
+
+
+def test_a_job_goes_on_while_its_tier_is_paused_and_is_ended_afterwards(cluster: FakeCluster) -> None:
+    edit(cluster, lambda spec: spec.update(warm=None, paused=True))
+    run(cluster)
+    assert cluster.look(JOB) is not None
+    edit(cluster, lambda spec: spec.update(paused=False))
+    run(cluster)
+    assert cluster.look(JOB) is None

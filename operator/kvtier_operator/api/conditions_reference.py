@@ -143,7 +143,13 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.CANARY_OFF,
         Reason.SINGLE_REPLICA,
     ),
-    "Warm": (Reason.PROMPTS_WARM, Reason.PROMPTS_PENDING, Reason.PROMPTS_FAILED, Reason.PROMPTS_NONE),
+    "Warm": (
+        Reason.PROMPTS_WARM,
+        Reason.PROMPTS_PENDING,
+        Reason.PROMPTS_FAILED,
+        Reason.PROMPTS_NONE,
+        Reason.PROMPTS_HELD,
+    ),
     "DiskEffective": (
         Reason.LOADING_PAYS,
         Reason.LOADING_LOSES,
@@ -220,6 +226,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.SEEDS_DIFFER: "Wait for the rollout; if it stays, find what sets PYTHONHASHSEED in these pods.",
     Reason.PREFLIGHT_FAILED: "Do what the message says; the volume is tried again every few minutes.",
     Reason.PROMPTS_FAILED: "Do what the message says; they are sent again every few minutes, and what is there stays.",
+    Reason.PROMPTS_HELD: "Nothing, or set `spec.replicas` to 1 or more and `spec.disk.mode` to ReadWrite.",
     Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
     Reason.UNAVAILABLE: "See the reason of `Ready`.",
     Reason.ENGINES_OUTDATED: "Set `kvtier.dev/restart` when it suits you: the message has the command.",

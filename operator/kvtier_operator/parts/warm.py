@@ -40,10 +40,15 @@ def remembered(plan: TierPlan, snapshot: Snapshot, kept: Mapping[str, Any], *, i
         is_replaced: whether this pass has written other engines than the snapshot has.
     """
     if plan.spec.warm is None:
-        return Warming(state=State.OFF)
+        return Warming(state=State.OFF, detail="spec.warm names no prompts")
     key = key_of(plan.spec, plan.generation.digest)
     if kept.get("key") == key and not kept.get("problem"):
         return Warming(state=State.PASSED, key=key)
+    if plan.spec.replicas == 0:
+        return Warming(state=State.OFF, key=key, detail="nobody sends the prompts of spec.warm: spec.replicas is 0")
+    if plan.spec.disk.mode != "ReadWrite":
+        mode = f"spec.disk.mode is {plan.spec.disk.mode}, so that engines write no blocks"
+        return Warming(state=State.OFF, key=key, detail=f"nobody sends the prompts of spec.warm: {mode}")
     if is_replaced or not _serves(plan, snapshot):
         return Warming(state=State.WAITING, key=key, detail="no engine of this spec serves yet")
     return None
@@ -100,13 +105,18 @@ def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:
     return Warming(state=State.RUNNING, key=key, detail=seen.waiting)
 
 
+def told_off(found: Warming) -> Problem:
+    """Return what is said where nobody sends prompts."""
+    return unknown(Reason.PROMPTS_HELD if found.key else Reason.PROMPTS_NONE, found.detail)
+
+
 def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the status keeps; nothing where no prompts are to be sent."""
     before, found = dict(previous.get("warm") or {}), view.warming
     if found is None:
         return before
     if found.state is State.OFF:
-        return {}
+        return before if found.key else {}
     if found.state is State.PASSED:
         return before if found.counts is None else {"key": found.key, **found.counts}
     if found.state is State.FAILED:
@@ -137,7 +147,10 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
     job_name = f"Job {names.warm(view.tier)}"
     match found.state:
         case State.OFF:
-            return unknown(Reason.PROMPTS_NONE, "spec.warm names no prompts")
+            return told_off(found)
+        case State.WAITING:
+            message = f"the prompts of spec.warm are not sent yet: {found.detail}"
+            return Problem(reason=Reason.PROMPTS_PENDING, message=message, is_known=is_required(view))
         case State.PASSED:
             return met(
                 Reason.PROMPTS_WARM,
