@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
             **PARAMS[wanted.params],
         )
 
-    @precondition(lambda self: self.engine.scheduler.requests)
+    # Without a precondition: who is there depends on how quick the volume is, and what is drawn must not.
     @rule(choice=st.integers(0, 100))
     def abort(self, choice: int) -> None:
         alive = sorted(name for name, request in self.engine.scheduler.requests.items() if not request.is_finished())
