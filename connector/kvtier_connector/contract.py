@@ -46,7 +46,7 @@ TENANT_PARAMETER = "kvtier_tenant"
 NAMES_PARAMETER = "kvtier_blocks"
 """In the ``kv_transfer_params`` of a request: if true, the answer's have the `NAMES` of the blocks of its prompt."""
 NAMES = "kvtier"
-"""There: ``{"directory": the generation's, "blocks": [paths below it]}``."""
+"""There: ``{"directory": the generation's, "blocks": [paths below it], "refused": why there are none, or null}``."""
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
 
 SUPPORTED_VLLM = ("0.32", "0.33")

@@ -42,6 +42,13 @@ _TRIES: Final = 5
 """Of a request that no engine takes at the moment."""
 _BUSY: Final = frozenset({429, 502, 503, 504})
 
+_REFUSALS: Final = {
+    "tenant": "the engine keeps the prompt off the volume: it names no tenant as spec.disk.tenants asks for",
+    "adapter": "the engine keeps the prompt off the volume: the files of its adapter cannot be told from others",
+    "no_store": "the prompt says kvtier_store: false, so no block of it is written; leave that out",
+}
+"""By what an engine calls it."""
+
 
 class _RefusedError(Exception):
     """An engine does not take a prompt; the message has nothing of it."""
@@ -201,6 +208,8 @@ class _Engine:
                 "the engine does not say which blocks a prompt has: its connector is of another release, or it serves "
                 "without the volume (kvtier status)"
             )
+        if named.get("refused"):
+            raise _RefusedError(_REFUSALS.get(str(named["refused"]), "the engine keeps the prompt off the volume"))
         return named
 
     def _served(self) -> str:

@@ -35,7 +35,7 @@ from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.tier.adapters import Lora
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
-from kvtier_connector.tier.hints import parse_hints
+from kvtier_connector.tier.hints import NO_STORE, parse_hints
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
@@ -317,8 +317,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         sizes = [config.tokens_per_chunk for config in self.config.kv_group_configs]
         tokens = min(prompt_tokens // size * size for size in sizes)
         request, volume = self.manager.request(status.req_context), self.manager.volume
-        keys = self._keys_between(status, 0, tokens) if tokens and not request.refusal else ()
-        return {"directory": volume.root, "blocks": [block_path(request.block_key(key)) for key in keys]}
+        refusal = request.refusal or (None if request.hints.may_store else NO_STORE)
+        keys = self._keys_between(status, 0, tokens) if tokens and not refusal else ()
+        named = [block_path(request.block_key(key)) for key in keys]
+        return {"directory": volume.root, "blocks": named, "refused": refusal}
 
     def _hand_over(self, name: str, load: Load) -> None:
         """Give the worker what has become ready of a load, and tell it when that was all."""

@@ -125,3 +125,18 @@ def test_the_generation_asked_for_counts_whatever_the_document_has_become(serve:
     assert run([*words, f"--generation={OTHER}"], tmp_path, 0)["blocks"] == 3
     _, words = serve(DIGEST)
     assert run([*words, f"--generation={OTHER}"], tmp_path, 1)["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("why", "said"), [("tenant", "names no tenant"), ("no_store", "kvtier_store"), ("x", "off the")]
+)
+def test_a_prompt_that_is_kept_off_the_volume_is_not_warm_and_not_short(
+    serve: Any, tmp_path: Path, why: str, said: str
+) -> None:
+    engines, words = serve()
+    root = str(tmp_path / "ns.llama" / DIGEST)
+    named = {"directory": root, "blocks": [], "refused": why}
+    engines.ask = lambda *_: {"kv_transfer_params": {NAMES: named}}
+    found = run(words, tmp_path, 1)
+    assert (found["failed"], found["short"], found["warm"]) == (1, 0, 0)
+    assert said in found["problem"]

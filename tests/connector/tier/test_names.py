@@ -60,3 +60,13 @@ def test_a_prompt_without_a_whole_block_has_none(engines: Engines) -> None:
     told = ask(engines.make(), "first", PROMPT[: BLOCK_TOKENS - 1], kvtier_blocks=True)
     assert told is not None
     assert told["kvtier"]["blocks"] == []
+
+
+@pytest.mark.parametrize(
+    ("params", "refused"), [({"kvtier_tenant": "../x"}, "tenant"), ({"kvtier_store": False}, "no_store"), ({}, None)]
+)
+def test_who_is_kept_off_the_volume_is_told_why(engines: Engines, params: dict[str, Any], refused: str | None) -> None:
+    told = ask(engines.make(tenant_from="Parameter"), "first", PROMPT, kvtier_blocks=True, **params)
+    assert told is not None
+    assert told["kvtier"]["refused"] == refused
+    assert bool(told["kvtier"]["blocks"]) == (refused is None)
