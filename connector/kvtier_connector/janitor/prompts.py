@@ -8,6 +8,7 @@ line of an OpenAI batch file (``{"url": …, "body": {…}}``). Lines may be com
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from kvtier_connector.contract import NAMES_PARAMETER
 from kvtier_connector.errors import ConfigInvalid
 
 CHAT: Final = "/v1/chat/completions"
+LONGEST_LINE: Final = 1 << 25
+"""Characters; a prompt of a million tokens has a sixth of that, and the rest is for pictures."""
 TEXT: Final = "/v1/completions"
 _ABOUT_ANSWERS: Final = frozenset(
     {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "n", "best_of", "echo"}
@@ -45,9 +48,21 @@ def read(file: Path) -> Iterator[Prompt]:
     """
     with _open(file) as lines:
         try:
-            yield from parse(lines)
+            yield from parse(_lines(lines))
         except UnicodeDecodeError as error:
             raise ConfigInvalid(f"{file}: is no text in UTF-8") from error
+
+
+def _lines(file: IO[str]) -> Iterator[str]:
+    """Give the lines of a file; one without an end is not read to it."""
+    for number in itertools.count(1):
+        if not (line := file.readline(LONGEST_LINE + 1)):
+            return
+        if len(line) > LONGEST_LINE:
+            raise ConfigInvalid(
+                f"line {number}: has more than {LONGEST_LINE} characters; write one JSON value a line, and shorter ones"
+            )
+        yield line
 
 
 def _open(file: Path) -> IO[str]:
@@ -66,7 +81,7 @@ def parse(lines: Iterable[str]) -> Iterator[Prompt]:
 def _parse(number: int, line: str) -> Prompt:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         # The library's own message has the text in it.
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise ConfigInvalid(f"line {number}: is no JSON{place}; write one JSON value a line") from None

@@ -18,8 +18,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -99,9 +99,14 @@ class Result:
         return not (self.failed or self.missing)
 
 
-def warm(wanted: Sequence[Prompt], settings: Settings, tell: Callable[[float, int, int], None]) -> Result:
-    """Send prompts and wait for their blocks; `tell` hears how far it is."""
-    result, lock, known = Result(prompts=len(wanted)), threading.Lock(), set[str]()
+def warm(
+    wanted: Iterable[Prompt], settings: Settings, tell: Callable[[float, int, int], None], *, count: int
+) -> Result:
+    """Send so many prompts and wait for their blocks; `tell` hears how far it is.
+
+    A prompt is taken when there is somebody to send it, so that few of them are in memory at a time.
+    """
+    result, lock, known = Result(prompts=count), threading.Lock(), set[str]()
     engine = _Engine(settings)
 
     def one(prompt: Prompt) -> None:
@@ -124,11 +129,18 @@ def warm(wanted: Sequence[Prompt], settings: Settings, tell: Callable[[float, in
             if (found is None or missing) and not result.problem:
                 result.problem = f"line {prompt.line}: {problem}"
             done = result.warm + result.short + result.failed
-            tell(done / max(1, len(wanted)), result.blocks, result.bytes)
+            tell(done / max(1, count), result.blocks, result.bytes)
 
     with ThreadPoolExecutor(settings.concurrency, thread_name_prefix="kvtier-warm") as pool:
-        for _ in pool.map(one, wanted):
-            pass
+        under_way: set[Future[None]] = set()
+        for prompt in wanted:
+            if len(under_way) >= settings.concurrency:
+                ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                for each in ended:
+                    each.result()
+            under_way.add(pool.submit(one, prompt))
+        for each in under_way:
+            each.result()
     return result
 
 
@@ -247,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = Lines()
     try:
         config = contract.decode(options.config.read_text(encoding="utf-8"))
-        wanted = list(prompts.read(options.prompts))
+        # All are looked at before the first is sent: a line that is no prompt is told of now, and not after an hour.
+        count = sum(1 for _ in prompts.read(options.prompts))
         settings = Settings(
             url=options.url,
             tier_dir=Path(config.root).parent,
@@ -258,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             concurrency=options.concurrency,
             patience_seconds=options.patience,
         )
-        result = warm(wanted, settings, said.tell)
+        result = warm(prompts.read(options.prompts), settings, said.tell, count=count)
     except (ConnectorError, OSError) as error:
         document, status = {"problem": str(error)}, 2 if isinstance(error, ConfigInvalid) else 1
     else:

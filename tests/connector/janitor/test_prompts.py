@@ -70,3 +70,18 @@ def test_a_mistake_is_named_by_its_line_and_repeats_nothing(line: str, said: str
         list(prompts.parse([line]))
     assert said in str(raised.value)
     assert SECRET not in str(raised.value)
+
+
+def test_a_line_without_an_end_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "LONGEST_LINE", 100)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"a"\n' + '"' + 96 * "b" + '"\n')
+    assert len(list(prompts.read(file))) == 2
+    file.write_text('"a"\n' + 101 * "b")
+    with pytest.raises(ConfigInvalid, match="line 2: has more than 100 characters"):
+        list(prompts.read(file))
+
+
+def test_a_line_that_is_nested_without_end_is_no_json() -> None:
+    with pytest.raises(ConfigInvalid, match="line 1: is no JSON"):
+        list(prompts.parse(["[" * 200_000]))

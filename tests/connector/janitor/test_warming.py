@@ -140,3 +140,37 @@ def test_a_prompt_that_is_kept_off_the_volume_is_not_warm_and_not_short(
     found = run(words, tmp_path, 1)
     assert (found["failed"], found["short"], found["warm"]) == (1, 0, 0)
     assert said in found["problem"]
+
+
+def test_few_prompts_are_read_ahead_of_those_that_are_sent(serve: Any, tmp_path: Path) -> None:
+    engines, words = serve()
+    count, ahead, read, sent = 40, [0], [0], [0]
+    ask, take = engines.ask, warming.prompts.read
+
+    def answer(replica: int, numbers: list[int]) -> dict[str, Any]:
+        sent[0] += 1
+        found: dict[str, Any] = ask(replica, numbers)
+        return found
+
+    def noting(file: Path) -> Iterator[Any]:
+        # The first look at all of them is forgotten.
+        read[0] = ahead[0] = 0
+        for prompt in take(file):
+            read[0] += 1
+            ahead[0] = max(ahead[0], read[0] - sent[0])
+            yield prompt
+
+    engines.ask = answer
+    (tmp_path / "prompts.jsonl").write_text("".join(f'"{number}"\n' for number in range(count)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warming.prompts, "read", noting)
+        assert run([*words, "--concurrency=2"], tmp_path, 0)["warm"] == count
+    assert sent[0] == count
+    assert ahead[0] <= 3
+
+
+def test_a_line_that_is_no_prompt_is_told_of_before_anything_is_sent(serve: Any, tmp_path: Path) -> None:
+    engines, words = serve()
+    (tmp_path / "prompts.jsonl").write_text('"1"\n"2"\nno prompt\n')
+    assert "line 3" in run(words, tmp_path, 2)["problem"]
+    assert engines.asked == []
