@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, Final
 
 from kvtier_operator import names, parts
@@ -173,8 +174,8 @@ def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status
     return preflight.outcome(key, storage, job)
 
 
-def apply_warming(
-    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done
+def apply_warming(  # noqa: PLR0913  each by its name
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done, *, now: datetime
 ) -> Warming:
     """Bring the prompts of ``spec.warm`` a step further and return how far that is.
 
@@ -184,6 +185,7 @@ def apply_warming(
         snapshot: what stood before this pass.
         status: what the status says so far.
         done: what this pass has written since.
+        now: by which a pod waits too long for its volumes.
 
     Raises:
         ClusterError: the Job could not be read or written.
@@ -193,11 +195,11 @@ def apply_warming(
     if known is not None:
         return _end_warming(cluster, plan, known, status) if known.state is State.OFF else known
     key = warm.key_of(spec, plan.generation.digest)
-    job = read_warming(cluster, plan.tier)
+    job = read_warming(cluster, plan.tier, now)
     if job.key and job.key != key and not job.is_foreign:
         cluster.delete(names.warm_key(plan.tier), plan.tier.namespace, uid=job.uid)
     elif not job.uid:
-        cluster.apply(warm.job(plan, snapshot, key), over=None)
+        cluster.apply(warm.job(plan, snapshot, key, kept), over=None)
     return warm.outcome(key, kept, job)
 
 

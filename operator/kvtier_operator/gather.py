@@ -15,6 +15,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SpecInvalid
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others
+from kvtier_operator.mounts import is_held_up, mount_problem
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.proof.asker import Address
 from kvtier_operator.proof.pod_reports import read_metrics, read_usage
@@ -34,13 +35,8 @@ from kvtier_operator.snapshot import (
 _NO_ADDRESS: Final = frozenset({"", "None"})
 """Cluster IP of a Service that has none yet, or none at all."""
 
-MOUNT_PATIENCE: Final = timedelta(seconds=30)
-"""A pod whose volumes are not mounted for this long after it was made is asked about."""
-
 JANITOR_PATIENCE: Final = timedelta(minutes=5)
 """A janitor that is not ready for this long is dead; one that starts, or is moved to another node, takes less."""
-
-_MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 
 
 def gather(
@@ -102,7 +98,7 @@ def gather(
         tier=tier,
         claim=None if claim is None else read_claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(_heard(_pod(found, _mount_problem(cluster, found, now)), tier, probes) for found in engines),
+        pods=tuple(_heard(_pod(found, mount_problem(cluster, found, now)), tier, probes) for found in engines),
         janitor=_awaited(_janitor(janitors, ours, tier, probes), ours.get(names.janitor_key(tier)), now),
         neighbours=read_neighbours(tiers, tier),
         live={key: _live(found) for key, found in ours.items()},
@@ -286,39 +282,9 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
         uid=metadata.get("uid", ""),
         address=status.get("podIP", ""),
         template_hash=(metadata.get("labels") or {}).get(names.LABEL_TEMPLATE_HASH, ""),
-        is_held_up=_is_held_up(found),
+        is_held_up=is_held_up(found),
         mount_problem=mount_problem,
     )
-
-
-def _mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
-    """Return what keeps the kubelet from starting a pod at all; only Events tell, so they are read only for such a pod.
-
-    A pod in that state names nothing but ContainerCreating, for ever.
-    """
-    metadata = pod["metadata"]
-    born = metadata.get("creationTimestamp")
-    if not _is_held_up(pod) or born is None:
-        return ""
-    if now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
-        return ""
-    found = [
-        event
-        for event in cluster.events(metadata["namespace"], uid=metadata["uid"])
-        if event.get("reason") in _MOUNT_REASONS
-    ]
-    latest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
-    return "" if latest is None else f"{latest['reason']}: {latest.get('message', '')}"
-
-
-def _is_held_up(pod: Manifest) -> bool:
-    status = pod.get("status", {})
-    waiting = [
-        (each.get("state") or {}).get("waiting") or {}
-        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
-    ]
-    is_waiting = all(each.get("reason") in {"ContainerCreating", "PodInitializing"} for each in waiting)
-    return bool(waiting) and is_waiting and "deletionTimestamp" not in pod["metadata"]
 
 
 def _container(found: Mapping[str, Any]) -> Container:

@@ -75,6 +75,8 @@ class Warming:
     """What it waits for, or what went wrong."""
     counts: Mapping[str, int] | None = None
     """For the status, where the Job has just ended."""
+    is_held_up: bool = False
+    """The Job's pod waits for something that no watch tells of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.apply import Done, apply_live_settings, apply_parts, apply_preflight, apply_warming
 from kvtier_operator.errors import ClusterError, SpecInvalid
-from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
+from kvtier_operator.gather import JANITOR_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
 from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.mounts import MOUNT_PATIENCE
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import (
@@ -225,7 +226,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     apply_parts(
         cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
     )
-    view = replace(view, warming=_warm(cluster, plan, snapshot, body, done))
+    view = replace(view, warming=_warm(cluster, plan, snapshot, body, done, now=sources.clock()))
     if done.written and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
@@ -236,9 +237,11 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     return _concluded(view, done)
 
 
-def _warm(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, body: Manifest, done: Done) -> Warming | None:
+def _warm(  # noqa: PLR0913  each by its name
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, body: Manifest, done: Done, *, now: datetime
+) -> Warming | None:
     try:
-        return apply_warming(cluster, plan, snapshot, body.get("status") or {}, done)
+        return apply_warming(cluster, plan, snapshot, body.get("status") or {}, done, now=now)
     except ClusterError as error:
         done.failures.append(error)
         return None
@@ -273,7 +276,7 @@ def _again_after(view: status.View) -> float | None:
         return FRESH_SECONDS  # for what runs on them, which is not watched
     if view.snapshot is None:
         return None
-    if any(pod.is_held_up for pod in view.snapshot.pods):
+    if any(pod.is_held_up for pod in view.snapshot.pods) or (view.warming is not None and view.warming.is_held_up):
         return MOUNT_PATIENCE.total_seconds()
     is_judged_later = view.snapshot.janitor.is_missing and not view.snapshot.janitor.is_overdue
     return JANITOR_PATIENCE.total_seconds() * 1.2 if is_judged_later else None

@@ -161,8 +161,12 @@ class PreflightJob:
     """Something else stands under its name."""
     failure: str = ""
     """Why the Job gave up, in the words of its controller."""
+    attempt: int = 1
+    """One more for each Job before it that failed at the same."""
     waiting: str = ""
     """What its pod waits for."""
+    is_held_up: bool = False
+    """Its pod waits for something that no watch tells of, volumes for one."""
     exit_code: int | None = None
     message: str = ""
     """Its pod's last words."""

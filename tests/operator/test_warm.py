@@ -79,7 +79,7 @@ def test_they_are_sent_once_for_each_generation_and_each_list() -> None:
 def test_the_job_is_a_neighbour_of_the_engines_that_can_only_read() -> None:
     env = [{"name": "VLLM_API_KEY", "value": "k"}, {"name": "OTHER", "value": "o"}]
     spec = spec_with(concurrency=9)
-    job = warm.job(plan_with(spec), standing(spec, env=env), "key")
+    job = warm.job(plan_with(spec), standing(spec, env=env), "key", {})
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "connector:7"
@@ -94,7 +94,7 @@ def test_the_job_is_a_neighbour_of_the_engines_that_can_only_read() -> None:
 
 def test_prompts_may_lie_on_a_claim() -> None:
     spec = parse(tier(warm={"prompts": {"claim": {"name": "data", "path": "sets/a.jsonl.gz"}}}))
-    job = warm.job(plan_with(spec), standing(spec), "key")
+    job = warm.job(plan_with(spec), standing(spec), "key", {})
     pod = job["spec"]["template"]["spec"]
     assert {"name": "prompts", "persistentVolumeClaim": {"claimName": "data", "readOnly": True}} in pod["volumes"]
     assert any(each.endswith("/sets/a.jsonl.gz") for each in pod["containers"][0]["args"])
@@ -104,12 +104,12 @@ def test_the_job_runs_where_engines_with_devices_do() -> None:
     spec = spec_with()
     own = {"key": "team", "operator": "Equal", "value": "llm"}
     snapshot = standing(spec, podTemplate={"nodeSelector": {"accelerator": "h100"}, "tolerations": [own]})
-    pod = warm.job(plan_with(spec), snapshot, "key")["spec"]["template"]["spec"]
+    pod = warm.job(plan_with(spec), snapshot, "key", {})["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"accelerator": "h100"}
     # Kubernetes adds the second one to pods that ask for the device, and to no other.
     assert pod["tolerations"] == [own, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     again = standing(spec, podTemplate={"tolerations": pod["tolerations"]})
-    assert warm.job(plan_with(spec), again, "key")["spec"]["template"]["spec"]["tolerations"] == pod["tolerations"]
+    assert warm.job(plan_with(spec), again, "key", {})["spec"]["template"]["spec"]["tolerations"] == pod["tolerations"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_job_runs_where_engines_with_devices_do() -> None:
 def test_a_volume_of_one_node_is_mounted_where_an_engine_runs(is_on_one_node: bool, kind: str) -> None:
     spec = spec_with()
     plan = replace(plan_with(spec), is_on_one_node=is_on_one_node)
-    affinity = warm.job(plan, standing(spec), "key")["spec"]["template"]["spec"]["affinity"]
+    affinity = warm.job(plan, standing(spec), "key", {})["spec"]["template"]["spec"]["affinity"]
     assert list(affinity["podAffinity"]) == [kind]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -126,3 +127,55 @@ def test_a_job_goes_on_while_its_tier_is_paused_and_is_ended_afterwards(cluster:
     edit(cluster, lambda spec: spec.update(paused=False))
     run(cluster)
     assert cluster.look(JOB) is None
+
+
+def test_what_failed_is_sent_again_after_a_wait_that_doubles_and_at_once_with_another_revision(
+    cluster: FakeCluster,
+) -> None:
+    waits = []
+    for number in (1, 2, 3):
+        job = look(cluster, JOB)
+        assert job["spec"]["backoffLimit"] == 0
+        waits.append(job["spec"]["ttlSecondsAfterFinished"])
+        ends(cluster, 2, {"problem": "line 1: is no JSON"}, f"pod-{number}")
+        for _ in range(2):
+            run(cluster)
+        assert look(cluster, TIER_KEY)["status"]["warm"]["failures"] == number
+        assert f"again {5 * 2 ** (number - 1)} minutes after it has ended" in condition(cluster, "Warm")["message"]
+        cluster.remove(JOB)
+        run(cluster)
+    assert waits == [300, 600, 1200]
+    edit(cluster, lambda spec: spec["warm"].update(revision="2"))
+    for _ in range(2):
+        run(cluster)
+    assert look(cluster, JOB)["spec"]["ttlSecondsAfterFinished"] == 300
+    ends(cluster, 0, DONE, "last")
+    run(cluster)
+    assert "failures" not in look(cluster, TIER_KEY)["status"]["warm"]
+
+
+def test_prompts_that_cannot_be_mounted_are_named_with_their_field(cluster: FakeCluster) -> None:
+    job = look(cluster, JOB)
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    made = cluster.put(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": "stuck",
+                "namespace": NAMESPACE,
+                "labels": labels,
+                "creationTimestamp": (NOON - timedelta(minutes=2)).isoformat(),
+                "ownerReferences": [{"uid": job["metadata"]["uid"], "controller": True}],
+            },
+            "spec": job["spec"]["template"]["spec"],
+            "status": {"containerStatuses": [{"name": "warm", "state": {"waiting": {"reason": "ContainerCreating"}}}]},
+        }
+    )
+    said = 'MountVolume.SetUp failed for volume "prompts" : configmap "prompts" not found'
+    cluster.events_about(made["metadata"]["uid"], {"reason": "FailedMount", "message": said})
+    outcome = reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON)
+    assert outcome.again_after is not None
+    told = condition(cluster, "Warm")["message"]
+    assert said in told
+    assert "spec.warm, which names key prompts.jsonl of ConfigMap prompts" in told

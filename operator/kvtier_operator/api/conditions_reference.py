@@ -225,7 +225,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.PODS_CHANGED: "Set `kvtier.dev/restart` to have it taken back, or set it in `spec.engine`.",
     Reason.SEEDS_DIFFER: "Wait for the rollout; if it stays, find what sets PYTHONHASHSEED in these pods.",
     Reason.PREFLIGHT_FAILED: "Do what the message says; the volume is tried again every few minutes.",
-    Reason.PROMPTS_FAILED: "Do what the message says; they are sent again every few minutes, and what is there stays.",
+    Reason.PROMPTS_FAILED: "Do what the message says; what is there stays, and they are sent again after longer waits.",
     Reason.PROMPTS_HELD: "Nothing, or set `spec.replicas` to 1 or more and `spec.disk.mode` to ReadWrite.",
     Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
     Reason.UNAVAILABLE: "See the reason of `Ready`.",

@@ -200,6 +200,8 @@ class WarmStatus(ApiModel):
     """Blocks that did not come."""
     problem: Annotated[StrictStr, Field(max_length=4096)] | None = None
     """What went wrong first, with the line of the prompt; absent if nothing did."""
+    failures: Count | None = None
+    """How often it went wrong, one time after the other: the wait before the next doubles each time."""
 
 
 _AMOUNT: Final = r"^-?(0|[1-9][0-9]*)([.][0-9]+)?$"

@@ -21,6 +21,8 @@ from kvtier_operator.plan.digest import digest
 from kvtier_operator.problems import Condition, Problem, State, View, Warming, met, not_checked, unknown
 from kvtier_operator.snapshot import PreflightJob, Snapshot
 
+_MINUTES_TOLD: Final = 120
+"""From here on in hours."""
 _COUNTS: Final = ("prompts", "warm", "blocks", "bytes", "missing")
 
 
@@ -65,8 +67,8 @@ def _serves(plan: TierPlan, snapshot: Snapshot) -> bool:
     return bool(annotations.get(names.ANNOTATION_CONFIG_DIGEST) == plan.config_digest)
 
 
-def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
-    """Return the Job, made from the engines as they stand."""
+def job(plan: TierPlan, snapshot: Snapshot, key: str, kept: Mapping[str, Any]) -> Manifest:
+    """Return the Job, made from the engines as they stand; `kept` is what the status says of the one before."""
     spec, tier = plan.spec, snapshot.tier
     assert spec.warm is not None
     wanted = warm_job.Prompts(
@@ -84,9 +86,14 @@ def job(plan: TierPlan, snapshot: Snapshot, key: str) -> Manifest:
         host=host,
         deadline_seconds=spec.warm.timeout_seconds,
         key=key,
+        attempt=1 + _failures(kept) if kept.get("key") == key else 1,
         generation=plan.generation.digest,
         is_on_one_node=plan.is_on_one_node,
     )
+
+
+def _failures(kept: Mapping[str, Any]) -> int:
+    return int(kept.get("failures", 0)) if kept.get("problem") else 0
 
 
 def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:
@@ -99,10 +106,11 @@ def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:
         return Warming(state=State.PASSED, key=key, counts=counts)
     if seen.key == key and (seen.exit_code is not None or seen.failure):
         problem = str(told.get("problem") or seen.failure or f"it ended with exit code {seen.exit_code}")
+        counts["failures"] = seen.attempt
         return Warming(state=State.FAILED, key=key, detail=problem[:1000], counts=counts)
     if kept.get("key") == key and kept.get("problem"):
-        return Warming(state=State.FAILED, key=key, detail=str(kept["problem"]))
-    return Warming(state=State.RUNNING, key=key, detail=seen.waiting)
+        return Warming(state=State.FAILED, key=key, detail=str(kept["problem"]), is_held_up=seen.is_held_up)
+    return Warming(state=State.RUNNING, key=key, detail=seen.waiting, is_held_up=seen.is_held_up)
 
 
 def told_off(found: Warming) -> Problem:
@@ -133,6 +141,21 @@ def _document(message: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _place(spec: TierSpec) -> str:
+    """Return where the prompts are, in words."""
+    assert spec.warm is not None
+    given = spec.warm.prompts
+    if given.config_map is not None:
+        return f"key {given.config_map.key} of ConfigMap {given.config_map.name}"
+    assert given.claim is not None
+    return f"file {given.claim.path} on claim {given.claim.name}"
+
+
+def _wait(kept: Mapping[str, Any]) -> str:
+    minutes = warm_job.kept_seconds(max(1, _failures(kept))) // 60
+    return f"{minutes} minutes" if minutes < _MINUTES_TOLD else f"{minutes // 60} hours"
+
+
 def is_required(view: View) -> bool:
     """Tell whether Ready waits for it."""
     return view.spec is not None and view.spec.warm is not None and view.spec.warm.required
@@ -157,13 +180,15 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
                 f"each of {kept.get('blocks', 0)} blocks of {kept.get('prompts', 0)} prompts was seen on the volume",
             )
         case State.FAILED:
+            again = f"again {_wait(kept)} after it has ended, or at once with another spec.warm.revision"
             return Problem(
-                reason=Reason.PROMPTS_FAILED,
-                message=f"{found.detail}; {job_name} sends the prompts again every few minutes",
+                reason=Reason.PROMPTS_FAILED, message=f"{found.detail}; {job_name} sends the prompts {again}"
             )
         case _:
-            detail = f": {found.detail}" if found.detail else ""
-            message = f"{job_name} sends the prompts of spec.warm; its log says how far it is{detail}"
+            message = f"{job_name} sends the prompts of spec.warm; its log says how far it is"
+            if found.detail:
+                message = f"{job_name} cannot send the prompts of spec.warm, which names {_place(view.spec)}, yet"
+                message += f": {found.detail}"
             return Problem(reason=Reason.PROMPTS_PENDING, message=message, is_known=is_required(view))
 
 

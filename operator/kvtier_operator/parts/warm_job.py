@@ -18,8 +18,8 @@ from kvtier_operator.parts import pod_settings
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 PROMPTS_MOUNT: Final = "/tmp/kvtier-prompts"  # noqa: S108  a mount point, in a pod of its own
-KEPT_SECONDS: Final = 300
-"""A Job that has ended is removed after this long, whoever made it, and what it owns with it."""
+_KEPT_SECONDS: Final = 300
+_LONGEST_KEPT_SECONDS: Final = 86400
 RESULT_FILE: Final = "/dev/termination-log"
 
 
@@ -36,6 +36,11 @@ class Prompts:
     """How long the blocks of one prompt may take to come to the volume."""
 
 
+def kept_seconds(attempt: int) -> int:
+    """Return after how long a Job that has ended is removed with what it owns; the next one is not made before."""
+    return int(min(_KEPT_SECONDS * 2 ** min(attempt - 1, 16), _LONGEST_KEPT_SECONDS))
+
+
 def job(  # noqa: PLR0913  each by its name
     tier: TierRef,
     template: Manifest,
@@ -45,6 +50,7 @@ def job(  # noqa: PLR0913  each by its name
     host: str,
     deadline_seconds: int,
     key: str = "",
+    attempt: int = 1,
     generation: str = "",
     is_on_one_node: bool = False,
 ) -> Manifest:
@@ -58,12 +64,13 @@ def job(  # noqa: PLR0913  each by its name
         host: of the engines' Service.
         deadline_seconds: for the Job as a whole.
         key: what its result is valid for.
+        attempt: one more for each Job before it that failed at the same.
         generation: digest of the blocks that count; if empty, those of the connector's document as the pod finds it.
         is_on_one_node: whether only one node can mount the volume.
     """
     spec = template["spec"]
     metadata = names.metadata(tier, name, component=names.COMPONENT_WARM)
-    annotations = {names.ANNOTATION_WARM: key} if key else {}
+    annotations = {names.ANNOTATION_WARM: key, names.ANNOTATION_WARM_TRY: str(attempt)} if key else {}
     alike = ("nodeSelector", "imagePullSecrets", "priorityClassName", "schedulerName")
     tolerations = _tolerations(spec)
     volumes = {each["name"]: each for each in spec["volumes"]}
@@ -72,9 +79,9 @@ def job(  # noqa: PLR0913  each by its name
         "kind": "Job",
         "metadata": {**metadata, **({"annotations": annotations} if annotations else {})},
         "spec": {
-            "backoffLimit": 1,
+            "backoffLimit": 0,  # the same prompts fail again at once as they did
             "activeDeadlineSeconds": deadline_seconds,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "ttlSecondsAfterFinished": kept_seconds(attempt),
             "template": {
                 "metadata": {"labels": names.labels(tier, names.COMPONENT_WARM)},
                 "spec": {
