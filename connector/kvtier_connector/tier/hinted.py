@@ -48,7 +48,8 @@ class HintedRequests:
 
     def end(self, context: ReqContext, request: TierRequest) -> None:
         """Take in that a request has ended."""
-        if request.hints.is_demoted or request.hints.retained is not None:
+        hints = request.hints
+        if hints.may_store and (hints.is_demoted or hints.retained is not None):
             self._ended.append((context, request))
 
     def pass_on(self, transfers: Transfers, store: SharedStore, payload_bytes: int) -> None:

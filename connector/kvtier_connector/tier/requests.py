@@ -193,7 +193,8 @@ class TierRequest:
 
     def note_hints(self, store: SharedStore, payload_bytes: int) -> None:
         """Tell whoever makes room what its client asks for, once all of it is stored that is."""
-        if self.refusal:
+        # A private prompt leaves no name of a block behind, also none that another request stored.
+        if self.refusal or not self.hints.may_store:
             return
 
         def is_there(key: OffloadKey) -> bool:

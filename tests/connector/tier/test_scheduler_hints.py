@@ -108,7 +108,16 @@ def test_a_state_that_ends_behind_what_may_be_stored_is_not_stored_and_ends_no_e
     assert state.boundary_state_offloads.keys() == {"r", "gone"}
 
 
-@pytest.mark.parametrize(("params", "records"), [({}, 1), ({"kvtier_store": False}, 0)])
+@pytest.mark.parametrize(
+    ("params", "records"),
+    [
+        ({}, 1),
+        ({"kvtier_store": False}, 0),
+        ({"kv_hints": RETAIN}, 2),
+        ({"kv_hints": RETAIN, "kvtier_store": False}, 0),
+        ({"kv_hints": DEMOTE, "kvtier_store": False}, 0),
+    ],
+)
 @pytest.mark.usefixtures("writer")
 def test_a_private_prompt_leaves_no_record_of_what_it_used(
     engines: Engines, params: dict[str, Any], records: int
