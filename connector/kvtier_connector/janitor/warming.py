@@ -11,16 +11,17 @@ Says lines of JSON, as the chores do. Nothing of a prompt or of an answer is eve
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,11 @@ _RETRY_SECONDS: Final = 2.0
 _TRIES: Final = 5
 """Of a request that no engine takes at the moment."""
 _BUSY: Final = frozenset({429, 502, 503, 504})
+_LOCKED: Final = frozenset({401, 403})
+_REMEDY: Final = (
+    f"it asks for a key, and only one that is {KEY_VARIABLE} in spec.engine.env is known here; give it there, from a "
+    "Secret, instead of by --api-key in spec.engine.args"
+)
 
 _REFUSALS: Final = {
     "tenant": "the engine keeps the prompt off the volume: it names no tenant as spec.disk.tenants asks for",
@@ -146,7 +152,7 @@ def warm(
 
 def _send(prompt: Prompt, settings: Settings, engine: _Engine) -> tuple[dict[str, int], list[str]]:
     """Return the prompt's blocks that are on the volume, with their sizes, and those that are not."""
-    named = [engine.ask(prompt) for _ in range(settings.offers)][-1]
+    named = engine.ask(prompt, times=settings.offers)
     root, paths = _directory(named, settings), list(named["blocks"])
     found: dict[str, int] = {}
     for _ in _looks(settings.patience_seconds):
@@ -201,19 +207,20 @@ class _Engine:
     """The engines behind one address. Any thread."""
 
     def __init__(self, settings: Settings) -> None:
-        # Whatever proxy there is, it is for what lies outside of the cluster.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._url = settings.url.rstrip("/")
+        parts = urllib.parse.urlsplit(self._url)
+        self._host, self._port, self._base = parts.hostname or "", parts.port, parts.path
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = {"Content-Type": "application/json"}
         if settings.key:
             self._headers["Authorization"] = f"Bearer {settings.key}"
         self._model = settings.model
         self._lock = threading.Lock()
 
-    def ask(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Send a prompt, and return the names of its blocks."""
+    def ask(self, prompt: Prompt, *, times: int) -> Mapping[str, Any]:
+        """Send a prompt this often to one engine, for each counts what it is offered, and return its blocks' names."""
         body = {"model": self._served(), **prompt.body}
-        answer = self._request(prompt.path, json.dumps(body).encode())
+        answer = self._request(prompt.path, json.dumps(body).encode(), times=times)
         named = (answer.get("kv_transfer_params") or {}).get(NAMES)
         if not isinstance(named, dict) or not isinstance(named.get("blocks"), list) or "directory" not in named:
             raise _RefusedError(
@@ -231,24 +238,33 @@ class _Engine:
                 self._model = str(listed[0].get("id", ""))
             return self._model
 
-    def _request(self, path: str, body: bytes | None) -> dict[str, Any]:
+    def _request(self, path: str, body: bytes | None, *, times: int = 1) -> dict[str, Any]:
+        """Send a request over one connection, which leads to one engine whatever stands before it."""
         for attempt in range(1, _TRIES + 1):
+            # No proxy: whatever there is, it is for what lies outside of the cluster.
+            connection = self._connect(self._host, self._port, timeout=_ANSWER_SECONDS)
             try:
-                request = urllib.request.Request(self._url + path, body, self._headers)  # noqa: S310 - the tier's own
-                with self._opener.open(request, timeout=_ANSWER_SECONDS) as answer:
-                    found = json.loads(answer.read())
-            except urllib.error.HTTPError as error:
-                # Its body may repeat the prompt.
-                error.close()
-                if error.code not in _BUSY or attempt == _TRIES:
-                    raise _RefusedError(f"the engine answers {path} with {error.code} {error.reason}") from None
-            except (OSError, ValueError) as error:
+                for _ in range(times):
+                    connection.request("GET" if body is None else "POST", self._base + path, body, self._headers)
+                    with connection.getresponse() as answer:
+                        text = answer.read()  # all of it, or the connection cannot be used again
+                    if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                        break
+                found = json.loads(text) if answer.status < HTTPStatus.MULTIPLE_CHOICES else None
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 if attempt == _TRIES:
                     raise _RefusedError(f"no engine answers at {self._url}: {type(error).__name__}") from None
             else:
                 if isinstance(found, dict):
                     return found
-                raise _RefusedError(f"the engine answers {path} with something else than an object")
+                if answer.status < HTTPStatus.MULTIPLE_CHOICES:
+                    raise _RefusedError(f"the engine answers {path} with something else than an object")
+                # What else it says may repeat the prompt.
+                if answer.status not in _BUSY or attempt == _TRIES:
+                    why = f"the engine answers {path} with {answer.status} {answer.reason}"
+                    raise _RefusedError(f"{why}: {_REMEDY}" if answer.status in _LOCKED else why)
+            finally:
+                connection.close()
             time.sleep(_RETRY_SECONDS * attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
 

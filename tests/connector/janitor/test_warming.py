@@ -174,3 +174,22 @@ def test_a_line_that_is_no_prompt_is_told_of_before_anything_is_sent(serve: Any,
     (tmp_path / "prompts.jsonl").write_text('"1"\n"2"\nno prompt\n')
     assert "line 3" in run(words, tmp_path, 2)["problem"]
     assert engines.asked == []
+
+
+def test_a_prompt_is_offered_often_enough_to_one_replica(serve: Any, tmp_path: Path) -> None:
+    replicas, words = serve(replicas=3, min_reuse=2)
+    found = run(words, tmp_path, 0)
+    assert (found["warm"], found["blocks"], found["missing"]) == (1, 3, 0)
+    assert len(replicas.asked) == 2
+    assert len(set(replicas.asked)) == 1
+
+
+def test_a_key_that_is_not_known_is_asked_for_with_its_place(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, words = serve(api_key="sesame")
+    found = run(words, tmp_path, 1)
+    assert "with 401 Unauthorized: it asks for a key" in found["problem"]
+    assert "VLLM_API_KEY in spec.engine.env" in found["problem"]
+    monkeypatch.setenv(warming.KEY_VARIABLE, "sesame")
+    assert run(words, tmp_path, 0)["warm"] == 1
