@@ -72,6 +72,38 @@ def test_without_prices_nothing_is_said_and_what_was_said_stays_while_nobody_has
     assert report(priced(None))["savings"] == {"currency": "USD", "enginePerHour": "10"}
 
 
+def test_a_volume_that_nobody_has_counted_costs_nobody_knows_what() -> None:
+    view = replace(priced(0.5), snapshot=changed(janitor=Janitor()).snapshot)
+    found = report(view)["savings"]
+    assert found == {"currency": "USD", "enginePerHour": "10", "gpus": "2", "gpusPerHour": "5"}
+    # Where it costs nothing, that is known.
+    free = replace(priced(0.5, cost={"gpuHour": "2.50"}), snapshot=view.snapshot)
+    assert report(free)["savings"]["netPerHour"] == "5"
+
+
+def test_what_was_measured_before_is_told_at_the_prices_of_today() -> None:
+    before = report(priced(0.5))
+    found = report(priced(None, cost={"gpuHour": "5", "currency": "EUR"}), before)["savings"]
+    assert found == {
+        "currency": "EUR",
+        "enginePerHour": "20",
+        "gpus": "2",
+        "gpusPerHour": "10",
+        "storagePerHour": "0",
+        "netPerHour": "10",
+        "netPerMonth": "7300",
+    }
+
+
+@pytest.mark.parametrize("saved", [None, 0.5])
+def test_engines_that_do_not_serve_save_nothing(saved: float | None) -> None:
+    view, before = priced(saved), report(priced(0.5))
+    assert view.snapshot is not None
+    gone = replace(view.snapshot, engines=replace(view.snapshot.engines, replicas=0, updated=0, ready=0))
+    found = report(replace(view, snapshot=gone), before)["savings"]
+    assert found == {"currency": "USD", "enginePerHour": "10"}
+
+
 @pytest.mark.parametrize("price", ["-1", "1e3", "2,50", "$2", "", "1.0000000"])
 def test_what_is_no_price_is_refused_with_the_field(price: str) -> None:
     with pytest.raises(SpecInvalid, match=r"spec\.cost\.gpuHour"):

@@ -32,7 +32,7 @@ def document(view: View, previous: Mapping[str, Any], *, used_bytes: int | None)
     Args:
         view: what is known now.
         previous: the status before; what it says stays while an operator that has just begun knows nothing.
-        used_bytes: what lies on the volume; None where nobody has counted.
+        used_bytes: what lies on the volume; None where nobody has counted: then nobody knows what that costs.
     """
     spec = view.spec
     if spec is None or spec.cost is None:
@@ -43,15 +43,20 @@ def document(view: View, previous: Mapping[str, Any], *, used_bytes: int | None)
         return before
     each = accelerators(spec, view.sizing.engines_per_pod)
     prices = {"currency": spec.cost.currency, "enginePerHour": _plain(each * float(spec.cost.gpu_hour))}
-    if saved is None:
-        return {**before, **prices}
-    gpus = saved * each
+    if view.snapshot is not None and not view.snapshot.engines.ready:
+        return prices  # nobody serves, so nothing is saved
+    if saved is None and "gpus" not in before:
+        return prices
+    # What was measured stays while nobody has asked; its price is today's.
+    gpus = float(before["gpus"]) if saved is None else saved * each
     per_hour = gpus * float(spec.cost.gpu_hour)
-    storage = (used_bytes or 0) / _GIB * float(spec.cost.storage_gib_month) / MONTH_HOURS
+    known = {**prices, "gpus": _amount(gpus), "gpusPerHour": _amount(per_hour)}
+    price = float(spec.cost.storage_gib_month)
+    if used_bytes is None and price:
+        return known
+    storage = (used_bytes or 0) / _GIB * price / MONTH_HOURS
     return {
-        **prices,
-        "gpus": _amount(gpus),
-        "gpusPerHour": _amount(per_hour),
+        **known,
         "storagePerHour": _amount(storage),
         "netPerHour": _amount(per_hour - storage),
         "netPerMonth": _amount((per_hour - storage) * MONTH_HOURS),
