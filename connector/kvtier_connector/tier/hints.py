@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from vllm.v1.kv_offload.base import Locality, Medium
+
 from kvtier_connector.contract import NAMES_PARAMETER, TENANT_PARAMETER
 
 LOAD_PARAMETER: Final = "kvtier_load"
@@ -31,15 +33,22 @@ PREFETCH: Final = "kv.prefetch"
 NO_LOAD: Final = "no_load"
 NO_STORE: Final = "no_store"
 
-_OF_VLLM = frozenset({"max_load_tokens", "max_offload_tokens"})
-_OF_OTHERS = frozenset({"kv_load_tiers", "transfer_id", "tp_size", "pp_size", "prompt_token_ids"}).union(
+_COUNTS = frozenset({"max_load_tokens", "max_offload_tokens"})
+_TIERS = "kv_load_tiers"
+_OF_VLLM = _COUNTS | {_TIERS}
+_OF_OTHERS = frozenset({"transfer_id", "tp_size", "pp_size", "prompt_token_ids"}).union(
     {TENANT_PARAMETER, NAMES_PARAMETER}
 )
-"""Known to vLLM or read elsewhere; who reads them says what is wrong with them."""
+"""Known to vLLM or read elsewhere; who reads them says what is wrong with them, as far as vLLM does not show it."""
+_PARTS_OF_TIERS = {
+    "medium": frozenset(medium.value for medium in Medium),
+    "locality": frozenset(locality.value for locality in Locality),
+}
 _OF_OTHER_CONNECTORS = ("do_remote_", "remote_", "_", "lmcache")
 _DIRECTIVE = frozenset({"start", "end", "priority", "duration"})
 _MOST_PRIORITY = 100
-_SHOWN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,47}", re.ASCII)
+_SHOWN = re.compile(r"(kv[._-]|kvtier_|max_)[A-Za-z0-9_.-]{0,24}", re.ASCII)
+"""Names like ours, so that whoever mistypes one can see it; any other may be a secret in the wrong place."""
 
 
 class Problem(NamedTuple):
@@ -85,6 +94,43 @@ class Hints(NamedTuple):
 
 
 NO_HINTS: Final = Hints()
+
+
+def understood(params: Any) -> dict[str, Any] | None:
+    """Return the ``kv_transfer_params`` without the values that vLLM would write to its log; None if they are none.
+
+    What is left means the same to vLLM.
+    """
+    if not isinstance(params, dict):
+        return None
+    refused = {key for key in _COUNTS if key in params and not _is_tokens(params[key])}
+    if (tiers := params.get(_TIERS)) is not None:
+        kept = _known_tiers(tiers)
+        if not isinstance(tiers, list) or (tiers and not kept):
+            refused.add(_TIERS)
+        elif len(kept) < len(tiers):
+            params = {**params, _TIERS: kept}
+    return {key: value for key, value in params.items() if key not in refused} if refused else params
+
+
+def _known_tiers(tiers: Any) -> list[Any]:
+    return [entry for entry in tiers if _is_tier(entry)] if isinstance(tiers, list) else []
+
+
+def _are_tiers(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_is_tier, value)))
+
+
+def _is_tier(entry: Any) -> bool:
+    """Say whether vLLM knows what the entry of a list of tiers means."""
+    return isinstance(entry, dict) and all(
+        entry.get(name) is None or (isinstance(entry[name], str) and entry[name].upper() in known)
+        for name, known in _PARTS_OF_TIERS.items()
+    )
+
+
+def _is_tokens(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def parse_hints(params: Any, envelope: Any) -> Hints:
@@ -140,7 +186,7 @@ class _Parser:
                 else:
                     self.ignore("value", key)
             elif key in _OF_VLLM:
-                if type(value) is not int or value < 0:
+                if not (_are_tiers(value) if key == _TIERS else _is_tokens(value)):
                     self.ignore("value", key)
             elif not isinstance(key, str) or not (key in _OF_OTHERS or key.startswith(_OF_OTHER_CONNECTORS)):
                 self.ignore("key", key)

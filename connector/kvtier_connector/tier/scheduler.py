@@ -35,7 +35,7 @@ from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.tier.adapters import Lora
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
-from kvtier_connector.tier.hints import NO_STORE, parse_hints
+from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
@@ -88,9 +88,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def on_new_request(self, request: Request) -> None:
         hints = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        if not isinstance(request.kv_transfer_params, dict):
-            # vLLM would read it as if it were one, and a client may send anything.
-            request.kv_transfer_params = None
+        # vLLM logs what it does not understand, reads anything as if it were an object, and a client may send anything.
+        request.kv_transfer_params = understood(request.kv_transfer_params)
         super().on_new_request(request)
         status = self._req_status[request.request_id]
         status.req_context.set_state(Salt(request.cache_salt))

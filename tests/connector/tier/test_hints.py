@@ -19,6 +19,7 @@ from kvtier_connector.tier.hints import (
     Problem,
     Retention,
     parse_hints,
+    understood,
 )
 
 
@@ -87,6 +88,14 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
         ({"max_offload_token": 3}, "key", "max_offload_token"),
         ({"a secret, maybe": 1}, "key", "(not shown)"),
         ({5: 1}, "key", "(not shown)"),
+        ({"sk-live-0123456789abcdef": 1}, "key", "(not shown)"),
+        ({"kvtier_" + 40 * "s": 1}, "key", "(not shown)"),
+        (hinted(action("sk-live-0123456789abcdef")), "action", "(not shown)"),
+        (hinted(action("kv." + 40 * "s")), "action", "(not shown)"),
+        ({"kv_load_tiers": "sk-live"}, "value", "kv_load_tiers"),
+        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, "value", "kv_load_tiers"),
+        ({"kv_load_tiers": [{"locality": 5}]}, "value", "kv_load_tiers"),
+        ({"kv_load_tiers": ["sk-live"]}, "value", "kv_load_tiers"),
         ({"kvtier_store": "false"}, "value", "kvtier_store"),
         ({"kvtier_load": 0}, "value", "kvtier_load"),
         ({"max_load_tokens": -1}, "value", "max_load_tokens"),
@@ -131,6 +140,26 @@ def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, na
     assert list(hints.taken) == []
 
 
+@pytest.mark.parametrize(
+    ("given_params", "left"),
+    [
+        ("sk-live", None),
+        ({"max_load_tokens": "sk-live", "max_offload_tokens": 5}, {"max_offload_tokens": 5}),
+        ({"max_load_tokens": True, "max_offload_tokens": -1, "x": 1}, {"x": 1}),
+        ({"kv_load_tiers": []}, {"kv_load_tiers": []}),
+        (
+            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
+            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
+        ),
+        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, {"kv_load_tiers": [{"medium": "CPU"}]}),
+        ({"kv_load_tiers": [{"medium": "sk-live"}], "x": 1}, {"x": 1}),
+        ({"kv_load_tiers": {"medium": "CPU"}}, {}),
+    ],
+)
+def test_vllm_gets_what_it_understands(given_params: Any, left: Any) -> None:
+    assert understood(given_params) == left
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -154,6 +183,8 @@ JSON = st.recursive(
                     "duration",
                     "kvtier_store",
                     "max_load_tokens",
+                    "kv_load_tiers",
+                    "medium",
                     "protocol_version",
                 ]
             ),
@@ -168,5 +199,6 @@ JSON = st.recursive(
 @given(JSON)
 def test_nothing_that_a_client_sends_raises(params: Any) -> None:
     for given_params in (params, {"kv_hints": params}, {"kv_hints": {"actions": params}}, hinted(params)):
+        assert isinstance(understood(given_params), dict | None)
         retained = parse_hints(given_params, None).retained
         assert retained is None or 0 <= retained.seconds <= LONGEST_RETENTION_SECONDS

@@ -165,6 +165,32 @@ def test_what_is_not_understood_is_counted_and_told_once_and_costs_nothing(
     assert "not an object" not in told.getMessage()
 
 
+SECRET = "sk-live-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_load_tokens": SECRET},
+        {"max_offload_tokens": SECRET},
+        {"kv_load_tiers": SECRET},
+        {"kv_load_tiers": [{"medium": SECRET}]},
+        {"kv_load_tiers": [{"locality": SECRET}]},
+        {SECRET: 1},
+        {"kv_hints": {"actions": [{"action_type": SECRET}]}},
+    ],
+)
+def test_nothing_that_a_client_sends_is_in_the_log(
+    engines: Engines, caplog: pytest.LogCaptureFixture, params: dict[str, Any]
+) -> None:
+    engine = engines.make()
+    serve(engine, "r", PROMPT, params)
+    finish(engine)
+    assert sum(engine.metric("vllm:kvtier_ignored_request_hints", cause) for cause in ("value", "key", "action")) == 1
+    assert "r" in engine.answers
+    assert SECRET not in caplog.text
+
+
 def janitor_leaves(engines: Engines, engine: SimulatedEngine, most_blocks: int) -> tuple[int, int]:
     """Have a janitor keep so many blocks; return how many of `PROMPT` and of `LATER` those are."""
     engine.close()
