@@ -87,6 +87,12 @@ def test_a_model_without_room_for_a_picture_is_sent_none() -> None:
     assert send(first, second, subjects=BOTH).covered == ("the adapter sql",)
 
 
+def test_a_picture_whose_prompt_may_be_shorter_than_a_chunk_is_not_sent() -> None:
+    assert send(*pair(), subjects=BOTH, chunk=Chunk(tokens=1024)).covered == ("the adapter sql", "a picture")
+    found = send(*pair(), subjects=BOTH, chunk=Chunk(tokens=1040))
+    assert (found.covered, found.open) == (("the adapter sql",), ())
+
+
 def test_every_picture_is_new_and_can_be_read() -> None:
     pictures = [new_picture() for _ in range(3)]
     assert len(set(pictures)) == 3
@@ -202,7 +208,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, asker: Asker) -> Iterator[Asked]:
 
 
 def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
-    usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}
+    usage = {"usage": {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}}
     Handler.answers.update(
         {
             "/v1/models": (200, b'{"data": [{"id": "tiny", "max_model_len": 4096}]}'),
@@ -220,6 +226,15 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
     picture, words = Handler.bodies[-1]["messages"][0]["content"]
     assert picture == {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
     assert words == {"type": "text", "text": "12 34"}
+
+
+@pytest.mark.parametrize(("asked", "cached"), [(64, 48), (96, 0), (400, 0), (None, None)])
+def test_the_template_of_a_chat_in_the_engines_own_cache_is_no_proof(
+    engine: Asked, asked: int | None, cached: int | None
+) -> None:
+    usage = {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": 48}}
+    Handler.answers["/v1/chat/completions"] = (200, json.dumps({"usage": usage}).encode())
+    assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == cached
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ async def run(  # noqa: PLR0913  each by its name
     found = await _try(pair, _text(served.name, length), length)
     if not found.outcome.is_proof:
         return found
-    for subject, ask in _asks(subjects, served, length):
+    for subject, ask in _asks(subjects, served, length, _chunk_tokens(reading, chunk)):
         other = await _try(pair, ask, length)
         if other.outcome.is_disproof:
             return replace(other, subject=subject)
@@ -127,8 +127,12 @@ class _Pair:
     waiting: Waiting
 
 
+def _chunk_tokens(reading: Reading, chunk: Chunk) -> int:
+    return int(chunk.tokens or reading.block_tokens * chunk.blocks)
+
+
 def _length(served: Served, reading: Reading, chunk: Chunk) -> int:
-    wanted = max(FEWEST_TOKENS, CHUNKS * (chunk.tokens or reading.block_tokens * chunk.blocks))
+    wanted = max(FEWEST_TOKENS, CHUNKS * _chunk_tokens(reading, chunk))
     return max(1, min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8))
 
 
@@ -138,22 +142,25 @@ def _text(model: str, length: int) -> Ask:
     return lambda engine: engine.complete(model, prompt)
 
 
-def _picture(model: str, length: int) -> Ask:
+def _picture(model: str, count: int) -> Ask:
     chooser = random.SystemRandom()
     # A number of two digits and the space before it are one to three tokens.
-    words = " ".join(str(chooser.randint(10, 99)) for _ in range(max(1, min(length, MOST_TOKENS // 4))))
+    words = " ".join(str(chooser.randint(10, 99)) for _ in range(count))
     picture = new_picture()
     return lambda engine: engine.see(model, words, picture)
 
 
-def _asks(subjects: Subjects, served: Served, length: int) -> list[tuple[str, Ask]]:
+def _asks(subjects: Subjects, served: Served, length: int, chunk_tokens: int) -> list[tuple[str, Ask]]:
     found = []
     if subjects.adapters:
         name = random.SystemRandom().choice(subjects.adapters)
         found.append((f"the adapter {name}", _text(name, length)))
     # What a picture and three tokens a word may take, with room for the template of the chat.
-    if subjects.has_pictures and (served.most_tokens or MOST_TOKENS) >= _ROOM_FOR_PICTURES:
-        found.append(("a picture", _picture(served.name, min(length, (served.most_tokens or MOST_TOKENS) // 4))))
+    most = served.most_tokens or MOST_TOKENS
+    words = max(1, min(length, MOST_TOKENS // 4, most // 4))
+    # What may be shorter than one chunk is kept by nobody.
+    if subjects.has_pictures and most >= _ROOM_FOR_PICTURES and words >= chunk_tokens:
+        found.append(("a picture", _picture(served.name, words)))
     return found
 
 

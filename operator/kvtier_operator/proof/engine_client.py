@@ -48,7 +48,11 @@ class Engine(Protocol):
         ...
 
     async def see(self, model: str, words: str, picture: bytes) -> int | None:
-        """Answer a picture, as PNG, and the words after it; return what `complete` returns."""
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
+
+        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
+        may have in its own cache.
+        """
         ...
 
     async def metrics(self) -> Reading:
@@ -88,7 +92,11 @@ class HttpEngine:
         return _cached(await self._json("POST", "/v1/completions", body, ANSWER_SECONDS))
 
     async def see(self, model: str, words: str, picture: bytes) -> int | None:
-        """Answer a picture, as PNG, and the words after it; return what `complete` returns."""
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
+
+        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
+        may have in its own cache.
+        """
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
         body = {
@@ -97,7 +105,11 @@ class HttpEngine:
             "max_tokens": 1,
             "temperature": 0,
         }
-        return _cached(await self._json("POST", "/v1/chat/completions", body, ANSWER_SECONDS))
+        answer = await self._json("POST", "/v1/chat/completions", body, ANSWER_SECONDS)
+        cached, asked = _cached(answer), _usage(answer).get("prompt_tokens")
+        if cached is None or not isinstance(asked, int):
+            return None
+        return cached if 2 * cached > asked else 0
 
     async def metrics(self) -> Reading:
         """Return what it has counted so far."""
@@ -131,8 +143,12 @@ class HttpEngine:
         return reply.body
 
 
-def _cached(answer: Any) -> int | None:
+def _usage(answer: Any) -> dict[str, Any]:
     usage = answer.get("usage") if isinstance(answer, dict) else None
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return usage if isinstance(usage, dict) else {}
+
+
+def _cached(answer: Any) -> int | None:
+    details = _usage(answer).get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached if isinstance(cached, int) else None
