@@ -41,7 +41,7 @@ class HintedRequests:
             if problem not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(problem)
                 logger.warning(
-                    "Ignored in kv_transfer_params or kv_hints of a request, and from now on only counted: %s (%s)",
+                    "Not understood in kv_transfer_params or kv_hints of a request, from now on only counted: %s (%s)",
                     problem.name,
                     problem.cause,
                 )

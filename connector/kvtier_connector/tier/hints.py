@@ -17,15 +17,15 @@ from vllm.v1.kv_offload.base import Locality, Medium
 from kvtier_connector.contract import NAMES_PARAMETER, TENANT_PARAMETER
 
 LOAD_PARAMETER: Final = "kvtier_load"
-"""False: nothing of the prompt is read from the CPU tier or the volume."""
+"""Anything but true: nothing of the prompt is read from the CPU tier or the volume."""
 STORE_PARAMETER: Final = "kvtier_store"
-"""False: nothing of the request is written to the CPU tier or the volume."""
+"""Anything but true: nothing of the request is written to the CPU tier or the volume."""
 HINTS_PARAMETER: Final = "kv_hints"
 """The envelope, as an object with the names of vLLM's."""
 LONGEST_RETENTION_SECONDS: Final = 30 * 86_400.0
 """What a client may ask for at most; also what it gets that names no time."""
 MOST_ACTIONS: Final = 64
-"""Of one request that are looked at."""
+"""Of one request that are looked at, and directives of one of them."""
 
 RETAIN: Final = "kv.retain"
 DEMOTE: Final = "kv.demote"
@@ -176,9 +176,9 @@ class _Parser:
     def take_params(self, params: Mapping[Any, Any]) -> None:
         for key, value in params.items():
             if key in self._may:
-                if isinstance(value, bool):
-                    self._may[key] = value
-                else:
+                # Who writes "false" wants a private prompt, and a misspelt one is not to be public.
+                self._may[key] = value is True
+                if not isinstance(value, bool):
                     self.ignore("value", key)
             elif key == HINTS_PARAMETER:
                 if isinstance(value, Mapping):
@@ -221,7 +221,8 @@ class _Parser:
 
     def _retain(self, payload: Mapping[Any, Any]) -> None:
         directives = payload.get("directives", [{}])
-        if not payload.keys() <= {"directives", "scope"} or not isinstance(directives, list | tuple):
+        is_list = isinstance(directives, list | tuple) and len(directives) <= MOST_ACTIONS
+        if not payload.keys() <= {"directives", "scope"} or not is_list:
             self.ignore("payload", RETAIN)
             return
         for directive in directives:

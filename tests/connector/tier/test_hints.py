@@ -96,8 +96,6 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
         ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, "value", "kv_load_tiers"),
         ({"kv_load_tiers": [{"locality": 5}]}, "value", "kv_load_tiers"),
         ({"kv_load_tiers": ["sk-live"]}, "value", "kv_load_tiers"),
-        ({"kvtier_store": "false"}, "value", "kvtier_store"),
-        ({"kvtier_load": 0}, "value", "kvtier_load"),
         ({"max_load_tokens": -1}, "value", "max_load_tokens"),
         ({"max_offload_tokens": True}, "value", "max_offload_tokens"),
         ({"max_offload_tokens": "12"}, "value", "max_offload_tokens"),
@@ -114,6 +112,7 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
         (hinted(action("kv.demote", {"session_id": "s"})), "payload", "kv.demote"),
         (hinted({"action_type": "kv.prefetch", "payload": 3}), "payload", "kv.prefetch"),
         (hinted(action("kv.retain", {"directives": 3})), "payload", "kv.retain"),
+        (hinted(action("kv.retain", {"directives": [{}] * (MOST_ACTIONS + 1)})), "payload", "kv.retain"),
         (hinted(action("kv.retain", {"seconds": 3})), "payload", "kv.retain"),
         *[
             (hinted(action("kv.retain", {"directives": [bad]})), "payload", "kv.retain")
@@ -138,6 +137,16 @@ def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, na
     hints = parse_hints(params, None)
     assert hints == Hints(problems=(Problem(cause, name),))
     assert list(hints.taken) == []
+
+
+@pytest.mark.parametrize("value", ["false", "true", "no", 0, 1, None, [], {}])
+def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) -> None:
+    assert parse_hints({"kvtier_store": value}, None) == Hints(
+        may_store=False, problems=(Problem("value", "kvtier_store"),)
+    )
+    assert parse_hints({"kvtier_load": value}, None) == Hints(
+        may_load=False, problems=(Problem("value", "kvtier_load"),)
+    )
 
 
 @pytest.mark.parametrize(
