@@ -74,7 +74,9 @@ class Run(threading.Thread):
         self.code = main(self._words)
 
 
-def test_the_secret_is_the_jobs_alone_and_the_job_ends_by_itself(api: ApiServerThread, words: list[str]) -> None:
+def test_the_secret_is_the_jobs_alone_and_the_job_ends_by_itself(
+    api: ApiServerThread, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(words)
     run.start()
     job, secret = begun(api)
@@ -87,6 +89,9 @@ def test_the_secret_is_the_jobs_alone_and_the_job_ends_by_itself(api: ApiServerT
     Person().cluster.request("DELETE", path, what="delete it")
     run.join(30)
     assert run.code == 1
+    said = capsys.readouterr().err
+    assert "was deleted before it had ended" in said
+    assert "remove it" not in said
     assert ours(api, "secrets") == ours(api, "jobs") == []
 
 
