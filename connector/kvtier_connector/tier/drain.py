@@ -55,8 +55,10 @@ class Drain:
         self._restore: Callable[[], None] = _nothing
         self._is_announced = False
         self._lost: set[OffloadKey] = set()
-        self._outcome = (-1, 0)
-        """What was told of written and lost blocks."""
+        self._outcome: tuple[int, int] | None = None
+        """What was told of written and lost blocks; None before it was."""
+        self._counted = 0
+        """The most lost blocks that there were when it was told: a counter only grows."""
         self.written = 0
         """Blocks that came to lie on the volume since the signal, or lay there."""
 
@@ -128,12 +130,15 @@ class Drain:
             # It may be offered again, while there is time.
             self._lost.add(key)
 
-    def tell(self) -> None:
-        """Say how it ended, unless that was said."""
-        outcome = self.written, self.lost
-        if self._told is None or outcome == self._outcome:
+    def tell(self, *, is_last: bool = False) -> None:
+        """Say how it ended: once when the time is over, and at the very end if it has become another end."""
+        if self._told is None:
             return
-        self._stats.count(metrics.DRAINED_BLOCKS, self.lost - self._outcome[1], cause=metrics.LOST)
+        self._stats.count(metrics.DRAINED_BLOCKS, max(0, self.lost - self._counted), cause=metrics.LOST)
+        self._counted = max(self._counted, self.lost)
+        outcome = self.written, self.lost
+        if outcome == self._outcome or not (self._outcome is None or is_last):
+            return
         self._outcome = outcome
         (logger.warning if self.lost else logger.info)(
             "kvtier %s: drained in %.1f s: %d blocks written, %d lost, which are computed again where they are needed",
@@ -149,7 +154,7 @@ class Drain:
 
     def close(self) -> None:
         """Say how it ended, and listen no more."""
-        self.tell()
+        self.tell(is_last=True)
         self._restore()
 
 

@@ -163,3 +163,47 @@ def test_the_signals_of_a_process_in_which_vllm_listens_to_none_are_left_alone()
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def lost_since(stats: metrics.Stats) -> float:
+    taken = stats.take().data["data"].get(DRAINED, {})
+    return sum(value for labels, value in taken.items() if metrics.LOST in labels)
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_was_lost_and_is_written_after_all_is_told_once_and_counts_down_nowhere() -> None:
+    handler = Records()
+    stats = metrics.Stats()
+    made = Drain(0, stats, name="ns/tier")
+    drain.logger.addHandler(handler)
+    try:
+        made.begin()
+        made.note(key(1), is_written=False)
+        made.note(key(2), is_written=False)
+        made.tell()
+        assert lost_since(stats) == 2
+        made.note(key(1), is_written=True)
+        made.tell()
+        assert lost_since(stats) == 0
+        for number in range(3, 8):
+            made.note(key(number), is_written=False)
+            made.tell()
+        assert lost_since(stats) == 4
+        made.close()
+        made.close()
+    finally:
+        drain.logger.removeHandler(handler)
+    told = [record.getMessage() for record in handler.records if "drained in" in record.getMessage()]
+    assert len(told) == 2
+    assert "0 blocks written, 2 lost" in told[0]
+    assert "1 blocks written, 6 lost" in told[1]
