@@ -8,7 +8,8 @@ container runs no init container.
 
 The kernel says whether anybody holds a file: it leases one for writing to us only where nobody else has it open or
 mapped, in whichever container, and has whoever opens it meanwhile wait until it is removed. So engines of several
-containers may share one /dev/shm. Where leases are not to be had, who holds a file is read from /proc, and then the
+containers may share one /dev/shm. A file that may not be leased because it is another user's stays. Where leases are
+not to be had at all, who holds a file is read from /proc, and then the
 directory must not be shared with processes that /proc does not show. Files are listed before processes are, so a file
 made in between is never a candidate, and one listed had a creator that held it open or is gone.
 
@@ -98,7 +99,13 @@ def clear_stale_regions(directory: str | Path = SHM) -> list[str]:
     if _gives_leases(directory):
         fates = [(path, status, _remove_leased(path, status)) for path, status in candidates]
         removed = [str(path) for path, _, is_removed in fates if is_removed]
-        untold = [(path, status) for path, status, is_removed in fates if is_removed is None]
+        # /proc shows nothing of other containers, whose engines may be other users'.
+        untold = []
+        for path, status, is_removed in fates:
+            if is_removed is None and status.st_uid == os.geteuid():
+                untold.append((path, status))
+            elif is_removed is None:
+                logger.info("%s: kept, nobody can tell whether another user's process holds it", path)
     return sorted([*removed, *_clear_by_processes(directory, untold)])
 
 

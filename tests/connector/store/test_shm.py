@@ -191,9 +191,14 @@ def anyones_python() -> str:
     pytest.skip("other users have no Python here")
 
 
-def clear_as(user: int, directory: Path) -> list[str]:
+WITHOUT_LEASES = CLEARING.replace(
+    "print(", "from kvtier_connector import shm; shm._gives_leases = lambda _: False; print("
+)
+
+
+def clear_as(user: int, directory: Path, program: str = CLEARING) -> list[str]:
     completed = subprocess.run(
-        [anyones_python(), "-c", CLEARING, str(directory), str(CONNECTOR)],
+        [anyones_python(), "-c", program, str(directory), str(CONNECTOR)],
         user=user,
         check=True,
         capture_output=True,
@@ -227,8 +232,19 @@ class TestWithoutPrivileges:
         others = region(everybodys, "others")
         os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
         with holding(everybodys / "unrelated", "open", user=SOMEBODY_ELSE):
-            assert clear_as(SOMEBODY, everybodys) == []
-        assert clear_as(SOMEBODY, everybodys) == [str(others)]
+            assert clear_as(SOMEBODY, everybodys, WITHOUT_LEASES) == []
+        assert clear_as(SOMEBODY, everybodys, WITHOUT_LEASES) == [str(others)]
+
+    @pytest.mark.parametrize("mode", [0o600, 0o666])
+    def test_another_users_region_stays_where_its_holder_may_be_in_another_container(
+        self, everybodys: Path, mode: int
+    ) -> None:
+        own, others = region(everybodys, "own"), region(everybodys, "others")
+        os.chown(own, SOMEBODY, SOMEBODY)
+        os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
+        others.chmod(mode)
+        assert clear_as(SOMEBODY, everybodys) == [str(own)]
+        assert others.exists()
 
     def test_a_region_that_may_not_be_removed_is_left(self, everybodys: Path) -> None:
         everybodys.chmod(0o755)
