@@ -13,6 +13,7 @@ import enum
 import logging
 import math
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,8 +25,8 @@ logger = logging.getLogger("vllm.kvtier.movers")
 
 _DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
-_KILLED_SECONDS = 4.0
-"""Killed, a process is gone at once on a machine that has time for it, and never where a call hangs."""
+_KILLED_SECONDS = 1.0
+"""Killed, a process is gone at once, or when the call returns in which it hangs, and no engine waits for that."""
 FIRST_BACKOFF_SECONDS = 30.0
 LONGEST_BACKOFF_SECONDS = 600.0
 """Each attempt that fails doubles the back-off, up to this."""
@@ -185,7 +186,8 @@ class Crew:
             try:
                 process.wait(max(0.0, killed_until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                continue
+                # Somebody is to take its end, however late that comes.
+                threading.Thread(target=process.wait, name="kvtier-mover-end", daemon=True).start()
         return all(process.returncode is not None for process in self._processes.values())
 
     def _are_too_many(self) -> bool:

@@ -145,13 +145,14 @@ class Volume:
             )
 
     def close(self, timeout_seconds: float) -> None:
-        """Stop; a thread that hangs in a system call is left behind."""
-        self._closed.set()
-        self._is_walk_due.set()
-        self.store.has_news.set()
-        self._patience.cancel()
-        self._tell(self._report.end)
+        """Stop, and wait so long for its threads; one that hangs is left behind. May be called again."""
         deadline = time.monotonic() + timeout_seconds
+        if not self._closed.is_set():
+            self._closed.set()
+            self._is_walk_due.set()
+            self.store.has_news.set()
+            self._patience.cancel()
+            self._tell(self._report.end)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))

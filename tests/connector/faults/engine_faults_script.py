@@ -121,6 +121,8 @@ def main() -> None:
     record("stored", seeds)
     was_healthy = is_read("healthy")
     for fault, flags in FAULTS.items():
+        # A breaker that the fault before has opened would keep this one's reads off the volume.
+        is_read("between")
         engine.push_out()
         with broken(control, flags):
             record(fault, [*seeds, next(fresh)])

@@ -64,6 +64,7 @@ def test_an_engine_ends_in_time_whatever_the_volume_does_and_says_what_is_lost(
         begin_to_write(server)
         server.process.send_signal(signal.SIGTERM)
         # vLLM kills the engine that has not ended by then, and it would say nothing.
-        server.process.wait(SHUTDOWN_SECONDS + 30)
+        until(lambda: "drained in" in server.log.read_text(), "the engine ends", seconds=SHUTDOWN_SECONDS)
         assert drained(server) == (0, PROMPT_TOKENS // CHUNK_TOKENS)
-        assert "SIGKILL" not in server.log.read_text()
+    # Nobody ends a process, the engine's or a mover's, of which a thread waits for a call that does not return.
+    server.process.wait(SHUTDOWN_SECONDS)
