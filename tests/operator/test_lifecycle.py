@@ -318,21 +318,20 @@ def test_a_claim_of_the_users_own_is_noticed_as_soon_as_it_is_there(kubectl: Cli
 
 @pytest.mark.usefixtures("controllers")
 def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> None:
-    def engines() -> set[str]:
-        pods = [pod["metadata"] for pod in kubectl.items(CORE, "pods")]
-        return {each["uid"] for each in pods if each["name"].startswith("llama-engine-")}
+    def running_engines() -> set[str]:
+        return {pod["metadata"]["uid"] for pod in engines(kubectl)}
 
     with running():
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
-        before = engines()
+        before = running_engines()
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"metadata": {"annotations": {"kvtier.dev/restart": "once"}}})
-        until(lambda: len(engines() - before) == 2)
+        until(lambda: len(running_engines() - before) == 2)
         until(kubectl.is_ready)
     with running(connector_image="ghcr.io/kvtier/connector:next") as metrics:
-        after = engines()
+        after = running_engines()
         until(lambda: ok_passes(metrics))
-        assert engines() == after
+        assert running_engines() == after
 
 
 @pytest.mark.usefixtures("controllers")
