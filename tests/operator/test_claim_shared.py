@@ -129,10 +129,13 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
 
     with running():
         until(lambda: reasons() == ["BudgetsOverlap"] * 2, seconds=60)
-        events = kubectl.items("/api/v1", "events")
-        overlaps = [each for each in events if each["reason"] == "BudgetsOverlap"]
-        assert {each["involvedObject"]["name"] for each in overlaps} == {"one", "two"}
-        assert {each["type"] for each in overlaps} == {"Warning"}
+
+        def overlaps() -> list[dict[str, Any]]:
+            return [each for each in kubectl.items("/api/v1", "events") if each["reason"] == "BudgetsOverlap"]
+
+        # An event follows the condition that it tells of.
+        until(lambda: {each["involvedObject"]["name"] for each in overlaps()} == {"one", "two"})
+        assert {each["type"] for each in overlaps()} == {"Warning"}
         kubectl.merge(TIERS, "kvcachetiers", "two", {"spec": {"disk": {"budget": {"maxBytes": "100Gi"}}}})
         until(lambda: reasons() == ["BudgetsFit"] * 2, seconds=60)
         kubectl.delete(TIERS, "kvcachetiers", "two")
