@@ -104,7 +104,7 @@ class Toleration(ApiModel):
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; every effect if left out."""
-    toleration_seconds: StrictInt | None = None
+    toleration_seconds: Annotated[StrictInt, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     """Seconds until a pod leaves a node with a NoExecute taint; it stays if left out."""
 
 
@@ -132,7 +132,7 @@ class SpreadConstraint(ApiModel):
     """The pods that count."""
     match_label_keys: Annotated[tuple[LabelKey, ...], Field(max_length=16)] | None = None
     """Labels of the pod itself that also select the pods that count."""
-    min_domains: StrictInt | None = None
+    min_domains: Annotated[StrictInt, Field(ge=1, le=(1 << 31) - 1)] | None = None
     """Zones that must exist."""
     node_affinity_policy: Literal["Honor", "Ignore"] | None = None
     """Whether nodes outside the node affinity count."""
@@ -235,7 +235,7 @@ class PodSecurityContext(ApiModel):
     # What there is besides, such as seLinuxOptions and sysctls, is for the pod's own schema to judge.
     model_config = ConfigDict(extra="allow")
 
-    run_as_user: StrictInt | None = None
+    run_as_user: Annotated[StrictInt, Field(ge=0, le=(1 << 31) - 1)] | None = None
     """Number of the user; 10001 if left out."""
     run_as_non_root: StrictBool | None = None
     """Whether the kubelet refuses to start the pods as root; `true` if left out."""
