@@ -12,15 +12,15 @@ from kvtier_operator.errors import ClusterForbidden
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.mounts import is_held_up, mount_problem
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.snapshot import PreflightJob
+from kvtier_operator.snapshot import SeenJob
 
 
-def read_preflight(cluster: Cluster, tier: TierRef) -> PreflightJob:
+def read_preflight(cluster: Cluster, tier: TierRef) -> SeenJob:
     """Read how far the Job is that tries a claim."""
     return _read_job(cluster, tier, names.preflight_key(tier), names.COMPONENT_PREFLIGHT, names.ANNOTATION_PREFLIGHT)
 
 
-def read_warming(cluster: Cluster, tier: TierRef, now: datetime) -> PreflightJob:
+def read_warming(cluster: Cluster, tier: TierRef, now: datetime) -> SeenJob:
     """Read how far the Job is that sends prompts, and what keeps the volume with them from its pod."""
     return _read_job(cluster, tier, names.warm_key(tier), names.COMPONENT_WARM, names.ANNOTATION_WARM, now=now)
 
@@ -33,14 +33,14 @@ def _read_job(  # noqa: PLR0913  each by its name
     annotation: str,
     *,
     now: datetime | None = None,
-) -> PreflightJob:
+) -> SeenJob:
     """Read a Job whose one container is called like its component."""
     found = cluster.get(job, tier.namespace)
     if found is None:
-        return PreflightJob()
+        return SeenJob()
     uid = found["metadata"]["uid"]
     if not names.is_ours(found, tier):
-        return PreflightJob(uid=uid, is_foreign=True)
+        return SeenJob(uid=uid, is_foreign=True)
     selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
     try:
         listed = cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
@@ -58,7 +58,7 @@ def _read_job(  # noqa: PLR0913  each by its name
     attempt = str(annotations.get(names.ANNOTATION_WARM_TRY, "1"))
     held_up = [] if now is None else [pod for pod in pods if is_held_up(pod)]
     waits = [*(_waiting(pod, component) for pod in pods), *(_unmounted(cluster, pod, now) for pod in held_up)]
-    return PreflightJob(
+    return SeenJob(
         key=annotations.get(annotation, "?"),
         attempt=int(attempt) if attempt.isdecimal() else 1,
         is_held_up=bool(held_up),

@@ -6,8 +6,10 @@ Data only, and pure: reading is another module's work, so every decision can be 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier_connector.contract_usage import Usage as VolumeUsage
 from kvtier_operator.errors import ClusterError
@@ -151,7 +153,7 @@ class Janitor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreflightJob:
+class SeenJob:
     """A Job that tries a claim, or sends prompts, and its pods, as last seen."""
 
     key: str = ""
@@ -170,6 +172,15 @@ class PreflightJob:
     exit_code: int | None = None
     message: str = ""
     """Its pod's last words."""
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """The document that its last words are; empty where they are none."""
+        try:
+            found = json.loads(self.message.strip().splitlines()[-1]) if self.message.strip() else {}
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

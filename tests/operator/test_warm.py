@@ -17,7 +17,7 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import render, warm
 from kvtier_operator.plan import TierPlan, make_unchecked_plan
 from kvtier_operator.problems import State, Warming
-from kvtier_operator.snapshot import Live, PreflightJob, Snapshot
+from kvtier_operator.snapshot import Live, SeenJob, Snapshot
 
 PROMPTS = {"configMap": {"name": "prompts"}}
 DONE = {"prompts": 3, "warm": 3, "blocks": 12, "bytes": 12000, "missing": 0, "failed": 0, "problem": ""}
@@ -45,8 +45,8 @@ def remembered(found: TierSpec, snapshot: Snapshot, generation: str, kept: dict[
     return warm.remembered(plan_with(found, generation), snapshot, kept, is_replaced=False)
 
 
-def ended(key: str, code: int, document: dict[str, Any]) -> PreflightJob:
-    return PreflightJob(key=key, uid="u", exit_code=code, message=json.dumps(document))
+def ended(key: str, code: int, document: dict[str, Any]) -> SeenJob:
+    return SeenJob(key=key, uid="u", exit_code=code, message=json.dumps(document))
 
 
 def view(found: Warming, spec: TierSpec) -> status.View:
@@ -192,5 +192,5 @@ def test_ready_waits_where_it_is_to(is_required: bool, ready: str) -> None:
 
 
 def test_last_words_that_are_no_result_are_not_repeated() -> None:
-    found = warm.outcome("k", {}, PreflightJob(key="k", uid="u", exit_code=137, message="a prompt, perhaps"))
+    found = warm.outcome("k", {}, SeenJob(key="k", uid="u", exit_code=137, message="a prompt, perhaps"))
     assert found.detail == "it ended with exit code 137"

@@ -7,7 +7,6 @@ that the pods run as. Engines that run already are never held up by it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from kvtier_operator.parts import pod_settings
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.problems import Condition, Preflight, Problem, State, View, not_checked, unknown
-from kvtier_operator.snapshot import PreflightJob, Snapshot
+from kvtier_operator.snapshot import SeenJob, Snapshot
 
 RESULT_FILE: Final = "/dev/termination-log"
 
@@ -146,35 +145,27 @@ def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -
     return None
 
 
-def outcome(key: str, storage: Mapping[str, Any], seen: PreflightJob) -> Preflight:
+def outcome(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
     """Return what a Job has shown; a failure is told until the next Job has ended."""
     if seen.is_foreign:
         return Preflight(state=State.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it")
     if seen.key == key and seen.exit_code == 0:
-        return Preflight(state=State.PASSED, key=key, measured=_measured(seen.message))
+        return Preflight(state=State.PASSED, key=key, measured=_measured(seen.told))
     if seen.key == key and (seen.exit_code is not None or seen.failure):
-        problem = _problem(seen.message) or seen.failure or f"it ended with exit code {seen.exit_code}"
+        problem = _problem(seen) or seen.failure or f"it ended with exit code {seen.exit_code}"
         return Preflight(state=State.FAILED, key=key, detail=problem)
     if storage.get("key") == key and storage.get("problem"):
         return Preflight(state=State.FAILED, key=key, detail=str(storage["problem"]))
     return Preflight(state=State.RUNNING, key=key, detail=seen.waiting)
 
 
-def _document(message: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(message.strip().splitlines()[-1]) if message.strip() else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _problem(seen: SeenJob) -> str:
+    problem = seen.told.get("problem")
+    return str(problem)[:1000] if problem else seen.message.strip()[-500:]
 
 
-def _problem(message: str) -> str:
-    told = _document(message)
-    return str(told["problem"])[:1000] if told.get("problem") else message.strip()[-500:]
-
-
-def _measured(message: str) -> dict[str, Any]:
-    fields = {_camel(name): value for name, value in _document(message).items()}
+def _measured(document: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {_camel(name): value for name, value in document.items()}
     measured = {name: fields[name] for name in _MEASURED if _is_sound(name, fields.get(name))}
     told = {
         name: fields[name][:_MOST_CHARACTERS] for name in _TOLD if isinstance(fields.get(name), str) and fields[name]

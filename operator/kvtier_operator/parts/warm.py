@@ -7,7 +7,6 @@ prompts and with the generation. Engines serve meanwhile.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from kvtier_operator.parts import warm_job
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.problems import Condition, Problem, State, View, Warming, met, not_checked, unknown
-from kvtier_operator.snapshot import PreflightJob, Snapshot
+from kvtier_operator.snapshot import SeenJob, Snapshot
 
 _MINUTES_TOLD: Final = 120
 """From here on in hours."""
@@ -96,11 +95,12 @@ def _failures(kept: Mapping[str, Any]) -> int:
     return int(kept.get("failures", 0)) if kept.get("problem") else 0
 
 
-def outcome(key: str, kept: Mapping[str, Any], seen: PreflightJob) -> Warming:
+def outcome(key: str, kept: Mapping[str, Any], seen: SeenJob) -> Warming:
     """Return what a Job has shown; a failure is told until the next Job has ended."""
     if seen.is_foreign:
         return Warming(state=State.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it")
-    told = _document(seen.message)
+    # What is no document may be anything, prompts too, and is not repeated.
+    told = seen.told
     counts = {name: told[name] for name in _COUNTS if type(told.get(name)) is int and told[name] >= 0}
     if seen.key == key and seen.exit_code == 0:
         return Warming(state=State.PASSED, key=key, counts=counts)
@@ -130,15 +130,6 @@ def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     if found.state is State.FAILED:
         return {**before, "key": found.key, **(found.counts or {}), "problem": found.detail}
     return before
-
-
-def _document(message: str) -> Mapping[str, Any]:
-    """Read a Job's last words; what is no JSON may be anything, and is not repeated."""
-    try:
-        found = json.loads(message.strip().splitlines()[-1]) if message.strip() else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _place(spec: TierSpec) -> str:
