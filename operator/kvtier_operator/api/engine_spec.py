@@ -76,13 +76,7 @@ class DisruptionBudget(ApiModel):
     min_available: IntOrText | None = None
     """Engines that must stay, as a number or as a share."""
 
-    rules = (
-        Rule(
-            cel="!has(self.maxUnavailable) || !has(self.minAvailable)",
-            message="give maxUnavailable or minAvailable, not both",
-            check=lambda budget: budget.max_unavailable is None or budget.min_available is None,
-        ),
-    )
+    rules = (Rule.not_both("max_unavailable", "min_available"),)
 
 
 class Rollout(ApiModel):

@@ -45,10 +45,10 @@ class LoraSource(ApiModel):
     newest revision is taken: replicas that start at different times may get different ones, and then share no block."""
 
     rules = (
-        Rule(
-            cel="has(self.claim) != has(self.hub)",
+        Rule.exactly_one(
+            "claim",
+            "hub",
             message="give exactly one of claim (a volume that holds the adapter) and hub (its name on the hub)",
-            check=lambda source: (source.claim is None) != (source.hub is None),
         ),
         Rule(
             cel="!has(self.path) || has(self.claim)",

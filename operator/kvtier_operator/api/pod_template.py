@@ -84,13 +84,7 @@ class Variable(ApiModel):
     value_from: VariableSource | None = None
     """Where the value comes from instead."""
 
-    rules = (
-        Rule(
-            cel="!has(self.value) || !has(self.valueFrom)",
-            message="give value or valueFrom, not both",
-            check=lambda variable: variable.value is None or variable.value_from is None,
-        ),
-    )
+    rules = (Rule.not_both("value", "value_from"),)
 
 
 class Toleration(ApiModel):
@@ -261,13 +255,7 @@ class ResourceClaim(ApiModel):
     resource_claim_template_name: ObjectName | None = None
     """ResourceClaimTemplate that each pod gets a claim of its own from."""
 
-    rules = (
-        Rule(
-            cel="has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
-            message="give exactly one of resourceClaimName and resourceClaimTemplateName",
-            check=lambda claim: (claim.resource_claim_name is None) != (claim.resource_claim_template_name is None),
-        ),
-    )
+    rules = (Rule.exactly_one("resource_claim_name", "resource_claim_template_name"),)
 
 
 class PodTemplate(ApiModel):

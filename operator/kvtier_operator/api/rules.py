@@ -41,6 +41,24 @@ class Rule:
     field: str = ""
     """Path of the field at fault, below the object that carries the rule: ``.claim.size``."""
 
+    @classmethod
+    def not_both(cls, first: str, second: str) -> Rule:
+        """Return the rule that of two fields, by their names in Python, one may be given."""
+        return cls(
+            cel=f"!has(self.{to_camel(first)}) || !has(self.{to_camel(second)})",
+            message=f"give {to_camel(first)} or {to_camel(second)}, not both",
+            check=lambda value: getattr(value, first) is None or getattr(value, second) is None,
+        )
+
+    @classmethod
+    def exactly_one(cls, first: str, second: str, *, message: str = "") -> Rule:
+        """Return the rule that of two fields, by their names in Python, one must be given; it may say more of them."""
+        return cls(
+            cel=f"has(self.{to_camel(first)}) != has(self.{to_camel(second)})",
+            message=message or f"give exactly one of {to_camel(first)} and {to_camel(second)}",
+            check=lambda value: (getattr(value, first) is None) != (getattr(value, second) is None),
+        )
+
     def enforce(self, value: object) -> None:
         """Raise the error that `parse` turns into SpecInvalid, unless the value keeps to the rule."""
         if self.check is not None and not self.check(value):

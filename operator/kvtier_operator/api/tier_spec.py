@@ -148,11 +148,11 @@ class CpuTier(ApiModel):
     those."""
 
     rules = (
-        Rule(
-            cel="has(self.size) != has(self.fraction)",
+        Rule.exactly_one(
+            "size",
+            "fraction",
             message="give exactly one of spec.cpu.size (an amount, such as 64Gi) and spec.cpu.fraction (a share of the "
             "node, such as 60%)",
-            check=lambda cpu: (cpu.size is None) != (cpu.fraction is None),
         ),
     )
 

@@ -97,11 +97,11 @@ class Volume(ApiModel):
     claim that the operator made."""
 
     rules = (
-        Rule(
-            cel="has(self.claim) != has(self.existingClaim)",
+        Rule.exactly_one(
+            "claim",
+            "existing_claim",
             message="give exactly one of spec.volume.claim (the operator makes a claim) and spec.volume.existingClaim "
             "(the name of yours)",
-            check=lambda volume: (volume.claim is None) != (volume.existing_claim is None),
         ),
         _constant(
             "the choice between spec.volume.claim and spec.volume.existingClaim",

@@ -40,13 +40,7 @@ class PromptsFrom(ApiModel):
     claim: PromptsOnClaim | None = None
     """A volume."""
 
-    rules = (
-        Rule(
-            cel="has(self.configMap) != has(self.claim)",
-            message="give exactly one of configMap and claim",
-            check=lambda prompts: (prompts.config_map is None) != (prompts.claim is None),
-        ),
-    )
+    rules = (Rule.exactly_one("config_map", "claim"),)
 
     @property
     def volume(self) -> dict[str, Any]:
