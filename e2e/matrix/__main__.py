@@ -23,9 +23,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(".kvtier/matrix"), help="directory for models and volumes")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="directory that keeps the rows")
     parser.add_argument("--write", action="store_true", help="run nothing: write docs/models.md from the rows")
+    parser.add_argument("--jobs", type=int, default=0, help="classes at a time, into one file; 0 for one by one")
+    parser.add_argument("--seconds", type=float, default=330.0, help="with --jobs, after which what runs is ended")
+    parser.add_argument("--take", type=Path, help="run nothing: keep the rows of a file that --jobs has written")
     options = parser.parse_args()
     if options.write:
         page.write()
+        return
+    if options.take:
+        page.keep(json.loads(options.take.read_text()), options.results)
         return
     unknown = set(options.classes) - {each.name for each in CLASSES}
     if unknown:
@@ -38,19 +44,27 @@ def main() -> None:
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
     )
+    if options.device == "cuda":
+        # NVLink multicast is not everywhere; and both engines of a class are to choose the same kernels.
+        os.environ.update(NCCL_NVLS_ENABLE="0", VLLM_ALLREDUCE_USE_SYMM_MEM="0", TRITON_CACHE_AUTOTUNING="1")
+    import torch
     import vllm
-    from e2e.matrix import one_engine, proof
+    from e2e.matrix import lanes, one_engine, proof
 
     one_engine.import_engine(device=options.device)
 
-    options.results.mkdir(parents=True, exist_ok=True)
+    known = {each.name: each for each in CLASSES}
+    chosen = [known[name] for name in options.classes or known]
+    about = {"device": options.device, "vllm": vllm.__version__}
+    if options.jobs:
+        gpus = [str(number) for number in range(torch.cuda.device_count())] if options.device == "cuda" else []
+        there = lanes.Lanes(gpus=gpus, jobs=options.jobs, seconds=options.seconds)
+        sys.exit(0 if lanes.run(chosen, there, work=options.data, results=options.results, about=about) else 1)
     bad = []
-    for each in CLASSES:
-        if options.classes and each.name not in options.classes:
-            continue
+    for each in chosen:
         row = proof.prove(each, options.data, device=options.device)
-        row.update(device=options.device, vllm=vllm.__version__)
-        (options.results / f"{each.name}.json").write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
+        row.update(about)
+        page.keep({each.name: row}, options.results)
         print(f"{each.name:12} {row}", flush=True)
         bad += [] if row["verdict"] in _GOOD else [each.name]
     if bad:

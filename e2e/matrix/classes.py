@@ -177,6 +177,13 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         draft_method="eagle",
     ),
     ModelClass(
+        name="mtp",
+        title="Speculation by a layer of the model (MTP, GLM-4.5)",
+        shape=shapes.GLM_4_MOE,
+        spec=_SMALL,
+        args=('--speculative-config={"method":"mtp","num_speculative_tokens":1}',),
+    ),
+    ModelClass(
         name="fp8_kv",
         title="fp8 KV cache",
         shape=shapes.LLAMA,

@@ -56,7 +56,7 @@ class Pace:
 
 def import_engine(*, device: str) -> None:
     """Import what engines need, once for all that are started from this process."""
-    for name in (*_ENGINE, *(("vllm.v1.worker.cpu_worker",) if device == "cpu" else ())):
+    for name in (*_ENGINE, f"vllm.v1.worker.{'cpu' if device == 'cpu' else 'gpu'}_worker"):
         importlib.import_module(name)
 
 
@@ -72,7 +72,7 @@ def run(
         pace: how it is asked.
         limit_seconds: when it is ended.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(_start_method())
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(sender, rendered, rounds, log, pace))
     child.start()
@@ -92,11 +92,20 @@ def run(
         child.join()
 
 
+def _start_method() -> str:
+    """Return how an engine's process begins: as a fork, unless this process is one of one that has used the GPU."""
+    import torch
+
+    has_used = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()  # noqa: SLF001 - nothing public tells
+    return "spawn" if has_used else "fork"
+
+
 def _child(sender: Any, rendered: Rendered, rounds: Mapping[str, Sequence[Request]], log: Path, pace: Pace) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
-    os.environ.update(rendered.env)
+    # What the image mounts there is imported from this checkout.
+    os.environ.update({name: value for name, value in rendered.env.items() if name != "PYTHONPATH"})
     try:
         result = _serve(rendered, rounds, pace)
     except BaseException as error:  # noqa: BLE001  whatever ended it is the result

@@ -25,7 +25,8 @@ the files read for them. *In common* is what the second of two prompts finds of 
 first. Engines of other numbers of ranks add up in another order, with or without a volume, and so may take either of
 two tokens that are about equally probable: *ties*.
 
-`make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU.
+`make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU;
+`python -m e2e.matrix --device cuda --jobs 8` runs several rows at a time on all GPUs of a machine.
 
 """
 _TABLE: Final = """
@@ -52,6 +53,17 @@ anew at its path is asked for in a third engine.
 |---|---|---|
 """
 _LONGEST_MESSAGE: Final = 240
+_GPU: Final = "cuda"
+"""Directory of the rows that were run on one."""
+_DEVICES: Final = {"cpu": "cpu", "cuda": "H200"}
+
+
+def keep(rows: Mapping[str, Mapping[str, Any]], results: Path = RESULTS) -> None:
+    """Keep rows by class, those that were run on a GPU apart from the others."""
+    for name, row in rows.items():
+        place = results / _GPU if row["device"] == "cuda" else results
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.json").write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
 
 
 def write(page: Path = PAGE, results: Path = RESULTS) -> None:
@@ -61,18 +73,33 @@ def write(page: Path = PAGE, results: Path = RESULTS) -> None:
 
 def text(results: Path = RESULTS) -> str:
     """Return the page."""
-    rows = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    ran = [row for row in rows.values() if "prompts" in row]
+    rows, on_gpu = _read(results), _read(results / _GPU)
+    ran = [row for row in (*rows.values(), *on_gpu.values()) if "prompts" in row]
     head = _HEAD.format(
         prompts=min((row["prompts"] for row in ran), default=0),
         shortest=min((row["lengths"][0] for row in ran), default=0),
         longest=max((row["lengths"][1] for row in ran), default=0),
     )
     pairs = [(each, rows.get(each.name)) for each in CLASSES]
-    notes = [note for each, row in pairs if (note := _note(each, row))]
+    both = [(each, row) for each in CLASSES for row in _rows_of(each, rows, on_gpu)]
+    notes = [note for each, row in both if (note := _note(each, row))]
     tail = "\n## What was said\n\n" + "\n".join(notes) + "\n" if notes else ""
-    lines = "".join(_line(each, row) for each, row in pairs if not each.is_plain)
+    lines = "".join(_line(each, row) for each, row in both if not each.is_plain)
     return head + _TABLE + lines + _kept(pairs) + _strangers(pairs) + tail
+
+
+def _read(results: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+
+
+def _rows_of(
+    each: ModelClass, rows: Mapping[str, Mapping[str, Any]], on_gpu: Mapping[str, Mapping[str, Any]]
+) -> list[Mapping[str, Any] | None]:
+    """Return what was found of a class on each device, None where nothing was."""
+    found = [row for row in (rows.get(each.name), on_gpu.get(each.name)) if row is not None]
+    # What one device lacks is no news where the other one has run it.
+    ran = [row for row in found if row["verdict"] != "not run"]
+    return [*(ran or found[:1])] or [None]
 
 
 def _kept(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> str:
@@ -125,7 +152,7 @@ def _result(row: Mapping[str, Any]) -> str:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    return f"{row['device']}, vLLM {row['vllm']}"
+    return f"{_DEVICES[row['device']]}, vLLM {row['vllm']}"
 
 
 def _note(each: ModelClass, row: Mapping[str, Any] | None) -> str:
@@ -133,4 +160,4 @@ def _note(each: ModelClass, row: Mapping[str, Any] | None) -> str:
     if not said:
         return ""
     short = said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]}…"
-    return f"- {each.title}: {short}"
+    return f"- {each.title} ({_place(row or {})}): {short}"

@@ -86,6 +86,24 @@ MOE: Final[Shape] = {
     "norm_topk_prob": True,
 }
 
+GLM_4_MOE: Final[Shape] = {
+    "model_type": "glm4_moe",
+    **_DENSE,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
+"""With a layer behind the others that predicts the token after the next one."""
+
 GEMMA_3: Final[Shape] = {
     "model_type": "gemma3_text",
     **_DENSE,

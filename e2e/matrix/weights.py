@@ -34,6 +34,8 @@ def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
+    if "num_nextn_predict_layers" in shape:
+        _add_next_layer(directory, shape)
     if "vision_config" in shape:
         _write_processor(directory)
     stamp.write_text(mark)
@@ -94,6 +96,8 @@ def _make(shape: Shape, seed: int) -> Any:
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     fields = {name: value for name, value in shape.items() if name != "model_type"}
+    # Transformers does without the layers that predict further tokens; `_add_next_layer` makes one of the last layer.
+    fields["num_hidden_layers"] = fields.get("num_hidden_layers", 0) + fields.get("num_nextn_predict_layers", 0)
     config = AutoConfig.for_model(shape["model_type"], **fields, initializer_range=_SPREAD)
     kind: Any = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
     model = kind.from_config(config)
@@ -103,6 +107,25 @@ def _make(shape: Shape, seed: int) -> Any:
         if not shape.get("tie_word_embeddings"):
             output.mul_(torch.exp(_OUTPUT_VARIETY * torch.randn(output.shape[0], 1)))
     return model
+
+
+def _add_next_layer(directory: Path, shape: Shape) -> None:
+    """Have the last layer of a model predict the token after the next one, as GLM-4.5 does."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    held = load_file(path)
+    size, last = int(shape["hidden_size"]), f"model.layers.{shape['num_hidden_layers']}"
+    ones = torch.ones(size, dtype=torch.bfloat16)
+    held |= {f"{last}.{name}.weight": ones.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
+    held[f"{last}.eh_proj.weight"] = (_SPREAD * torch.randn(size, 2 * size)).to(torch.bfloat16)
+    held[f"{last}.embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
+    held[f"{last}.shared_head.head.weight"] = held["lm_head.weight"].clone()
+    save_file(held, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config.update({name: shape[name] for name in ("num_hidden_layers", "num_nextn_predict_layers")})
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _write_processor(directory: Path) -> None:

@@ -122,6 +122,17 @@ def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 
-@pytest.mark.parametrize("path", sorted(page.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_class_that_one_device_lacks_is_shown_as_the_other_one_has_run_it(tmp_path: Path) -> None:
+    ran = {**judge(MODEL, *run()), "vllm": "0.32.0"}
+    there = {"verdict": "not run", "message": "needs 2 GPUs", "vllm": "0.32.0", "device": "cuda"}
+    page.keep({"dense": {**ran, "device": "cpu"}, "gqa": {**ran, "device": "cuda"}}, tmp_path)
+    page.keep({"dense": there}, tmp_path)
+    page.keep({"gqa": {**there, "device": "cpu"}}, tmp_path)
+    lines = [line for line in page.text(tmp_path).splitlines() if line.startswith(("| Dense (Llama)", "| Grouped"))]
+    assert [line.split("|")[2].strip() for line in lines[:2]] == ["works", "works"]
+    assert [line.split("|")[-2].strip() for line in lines[:2]] == ["cpu, vLLM 0.32.0", "H200, vLLM 0.32.0"]
+
+
+@pytest.mark.parametrize("path", sorted(page.RESULTS.rglob("*.json")), ids=lambda path: path.stem)
 def test_every_row_belongs_to_a_class(path: Path) -> None:
     assert path.stem in {each.name for each in CLASSES}
