@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or checks the locks of images: of the locked packages, those that operator and janitor need, and theirs.
+"""Writes or checks the locks of images: of the locked packages, those that they need, and what these need.
 
 So an image has the versions that the tests ran with (``make generate`` and ``make fresh``).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-IMAGES = ("janitor", "operator")
+IMAGES = ("janitor", "operator", "router")
 """Extras of pyproject.toml, each with an image and a lock of its name."""
 IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 

@@ -64,7 +64,7 @@ def test_every_locked_package_has_hashes_but_the_one_of_another_index(lock: Path
     assert text.count("--hash=sha256:") >= len(re.findall(r"^[a-z0-9.-]+==", text, re.MULTILINE)) - 1
 
 
-@pytest.mark.parametrize("file", ["operator/Dockerfile", "connector/janitor.Dockerfile"])
+@pytest.mark.parametrize("file", ["operator/Dockerfile", "connector/janitor.Dockerfile", "operator/router.Dockerfile"])
 def test_an_image_installs_nothing_without_a_hash(file: str) -> None:
     installs = re.findall(r"pip install (.*?)&&", (ROOT / file).read_text())
     assert all("--require-hashes" in each or each.strip().endswith("--no-deps /src") for each in installs)

@@ -15,12 +15,12 @@ from typing import Any, Final
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable
+from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, KindMissing
 from kvtier_operator.jobs import read_preflight, read_warming
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others, stands
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.parts import claim, preflight, warm
+from kvtier_operator.parts import claim, preflight, routing, warm
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
 from kvtier_operator.problems import Preflight, Problem, State, Warming, unknown
@@ -201,6 +201,45 @@ def apply_warming(  # noqa: PLR0913  each by its name
     elif not job.uid:
         cluster.apply(warm.job(plan, snapshot, key, kept), over=None)
     return warm.outcome(key, kept, job)
+
+
+def apply_pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Done) -> Problem | None:
+    """Make the InferencePool as it is asked for, or remove the one that was; return what keeps it from that.
+
+    Its kind is not ours, and a cluster need not have it: nothing else waits for it.
+
+    Raises:
+        ClusterError: the API server could not be asked.
+    """
+    manifest, key = routing.pool(plan.spec, plan.tier), names.pool_key(plan.tier)
+    if manifest is None and not (status.get("routing") or {}).get("inferencePool"):
+        return None
+    found = cluster.get(key, plan.tier.namespace)
+    is_ours = found is not None and names.is_ours(found, plan.tier)
+    if manifest is None:
+        if found is not None and is_ours:
+            cluster.delete(key, plan.tier.namespace, uid=found["metadata"]["uid"])
+            done.written.append(key)
+        return None
+    if found is not None and not is_ours:
+        return Problem(
+            reason=Reason.POOL_FAILED,
+            message=f"{key} exists and does not belong to this tier; it is left as it is: delete or rename it, or "
+            "remove spec.routing.inferencePool",
+        )
+    if found is not None and stands(manifest, found):
+        return None
+    try:
+        applied = cluster.apply(manifest, over=None if found is None else found["metadata"]["uid"])
+    except KindMissing:
+        return Problem(
+            reason=Reason.POOL_KIND_MISSING,
+            message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
+            "Gateway API's inference extension, or remove spec.routing.inferencePool; everything else goes on",
+        )
+    if found is None or applied["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
+        done.written.append(key)
+    return None
 
 
 def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey) -> None:

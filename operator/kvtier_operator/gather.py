@@ -90,9 +90,9 @@ def gather(
     pods = reading.all("v1", "Pod")
     pods.sort(key=lambda found: str(found["metadata"]["name"]))
     # What else carries our labels is somebody else's: the pods of a Deployment that stands in our place included.
-    engines, janitors = (
+    engines, janitors, routers = (
         [found for found in pods if names.is_pod_of(found, key.name) and key not in foreign]
-        for key in (names.engine_key(tier), names.janitor_key(tier))
+        for key in (names.engine_key(tier), names.janitor_key(tier), names.router_key(tier))
     )
     return Snapshot(
         tier=tier,
@@ -100,6 +100,7 @@ def gather(
         engines=Engines() if deployment is None else _engines(deployment),
         pods=tuple(_heard(_pod(found, mount_problem(cluster, found, now)), tier, probes) for found in engines),
         janitor=_awaited(_janitor(janitors, ours, tier, probes), ours.get(names.janitor_key(tier)), now),
+        routers=tuple(map(_pod, routers)),
         neighbours=read_neighbours(tiers, tier),
         live={key: _live(found) for key, found in ours.items()},
         unreadable=reading.unreadable,

@@ -45,6 +45,7 @@ ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
 COMPONENT_PREFLIGHT: Final = "preflight"
+COMPONENT_ROUTER: Final = "router"
 COMPONENT_VOLUME: Final = "volume"
 COMPONENT_WARM: Final = "warm"
 
@@ -52,6 +53,7 @@ ENGINE_CONTAINER: Final = "engine"
 PREFLIGHT_CONTAINER: Final = "preflight"
 JANITOR_CONTAINER: Final = "janitor"
 WARM_CONTAINER: Final = "warm"
+ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
@@ -115,6 +117,8 @@ MODEL_CACHE: Final = f"{SCRATCH_MOUNT}/hf"
 """Where engines keep what they download; a volume of the user's mounted there outlives the pod."""
 
 CLAIM_KIND: Final = "PersistentVolumeClaim"
+INFERENCE_POOL: Final = "inference.networking.k8s.io/v1"
+POOL_KIND: Final = "InferencePool"
 
 
 def tier_ref(body: Mapping[str, Any]) -> TierRef:
@@ -148,6 +152,11 @@ def janitor(tier: TierRef) -> str:
     return f"{tier.name}-janitor"
 
 
+def router(tier: TierRef) -> str:
+    """Name of the router's Deployment, Service, ServiceAccount, Role, RoleBinding and PodDisruptionBudget."""
+    return f"{tier.name}-router"
+
+
 def claim(tier: TierRef) -> str:
     """Name of the claim the operator makes when the tier does not bring one."""
     return f"{tier.name}-blocks"
@@ -177,6 +186,12 @@ def children(tier: TierRef) -> tuple[ObjectKey, ...]:
         ObjectKey(api_version=RBAC, kind="RoleBinding", name=janitor(tier)),
         ObjectKey(api_version="v1", kind="Service", name=janitor(tier)),
         janitor_key(tier),
+        ObjectKey(api_version="v1", kind="ServiceAccount", name=router(tier)),
+        ObjectKey(api_version=RBAC, kind="Role", name=router(tier)),
+        ObjectKey(api_version=RBAC, kind="RoleBinding", name=router(tier)),
+        ObjectKey(api_version="v1", kind="Service", name=router(tier)),
+        ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=router(tier)),
+        router_key(tier),
     )
 
 
@@ -203,6 +218,16 @@ def warm_key(tier: TierRef) -> ObjectKey:
 def janitor_key(tier: TierRef) -> ObjectKey:
     """Return the Deployment of the janitor."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=janitor(tier))
+
+
+def router_key(tier: TierRef) -> ObjectKey:
+    """Return the Deployment of the router."""
+    return ObjectKey(api_version="apps/v1", kind="Deployment", name=router(tier))
+
+
+def pool_key(tier: TierRef) -> ObjectKey:
+    """Return the InferencePool: of a kind that a cluster need not have, and read only where it is asked for."""
+    return ObjectKey(api_version=INFERENCE_POOL, kind=POOL_KIND, name=engine(tier))
 
 
 def selector(tier: TierRef, component: str = COMPONENT_ENGINE) -> dict[str, str]:

@@ -111,6 +111,10 @@ class View:
     """What became of the prompts of ``spec.warm``."""
     findings: Findings | None = None
     """What asking them has shown."""
+    pool: Problem | None = None
+    """What keeps the InferencePool from being as it is asked for."""
+    has_pool: bool | None = None
+    """Whether there is one of ours; None where nobody looked, or where it could not be told."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,14 @@ from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.apply import Done, apply_live_settings, apply_parts, apply_preflight, apply_warming
+from kvtier_operator.apply import (
+    Done,
+    apply_live_settings,
+    apply_parts,
+    apply_pool,
+    apply_preflight,
+    apply_warming,
+)
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
@@ -36,7 +43,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.problems import State, Warming
+from kvtier_operator.problems import Problem, State, Warming
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.proof.probes import Probes
@@ -227,6 +234,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
     )
     view = replace(view, warming=_warm(cluster, plan, snapshot, body, done, now=sources.clock()))
+    view = _with_pool(cluster, plan, view, body, done)
     if done.written and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
@@ -235,6 +243,15 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         except ClusterError as error:
             done.failures.append(error)
     return _concluded(view, done)
+
+
+def _with_pool(cluster: Cluster, plan: TierPlan, view: status.View, body: Manifest, done: Done) -> status.View:
+    try:
+        problem = apply_pool(cluster, plan, body.get("status") or {}, done)
+    except ClusterError as error:
+        problem = Problem(reason=Reason.POOL_FAILED, message=f"{error}; nothing else waits for it")
+    is_wanted = plan.spec.routing.inference_pool is not None
+    return replace(view, pool=problem, has_pool=is_wanted if problem is None else None)
 
 
 def _warm(  # noqa: PLR0913  each by its name

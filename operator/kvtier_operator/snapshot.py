@@ -232,6 +232,8 @@ class Snapshot:
     live: Mapping[ObjectKey, Live]
     """Objects of ours."""
     janitor: Janitor = Janitor()
+    routers: tuple[Pod, ...] = ()
+    """The pods of the router."""
     neighbours: tuple[Neighbour, ...] = ()
     """The other tiers on its claim, by name."""
     nodes: Nodes | None = None

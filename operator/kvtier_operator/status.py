@@ -16,7 +16,7 @@ from kvtier_operator.api import loras
 from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, preflight, proofs, savings, serving, warm
+from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, savings, serving, warm
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.plan import Generation
@@ -44,6 +44,7 @@ _NORMAL: Final = frozenset(
         Reason.JANITOR_DISABLED,
         Reason.CLAIM_ALONE,
         Reason.BUDGETS_FIT,
+        Reason.ROUTER_STARTING,
     )
 )
 """Reasons that a healthy tier passes through; every other one is a Warning."""
@@ -117,6 +118,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         **usage,
         **({"savings": money} if money else {}),
         **({"warm": warmed} if (warmed := warm.document(view, previous)) else {}),
+        **({"routing": routed} if (routed := routing.document(view, previous)) else {}),
         **_loras(view),
     }
 

@@ -103,7 +103,7 @@ class Engine:
                     self.store.synchronize(may_write=True)
         asked = (body.get("kv_transfer_params") or {}).get(contract.NAMES_PARAMETER)
         named = {contract.NAMES: {"directory": self.config.root, "blocks": names}} if asked else None
-        return {"choices": [{"text": "x"}], "kv_transfer_params": named}
+        return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "kv_transfer_params": named}
 
     def metrics(self) -> str:
         """Return what the operator looks for."""

@@ -165,7 +165,7 @@ class Controllers:
                 "metadata": {
                     "name": name,
                     "labels": {**template["metadata"]["labels"], "pod-template-hash": stamp},
-                    "annotations": template["metadata"]["annotations"],
+                    "annotations": template["metadata"].get("annotations", {}),
                     # Of the ReplicaSet there is nothing but its name: they go with their Deployment.
                     "ownerReferences": [{**made_by(f"{metadata['name']}-{stamp}"), "uid": metadata["uid"]}],
                 },

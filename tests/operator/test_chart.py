@@ -143,7 +143,7 @@ def test_tiers_are_scraped_where_they_are_served() -> None:
     } == {True}
     scoped = render({**MONITORING, **VALUES["namespaced"]})
     chosen = [each["spec"]["namespaceSelector"] for each in scoped if each["kind"] == "PodMonitor"]
-    assert chosen == [{"matchNames": ["team-a", "team-b"]}] * 2
+    assert chosen == [{"matchNames": ["team-a", "team-b"]}] * 3
 
 
 def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_to_its_section() -> None:

@@ -157,6 +157,7 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
     ("cost",): {"gpuHour": "3.5"},
+    ("routing",): {"type": "Router", "router": {"policy": "cache_aware"}},
     ("warm",): {"prompts": {"configMap": {"name": "prompts"}}},
     ("engine", "rollout"): {"maxSurge": 3},
     ("engine", "service"): {"type": "LoadBalancer", "annotations": {"a": "b"}},

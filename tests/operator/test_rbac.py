@@ -27,6 +27,7 @@ from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread, writes
 from kvtier_localcluster.apiserver.rbac import Grant, Rbac, aggregated, grants_of
+from kvtier_operator import names
 
 POLICY = "/apis/policy/v1"
 SLOW = 60.0
@@ -113,6 +114,38 @@ def cannot_mount_its_volume(kubectl: Client) -> None:
     until(lambda: "no such export" in kubectl.condition("EnginesReady").get("message", ""), seconds=SLOW)
 
 
+def is_routed_and_not_any_more(kubectl: Client) -> None:
+    group, kind = names.INFERENCE_POOL.split("/")[0], {"kind": names.POOL_KIND, "plural": "inferencepools"}
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"inferencepools.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {**kind, "singular": "inferencepool"},
+            "versions": [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+        },
+    }
+    kubectl.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
+    for mode in ("FailOpen", "FailClose"):
+        pool = {"endpointPicker": {"name": "epp", "failureMode": mode}}
+        routing = {"type": "Router", "inferencePool": pool}
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"routing": routing}})
+
+        def stands(wanted: str = mode) -> bool:
+            found = kubectl.get(f"/apis/{names.INFERENCE_POOL}", "inferencepools", "llama-engine")
+            return found is not None and found["spec"]["endpointPickerRef"]["failureMode"] == wanted
+
+        until(stands, seconds=SLOW)
+        until(kubectl.is_ready, seconds=SLOW)
+    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"routing": None}})
+    until(lambda: kubectl.get(POLICY, "poddisruptionbudgets", "llama-router") is None, seconds=SLOW)
+    until(lambda: kubectl.get(f"/apis/{names.INFERENCE_POOL}", "inferencepools", "llama-engine") is None, seconds=SLOW)
+    until(kubectl.is_ready, seconds=SLOW)
+
+
 def goes(kubectl: Client) -> None:
     kubectl.delete(TIERS, "kvcachetiers", "llama")
     until(lambda: kubectl.get(APPS, "deployments", "llama-engine") is None, seconds=SLOW)
@@ -151,6 +184,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     is_repaired,
     does_without_its_janitor_and_with_it_again,
     grows_its_claim,
+    is_routed_and_not_any_more,
     cannot_mount_its_volume,
     goes,
     is_refused,

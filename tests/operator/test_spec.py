@@ -81,12 +81,13 @@ def test_the_full_sample_has_every_field() -> None:
             gap for name in value.model_fields_set for gap in unset(getattr(value, name), f"{path}.{name}")
         ]
 
-    # Only one of the two claims, of the two ways to size the CPU tier, of the two budgets, and of the two places of
-    # prompts, can be given; and who applies the sample has no operator of a class.
+    # Only one of the two claims, of the two ways to size the CPU tier, of the two budgets, of the two places of
+    # prompts, and of two ways to route, can be given; and who applies the sample has no operator of a class.
     assert sorted(unset(parse(FULL), "spec")) == [
         "spec.cpu.fraction",
         "spec.engine.disruption_budget.min_available",
         "spec.operator_class_name",
+        "spec.routing.client_ip",
         "spec.volume.existing_claim",
         "spec.warm.prompts.claim",
     ]

@@ -47,6 +47,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "DiskWithinBudget": "True",
         "DiskHealthy": "True",
         "JanitorHealthy": "True",
+        "RoutingReady": "True",
         "SharedCacheVerified": "Unknown",
         "Warm": "Unknown",
         "DiskEffective": "Unknown",

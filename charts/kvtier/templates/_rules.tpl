@@ -20,7 +20,7 @@
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [rbac.authorization.k8s.io]
-  # Of the janitors. Nobody can grant what they may not do: the next rule holds what these roles say.
+  # Of the janitors and routers. Nobody can grant what they may not do: the next rule holds what these roles say.
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [coordination.k8s.io]
@@ -29,7 +29,10 @@
   verbs: [get, list, watch, create, update, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete] # deleted where a tier gives up its router
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools] # only of tiers that ask for one
+  verbs: [get, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]

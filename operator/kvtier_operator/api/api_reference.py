@@ -26,6 +26,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "janitor has counted.",
     "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
     "JanitorHealthy": "The janitor runs and can do its work. Unknown until it has reported.",
+    "RoutingReady": "Requests come to the engines as `spec.routing` says: the router serves, the `InferencePool` that "
+    "was asked for is there.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
     "Warm": "Each block of the prompts of `spec.warm` was seen on the volume. `Ready` waits for it with "
     "`spec.warm.required`.",

@@ -228,6 +228,15 @@ class Savings(ApiModel):
     """The same for 730 hours like that."""
 
 
+class RoutingStatus(ApiModel):
+    """How requests come to the engines."""
+
+    service: Annotated[StrictStr, Field(max_length=512)] | None = None
+    """Where clients in the cluster send them: `name.namespace.svc:port`."""
+    inference_pool: Annotated[StrictStr, Field(max_length=253)] | None = None
+    """The `InferencePool` that was made."""
+
+
 class TierStatus(ApiModel):
     """What the operator sees."""
 
@@ -253,6 +262,8 @@ class TierStatus(ApiModel):
     """What became of the prompts of `spec.warm`."""
     savings: Savings | None = None
     """What the tier saves, where `spec.cost` gives prices."""
+    routing: RoutingStatus | None = None
+    """How requests come to the engines."""
     generation: Generation | None = None
     """The set of blocks that engines of this spec can read."""
     generations: Annotated[

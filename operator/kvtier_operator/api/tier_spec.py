@@ -18,6 +18,7 @@ from kvtier_operator.api.cost_spec import Cost
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
 from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
+from kvtier_operator.api.routing_spec import Routing
 from kvtier_operator.api.rules import ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.api.volume_spec import SHARED, Volume
@@ -189,6 +190,8 @@ class TierSpec(ApiModel):
     """What becomes of the blocks of earlier specs."""
     janitor: Janitor = Janitor()
     """The process that keeps the volume inside its budget."""
+    routing: Routing = Routing()
+    """How a request comes to the replica that has its cache. Changing it replaces no engine."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
     warm: Warm | None = None

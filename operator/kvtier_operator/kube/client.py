@@ -49,6 +49,7 @@ _PLURALS: Final[Mapping[tuple[str, str], str]] = {
     (names.RBAC, "Role"): "roles",
     (names.RBAC, "RoleBinding"): "rolebindings",
     (names.API_VERSION, names.KIND): names.PLURAL,
+    (names.INFERENCE_POOL, names.POOL_KIND): "inferencepools",
 }
 
 PAGE: Final = 100

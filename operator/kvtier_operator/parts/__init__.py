@@ -20,6 +20,8 @@ from kvtier_operator.parts.connector_config import config
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.janitor import HEALTHY, janitor
 from kvtier_operator.parts.preflight import CHECKED
+from kvtier_operator.parts.router import router
+from kvtier_operator.parts.routing import ROUTED
 from kvtier_operator.parts.serving import AVAILABLE, disruption_budget, service, service_account
 from kvtier_operator.parts.warm import WARM
 from kvtier_operator.plan import Refusal, TierPlan
@@ -86,6 +88,12 @@ PARTS: Final = (
         ),
         needs=("claim",),
         conditions=(disk.WITHIN_BUDGET, disk.HEALTHY, HEALTHY),
+    ),
+    Part(
+        name="router",
+        wants=router,
+        kinds=frozenset({"Deployment", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}),
+        conditions=(ROUTED,),
     ),
     # Whose Jobs come and go by themselves, and who has no objects: they are told of, and nothing is applied for them.
     Part(name=PREFLIGHT, wants=lambda _plan: (), kinds=frozenset({"Job"}), conditions=(CHECKED,)),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.routing_spec import CLIENT_IP, ClientIp, Routing
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.problems import (
@@ -35,9 +36,16 @@ def service(plan: TierPlan) -> Manifest:
             "type": settings.type,
             "selector": names.selector(plan.tier),
             "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
-            "sessionAffinity": "None",
+            **_affinity(plan.spec.routing),
         },
     }
+
+
+def _affinity(routing: Routing) -> Manifest:
+    if routing.type != CLIENT_IP:
+        return {"sessionAffinity": "None"}
+    seconds = (routing.client_ip or ClientIp()).timeout_seconds
+    return {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": seconds}}}
 
 
 def service_account(plan: TierPlan) -> Manifest | None:

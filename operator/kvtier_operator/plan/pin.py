@@ -30,6 +30,7 @@ ROLLS_NOTHING: Final = (
     ("proof",),
     ("cost",),
     ("warm",),
+    ("routing",),
     ("engine", "rollout"),
     ("engine", "service"),
     ("engine", "disruptionBudget"),

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.routing`` of a KVCacheTier: how a request comes to the replica that has its cache. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, StrictInt, StrictStr, StringConstraints
+
+from kvtier_operator.api.engine_spec import ServiceSettings
+from kvtier_operator.api.reserved_flags import abbreviations
+from kvtier_operator.api.rules import ApiModel, Checked, Rule
+from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, ObjectName, Word
+
+NONE: Final = "None"
+CLIENT_IP: Final = "ClientIP"
+ROUTER: Final = "Router"
+
+_RENDERED: Final = "the operator renders it"
+_ROUTER_FLAGS: Final = {
+    "--host": _RENDERED,
+    "--port": "the Service and the probes expect the router on port 8000",
+    "--policy": "set spec.routing.router.policy",
+    "--worker-urls": "the router finds the engines by their labels",
+    "--service-discovery": _RENDERED,
+    "--service-discovery-port": _RENDERED,
+    "--service-discovery-namespace": "the router sees the tier's own namespace only",
+    "--selector": _RENDERED,
+    "--prometheus-host": _RENDERED,
+    "--prometheus-port": "the router's metrics are served on port 29000",
+    "--api-key": "engines are asked with the key that the client sends",
+    "--vllm-pd-disaggregation": "the engines of a tier are all alike",
+}
+
+
+def _flag_rule(flag: str, instead: str) -> Rule:
+    # Longer flags begin like this one: only the flag itself, and what it is cut short to, is refused.
+    expression = abbreviations(flag)
+    pattern = re.compile(expression)
+    return Rule(
+        cel=f"self.all(word, !word.matches('{expression}'))",
+        message=f"{flag} (or an abbreviation of it) is not yours to set here: {instead}",
+        check=lambda words: not any(pattern.match(word) for word in words),
+    )
+
+
+class ClientIp(ApiModel):
+    """Stickiness of the Service: a client's address stays with the engine it came to first."""
+
+    timeout_seconds: Annotated[StrictInt, Field(ge=1, le=86400)] = 10800
+    """Seconds without a request after which an address may come to another engine; three hours by default. Everybody
+    behind one proxy or gateway has one address."""
+
+
+class RouterResources(ApiModel):
+    """What a container of the router asks for."""
+
+    cpu: CpuQuantity = "250m"
+    """Processors that it asks for; it may use more when others do not."""
+    memory: ByteQuantity = "512Mi"
+    """Memory that it requests and is limited to. The trees of `cache_aware` grow with what is asked."""
+
+
+class Router(ApiModel):
+    """vLLM's own router (vllm-router) in front of the engines, with a Service of its own."""
+
+    image: Word | None = None
+    """Image with the Python package `vllm-router`; kvtier's build of vLLM's release if left out."""
+    replicas: Annotated[StrictInt, Field(ge=1, le=100, json_schema_extra={"format": "int32"})] = 2
+    """Pods. Those of `consistent_hash` agree on where a session goes; of the other policies each decides by itself."""
+    policy: Literal["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"] = "consistent_hash"
+    """Who gets a request. `consistent_hash`: requests of one session go to one engine; a session is the header
+    `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. `cache_aware`: the engine that was sent the
+    longest common beginning, unless others have much less to do. `power_of_two`: the less busy one of two.
+    `round_robin` and `random` as their names say. Another engine takes over where one goes."""
+    resources: RouterResources = RouterResources()
+    """What its container asks for."""
+    service: ServiceSettings = ServiceSettings()
+    """The Service in front of the router."""
+    args: Annotated[
+        tuple[Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)], ...],
+        Field(max_length=64),
+        Checked(tuple(_flag_rule(flag, instead) for flag, instead in _ROUTER_FLAGS.items())),
+    ] = ()
+    """More flags for `vllm-router`, one word each, such as `--cache-threshold`, `"0.5"`. Those that the operator
+    renders are refused."""
+
+
+class EndpointPicker(ApiModel):
+    """The Service of an endpoint picker, such as llm-d's, which the gateway asks where a request is to go."""
+
+    name: ObjectName
+    """Service in the same namespace."""
+    port: Annotated[StrictInt, Field(ge=1, le=65535)] = 9002
+    """Its port for the gateway (ext-proc)."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
+    """What the gateway does while nobody picks: send requests to any engine, or refuse them."""
+
+
+class InferencePool(ApiModel):
+    """An `InferencePool` of Gateway API's inference extension, v1, that names the engines as its endpoints."""
+
+    endpoint_picker: EndpointPicker
+    """Who picks among the engines."""
+
+
+class Routing(ApiModel):
+    """How a request comes to the replica that has its cache."""
+
+    type: Literal["None", "ClientIP", "Router"] = NONE
+    """`None`: the Service spreads connections over the engines. `ClientIP`: it keeps a client's address with one
+    engine. `Router`: a router stands before them, behind a Service named after the tier and `-router`. The volume is
+    shared with each of these; what is near is the cache of the accelerator and of host memory."""
+    client_ip: ClientIp | None = Field(default=None, alias="clientIP")
+    """Settings of `ClientIP`."""
+    router: Router | None = None
+    """Settings of `Router`."""
+    inference_pool: InferencePool | None = None
+    """Makes an `InferencePool` of the engines besides, for a gateway and an endpoint picker of your own."""
+
+    rules = (
+        Rule(
+            cel=f"!has(self.router) || self.type == '{ROUTER}'",
+            message=f"describes a router that no request would go through: set spec.routing.type to {ROUTER}, or "
+            "remove spec.routing.router",
+            check=lambda routing: routing.router is None or routing.type == ROUTER,
+            field=".router",
+        ),
+        Rule(
+            cel=f"!has(self.clientIP) || self.type == '{CLIENT_IP}'",
+            message=f"has settings of another type of routing: set spec.routing.type to {CLIENT_IP}, or remove "
+            "spec.routing.clientIP",
+            check=lambda routing: routing.client_ip is None or routing.type == CLIENT_IP,
+            field=".clientIP",
+        ),
+    )
+
+    @property
+    def router_settings(self) -> Router | None:
+        """Return how the router is to be; None where there is none."""
+        return (self.router or Router()) if self.type == ROUTER else None

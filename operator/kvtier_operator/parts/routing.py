@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether requests come to the engines as ``spec.routing`` says; and the InferencePool, if one is asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvtier_operator import names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.routing_spec import CLIENT_IP, Routing
+from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.parts.router import ROUTER_IMAGE
+from kvtier_operator.problems import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
+from kvtier_operator.snapshot import Pod, Snapshot
+
+
+def pool(spec: TierSpec, tier: TierRef) -> Manifest | None:
+    """Return the InferencePool of the engines; None where none is asked for."""
+    wanted = spec.routing.inference_pool
+    if wanted is None:
+        return None
+    picker = wanted.endpoint_picker
+    return {
+        "apiVersion": names.INFERENCE_POOL,
+        "kind": names.POOL_KIND,
+        "metadata": names.metadata(tier, names.engine(tier), component=names.COMPONENT_ENGINE),
+        "spec": {
+            "targetPorts": [{"number": names.HTTP_PORT}],
+            "selector": {"matchLabels": names.selector(tier)},
+            "endpointPickerRef": {
+                "name": picker.name,
+                "port": {"number": picker.port},
+                "failureMode": picker.failure_mode,
+            },
+        },
+    }
+
+
+def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where requests are to be sent; what was told before where nothing is known."""
+    if view.spec is None or view.snapshot is None:
+        return dict(previous.get("routing") or {})
+    tier, spec = view.tier, view.spec
+    service = names.engine(tier) if spec.routing.router_settings is None else names.router(tier)
+    found = {"service": f"{service}.{tier.namespace}.svc:{names.HTTP_PORT}"}
+    had_pool = bool((previous.get("routing") or {}).get("inferencePool"))
+    has_pool = had_pool if view.has_pool is None else view.has_pool
+    return {**found, **({"inferencePool": names.engine(tier)} if has_pool else {})}
+
+
+def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+    """Requests find their way, and each part of it that was asked for stands."""
+    if view.spec is None or view.snapshot is None:
+        return as_before(_ROUTED, previous) or not_checked()
+    found = _router(view.spec, view.snapshot)
+    if view.pool is not None and (found is None or found.is_met or not found.is_known):
+        return view.pool
+    return found or _by_service(view.tier, view.spec.routing)
+
+
+def _by_service(tier: TierRef, routing: Routing) -> Problem:
+    name = f"Service/{names.engine(tier)}"
+    if routing.type == CLIENT_IP:
+        return met(Reason.ROUTED_BY_CLIENT, f"{name} keeps each client's address with one engine")
+    return met(Reason.ROUTED_BY_SERVICE, f"{name} spreads connections over the engines")
+
+
+def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
+    """Return how the router fares; None where there is none."""
+    settings, tier = spec.routing.router_settings, snapshot.tier
+    if settings is None:
+        return None
+    for pod in snapshot.routers:
+        problem = None if pod.is_ready or pod.is_terminating else _of_pod(pod, settings.image or ROUTER_IMAGE)
+        if problem is not None:
+            return problem
+    live = snapshot.live.get(names.router_key(tier))
+    conditions = () if live is None else live.content.get("status", {}).get("conditions", ())
+    failure: Mapping[str, Any] = next((each for each in conditions if each["type"] == "ReplicaFailure"), {})
+    if failure.get("status") == "True":
+        return Problem(
+            reason=Reason.ROUTER_REFUSED,
+            message=f"pods of the router cannot be created{quoted(failure.get('message', ''))}; raise the quota, or "
+            "change what was refused",
+        )
+    ready = sum(pod.is_ready and not pod.is_terminating for pod in snapshot.routers)
+    if ready:
+        of = f"{ready} of {settings.replicas}" if ready <= settings.replicas else f"{ready}"
+        return met(Reason.ROUTER_READY, f"{of} routers serve behind Service/{names.router(tier)}")
+    if spec.replicas == 0:
+        return unknown(Reason.SCALED_TO_ZERO, "spec.replicas is 0: there is no engine to route to")
+    if not snapshot.engines.ready:
+        return unknown(Reason.NO_ROUTE, "the router has no engine to send requests to: see EnginesReady")
+    return Problem(
+        reason=Reason.ROUTER_STARTING,
+        message=f"no pod of the router is ready yet: `kubectl logs deployment/{names.router(tier)}` says what it does; "
+        "it must be able to list the pods of its namespace, and to reach port 8000 of the engines",
+    )
+
+
+_PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_BROKEN: Final = frozenset(
+    {"CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+)
+_QUOTED: Final = 300
+
+
+def _of_pod(pod: Pod, image: str) -> Problem | None:
+    for container in pod.containers:
+        said = container.waiting_message
+        if container.waiting_reason in _PULL:
+            return Problem(
+                reason=Reason.ROUTER_IMAGE_PULL_FAILED,
+                message=f"pod {pod.name} of the router cannot pull {image} ({container.waiting_reason}{quoted(said)}): "
+                "correct spec.routing.router.image, or give a pull secret in spec.engine.podTemplate.imagePullSecrets",
+            )
+        if container.waiting_reason in _BROKEN:
+            why = said or container.waiting_reason
+            if container.exit_code is not None:
+                last = container.exit_message[-_QUOTED:].strip()
+                why = f"it ended with exit code {container.exit_code}{quoted(last)}"
+            return Problem(
+                reason=Reason.ROUTER_FAILING,
+                message=f"the router in pod {pod.name} does not stay up: {why}; `kubectl logs {pod.name} --previous` "
+                "says more; correct spec.routing.router.args, or name an image with vllm-router in "
+                "spec.routing.router.image",
+            )
+    if pod.is_scheduled is False:
+        return Problem(
+            reason=Reason.ROUTER_NOT_SCHEDULED,
+            message=f"no node takes pod {pod.name} of the router{quoted(pod.scheduling_message)}: make room on a node, "
+            "or lower spec.routing.router.resources",
+        )
+    return None
+
+
+_ROUTED: Final = "RoutingReady"
+ROUTED: Final = Condition(_ROUTED, _judge)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests come to the engines: what is rendered, what vLLM's router takes, what is said of faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from healthy_tier import HEALTHY, NOON, READY_POD, REF, VIEW, changed, conditions
+from tiers import NOON as CLOCK
+from tiers import TIER, TIER_KEY, tier
+from vllm_router.launch_router import parse_router_args
+
+from kvtier_operator import names, status
+from kvtier_operator.api import parse
+from kvtier_operator.errors import KindMissing, SpecInvalid
+from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.parts import render
+from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.reconcile import reconcile
+from kvtier_operator.snapshot import Container, Engines, Pod
+
+POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
+ROUTER = {"type": "Router"}
+WITH_POOL = {"inferencePool": {"endpointPicker": {"name": "epp"}}}
+
+
+def rendered(kind: str, name: str, **routing: Any) -> Manifest:
+    body = tier(routing=routing)
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c:1")
+    return next(each for each in render(plan) if (each["kind"], each["metadata"]["name"]) == (kind, name))
+
+
+def router_args(**router: Any) -> list[str]:
+    pod = rendered("Deployment", "llama-router", type="Router", router=router)["spec"]["template"]["spec"]
+    args: list[str] = pod["containers"][0]["args"]
+    return args
+
+
+def test_the_service_keeps_clients_with_one_engine_where_it_is_told_to() -> None:
+    assert rendered("Service", "llama-engine")["spec"]["sessionAffinity"] == "None"
+    sticky = rendered("Service", "llama-engine", type="ClientIP", clientIP={"timeoutSeconds": 60})["spec"]
+    assert sticky["sessionAffinity"] == "ClientIP"
+    assert sticky["sessionAffinityConfig"] == {"clientIP": {"timeoutSeconds": 60}}
+
+
+@pytest.mark.parametrize("policy", ["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"])
+def test_vllms_router_takes_the_rendered_command_line_for_what_it_is_meant(policy: str) -> None:
+    found = parse_router_args(router_args(policy=policy, args=["--cache-threshold", "0.5"]))
+    assert (found.policy, found.port, found.prometheus_port) == (policy, 8000, 29000)
+    assert found.service_discovery
+    assert found.service_discovery_namespace == "serving"
+    assert found.service_discovery_port == 8000
+    assert found.cache_threshold == 0.5
+    assert found.worker_urls == []
+    engine = rendered("Deployment", "llama-engine", **ROUTER)["spec"]["template"]["metadata"]["labels"]
+    router = rendered("Deployment", "llama-router", **ROUTER)["spec"]["template"]["metadata"]["labels"]
+    assert found.selector.items() <= engine.items()
+    assert not found.selector.items() <= router.items()
+
+
+def test_a_router_may_list_the_pods_of_its_namespace_and_nothing_else() -> None:
+    role = rendered("Role", "llama-router", **ROUTER)
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    pod = rendered("Deployment", "llama-router", **ROUTER)["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "llama-router"
+    assert "persistentVolumeClaim" not in str(pod["volumes"])
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8000, "metrics": 29000}
+
+
+@pytest.mark.parametrize(
+    ("routing", "field", "words"),
+    [
+        ({"router": {}}, "spec.routing.router", "no request would go through: set spec.routing.type to Router"),
+        ({"type": "Router", "clientIP": {}}, "spec.routing.clientIP", "set spec.routing.type to ClientIP"),
+        ({"type": "Router", "router": {"args": ["--policy=random"]}}, "args", "set spec.routing.router.policy"),
+        ({"type": "Router", "router": {"args": ["--worker-url", "http://x"]}}, "args", "by their labels"),
+        ({"type": "Sticky"}, "spec.routing.type", "Router"),
+        ({"type": "Router", "router": {"image": ""}}, "spec.routing.router.image", "at least 1 character"),
+        ({"inferencePool": {}}, "spec.routing.inferencePool.endpointPicker", "required"),
+    ],
+)
+def test_what_cannot_be_routed_is_refused_by_name(routing: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(SpecInvalid, match=words) as refused:
+        parse(tier(routing=routing))
+    assert field in str(refused.value)
+
+
+def test_another_routing_replaces_no_engine() -> None:
+    cluster = FakeCluster({**tier(), "metadata": {**tier()["metadata"], "uid": "u1"}})
+    run(cluster)
+    before = cluster.look(names.engine_key(REF))
+    cluster.edit(TIER_KEY, {"spec": {"routing": ROUTER}})
+    run(cluster)
+    after = cluster.look(names.engine_key(REF))
+    assert before is not None
+    assert after is not None
+    assert after["spec"]["template"] == before["spec"]["template"]
+    made = {str(key) for key in cluster.existing() if key.name == "llama-router"}
+    kinds = ("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "PodDisruptionBudget")
+    assert made == {f"{kind}/llama-router" for kind in kinds}
+    cluster.edit(TIER_KEY, {"spec": {"routing": {"type": "None"}}})
+    run(cluster)
+    assert not [key for key in cluster.existing() if key.name == "llama-router"]
+
+
+def router_pod(**container: Any) -> Pod:
+    broken = Container(name="router", image="r:1", **container)
+    return replace(READY_POD, name="llama-router-0", is_ready=not container, containers=(broken,))
+
+
+def routed(*pods: Pod, **snapshot: Any) -> status.View:
+    return replace(changed(routers=pods, **snapshot), spec=parse(tier(routing=ROUTER)))
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        (VIEW, "True", "RoutedByService", "Service/llama-engine spreads connections"),
+        (replace(VIEW, spec=parse(tier(routing={"type": "ClientIP"}))), "True", "RoutedByClient", "address"),
+        (routed(router_pod()), "True", "RouterReady", "1 of 2 routers serve behind Service/llama-router"),
+        (routed(), "False", "RouterStarting", "kubectl logs deployment/llama-router"),
+        (routed(engines=Engines(generation=1)), "Unknown", "NoRoute", "no engine to send requests to"),
+        (
+            routed(router_pod(), router_pod(waiting_reason="ImagePullBackOff", waiting_message="not found")),
+            "False",
+            "RouterImagePullFailed",
+            "ImagePullBackOff: not found): correct spec.routing.router.image",
+        ),
+        (
+            routed(router_pod(waiting_reason="CrashLoopBackOff", exit_code=2, exit_message="invalid choice: 'x'")),
+            "False",
+            "RouterFailing",
+            "exit code 2: invalid choice: 'x'; `kubectl logs llama-router-0 --previous`",
+        ),
+    ],
+)
+def test_routing_is_judged(view: status.View, verdict: str, reason: str, words: str) -> None:
+    found = conditions(view)["RoutingReady"]
+    assert (found["status"], found["reason"]) == (verdict, reason)
+    assert words in found["message"]
+    if HEALTHY.engines.ready and verdict == "False":
+        assert conditions(view)["Ready"]["reason"] == reason
+
+
+def run(cluster: FakeCluster) -> Manifest:
+    reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    found = cluster.look(TIER_KEY)
+    assert found is not None
+    told: Manifest = found["status"]
+    return told
+
+
+def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
+    cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
+    assert run(cluster)["routing"] == {"service": "llama-engine.serving.svc:8000", "inferencePool": "llama-engine"}
+    made = cluster.look(POOL)
+    assert made is not None
+    assert made["spec"] == {
+        "targetPorts": [{"number": 8000}],
+        "selector": {"matchLabels": names.selector(REF)},
+        "endpointPickerRef": {"name": "epp", "port": {"number": 9002}, "failureMode": "FailOpen"},
+    }
+    run(cluster)
+    assert (cluster.look(POOL) or {})["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+    cluster.edit(TIER_KEY, {"spec": {"routing": {"inferencePool": None}}})
+    assert "inferencePool" not in run(cluster)["routing"]
+    assert cluster.look(POOL) is None
+
+
+class WithoutPools(FakeCluster):
+    """A cluster that does not know the kind."""
+
+    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+        if manifest["kind"] == names.POOL_KIND:
+            raise KindMissing("cannot apply InferencePool/llama-engine: 404 page not found")
+        return super().apply(manifest, over=over)
+
+
+def test_a_cluster_without_inference_pools_is_told_so_and_serves() -> None:
+    cluster = WithoutPools({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
+    told = {each["type"]: each for each in run(cluster)["conditions"]}
+    assert (told["RoutingReady"]["status"], told["RoutingReady"]["reason"]) == ("False", "PoolKindMissing")
+    assert "install the definitions of Gateway API's inference extension" in told["RoutingReady"]["message"]
+    assert cluster.look(names.engine_key(REF)) is not None
+    assert cluster.look(names.service_key(REF)) is not None
+
+
+def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
+    theirs = {
+        "apiVersion": POOL.api_version,
+        "kind": POOL.kind,
+        "metadata": {"name": POOL.name, "namespace": "serving"},
+    }
+    cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}}, theirs)
+    told = {each["type"]: each for each in run(cluster)["conditions"]}
+    assert (told["RoutingReady"]["reason"], "delete or rename it" in told["RoutingReady"]["message"]) == (
+        "PoolFailed",
+        True,
+    )
+    assert "spec" not in (cluster.look(POOL) or {})
+
+
+def test_where_requests_go_is_in_the_status() -> None:
+    found = status.report(routed(router_pod()), {}, now=NOON)
+    assert found["routing"] == {"service": "llama-router.serving.svc:8000"}
