@@ -29,6 +29,8 @@ LABEL_TEMPLATE_HASH: Final = "pod-template-hash"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
 ANNOTATION_DECISIONS: Final = f"{GROUP}/decisions"
 ANNOTATION_CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
+ANNOTATION_FILES_DIGEST: Final = f"{GROUP}/files-digest"
+"""On the pods: digest of the files that only another connector than kvtier's own reads."""
 ANNOTATION_RENDERED: Final = f"{GROUP}/rendered"
 """On the Deployment: what its pods were made from, so that another operator version leaves them alone."""
 ANNOTATION_PREFLIGHT: Final = f"{GROUP}/preflight"
@@ -44,6 +46,7 @@ ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
+COMPONENT_STORE: Final = "store"
 COMPONENT_PREFLIGHT: Final = "preflight"
 COMPONENT_ROUTER: Final = "router"
 COMPONENT_VOLUME: Final = "volume"
@@ -56,6 +59,7 @@ WARM_CONTAINER: Final = "warm"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 HTTP_PORT: Final = 8000
+REDIS_PORT: Final = 6379
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
 EVERY_ADDRESS: Final = "::"
 """Of a pod, of IPv4 as well as of IPv6; a node without IPv6 has no such thing."""
@@ -157,6 +161,16 @@ def router(tier: TierRef) -> str:
     return f"{tier.name}-router"
 
 
+def redis(tier: TierRef) -> str:
+    """Name of the Deployment and Service of the Redis that the operator makes for trying LMCache out."""
+    return f"{tier.name}-redis"
+
+
+def mooncake_master(tier: TierRef) -> str:
+    """Name of the Deployment and Service of Mooncake's master."""
+    return f"{tier.name}-mooncake"
+
+
 def claim(tier: TierRef) -> str:
     """Name of the claim the operator makes when the tier does not bring one."""
     return f"{tier.name}-blocks"
@@ -192,6 +206,11 @@ def children(tier: TierRef) -> tuple[ObjectKey, ...]:
         ObjectKey(api_version="v1", kind="Service", name=router(tier)),
         ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=router(tier)),
         router_key(tier),
+        *(
+            ObjectKey(api_version=version, kind=kind, name=name(tier))
+            for name in (redis, mooncake_master)
+            for version, kind in (("v1", "Service"), ("apps/v1", "Deployment"))
+        ),
     )
 
 

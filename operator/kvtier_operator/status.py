@@ -17,6 +17,7 @@ from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, savings, serving, warm
+from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.plan import Generation
@@ -63,7 +64,8 @@ class Transition:
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     told = {
-        each.kind: _as_growth(each.judge(view, previous), is_growing=serving.is_growing(view, previous))
+        each.kind: not_applicable(each.kind, view.spec)
+        or _as_growth(each.judge(view, previous), is_growing=serving.is_growing(view, previous))
         for part in PARTS
         for each in part.conditions
     }

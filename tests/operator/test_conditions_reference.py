@@ -15,7 +15,7 @@ from kvtier_operator.status import Reason
 def test_every_condition_and_every_reason_has_its_place() -> None:
     assert conditions_reference.REASONS.keys() == CONDITIONS.keys()
     placed = {reason for group in conditions_reference.REASONS.values() for reason in group}
-    assert placed | {Reason.NOT_CHECKED} == set(Reason)
+    assert placed | {Reason.NOT_CHECKED, Reason.NOT_APPLICABLE} == set(Reason)
     assert set(conditions_reference.REMEDIES) <= placed
 
 

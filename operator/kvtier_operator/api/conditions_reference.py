@@ -47,7 +47,7 @@ takes up what a newer operator renders, which otherwise waits for an edit of the
 every change, like `spec.paused`.
 """
 
-_ANY: Final = (Reason.NOT_CHECKED,)
+_ANY: Final = (Reason.NOT_CHECKED, Reason.NOT_APPLICABLE)
 
 REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "Ready": (

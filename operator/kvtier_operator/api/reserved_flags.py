@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvtier_operator.api.rules import Rule
 
-_TIERS: Final = "the operator renders it from spec.cpu and spec.volume"
+_TIERS: Final = "the operator renders it from spec.connector, spec.cpu and spec.volume"
 _SERVED: Final = (
     "the Service and the probes expect the engine on port 8000 of the pod, on every address; leave it out, or write "
     "--port=8000 and --host=0.0.0.0, each as one word"

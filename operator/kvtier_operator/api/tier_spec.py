@@ -13,6 +13,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
+from kvtier_operator.api import backend_rules
+from kvtier_operator.api.connector_spec import Connector
 from kvtier_operator.api.containers import Anything
 from kvtier_operator.api.cost_spec import Cost
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
@@ -21,7 +23,7 @@ from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
 from kvtier_operator.api.routing_spec import Routing
 from kvtier_operator.api.rules import ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
-from kvtier_operator.api.volume_spec import SHARED, Volume
+from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
 from kvtier_operator.api.warm_spec import Warm
 
 
@@ -180,10 +182,13 @@ class TierSpec(ApiModel):
     """The vLLM engine of one replica."""
     hash: Hash = Hash()
     """How blocks are named."""
+    connector: Connector = Connector()
+    """Who moves blocks between the accelerator, host memory and storage."""
     cpu: CpuTier
     """The tier in host memory."""
-    volume: Volume
-    """The volume that all replicas share."""
+    # Without a default in the schema: the API server would fill it in, and it is no volume.
+    volume: Annotated[Volume, Field(json_schema_extra=lambda schema: schema.pop("default", None))] = NO_VOLUME
+    """The volume that all replicas share. Required where `connector` keeps blocks on it."""
     disk: Disk = Disk()
     """The tier on the volume."""
     generations: Generations = Generations()
@@ -208,6 +213,7 @@ class TierSpec(ApiModel):
 
     rules = (
         ONE_PLACE,
+        *backend_rules.RULES,
         Rule(
             cel="has(self.operatorClassName) == has(oldSelf.operatorClassName) && (!has(self.operatorClassName) || "
             "self.operatorClassName == oldSelf.operatorClassName)",
@@ -217,7 +223,8 @@ class TierSpec(ApiModel):
             field=".operatorClassName",
         ),
         Rule(
-            cel=f"self.replicas <= 1 || !has(self.volume.claim) || '{SHARED}' in self.volume.claim.accessModes",
+            cel="self.replicas <= 1 || !has(self.volume) || !has(self.volume.claim) || "
+            f"'{SHARED}' in self.volume.claim.accessModes",
             message=f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, "
             "or use a storage class whose volumes several nodes can mount",
             check=lambda spec: (
@@ -246,7 +253,8 @@ class TierSpec(ApiModel):
             field=".engine.accelerator.perPod",
         ),
         Rule(
-            cel="!has(self.disk.budget.maxBytes) || !has(self.volume.claim) || !isQuantity(self.disk.budget.maxBytes) "
+            cel="!has(self.disk.budget.maxBytes) || !has(self.volume) || !has(self.volume.claim) "
+            "|| !isQuantity(self.disk.budget.maxBytes) "
             "|| !isQuantity(self.volume.claim.size) || "
             "quantity(self.disk.budget.maxBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
             message="is more than spec.volume.claim.size: the volume would be full before the budget is reached; lower "
@@ -259,7 +267,8 @@ class TierSpec(ApiModel):
             field=".disk.budget.maxBytes",
         ),
         Rule(
-            cel="!has(self.disk.budget.minBytes) || has(self.disk.budget.maxBytes) || !has(self.volume.claim) "
+            cel="!has(self.disk.budget.minBytes) || has(self.disk.budget.maxBytes) || !has(self.volume) "
+            "|| !has(self.volume.claim) "
             "|| !isQuantity(self.disk.budget.minBytes) || !isQuantity(self.volume.claim.size) || "
             "quantity(self.disk.budget.minBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
             message="is more than spec.volume.claim.size: no tier can keep more than the volume holds; lower "
@@ -273,7 +282,7 @@ class TierSpec(ApiModel):
             field=".disk.budget.minBytes",
         ),
         Rule(
-            cel="!has(self.disk.budget.minFree) || !has(self.volume.claim) "
+            cel="!has(self.disk.budget.minFree) || !has(self.volume) || !has(self.volume.claim) "
             "|| !isQuantity(self.disk.budget.minFree) || !isQuantity(self.volume.claim.size) || "
             "quantity(self.disk.budget.minFree).compareTo(quantity(self.volume.claim.size)) < 0",
             message="must be less than spec.volume.claim.size, or no block could ever stay: lower "

@@ -115,3 +115,12 @@ class Volume(ApiModel):
             field=".deletionPolicy",
         ),
     )
+
+    @property
+    def is_there(self) -> bool:
+        """Tell whether there is one at all."""
+        return self.claim is not None or self.existing_claim is not None
+
+
+NO_VOLUME: Final = Volume.model_construct(claim=None, existing_claim=None, path="", deletion_policy="Retain")
+"""What a tier has whose connector keeps nothing on a volume."""

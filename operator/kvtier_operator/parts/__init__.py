@@ -16,6 +16,8 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import claim, disk, engine_checks, proofs
+from kvtier_operator.parts.backends.outside import mooncake_master
+from kvtier_operator.parts.backends.redis import redis
 from kvtier_operator.parts.connector_config import config
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.janitor import HEALTHY, janitor
@@ -73,6 +75,8 @@ PARTS: Final = (
         wants=lambda plan: (disruption_budget(plan),),
         kinds=frozenset({"PodDisruptionBudget"}),
     ),
+    # Before the engines, which look for them when they start.
+    Part(name="stores", wants=lambda plan: (*redis(plan), *mooncake_master(plan)), kinds=frozenset({"Deployment"})),
     Part(
         name=ENGINE,
         wants=lambda plan: (deployment(plan),),

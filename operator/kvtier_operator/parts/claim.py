@@ -60,7 +60,8 @@ def refuse(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
     """Return what Kubernetes would not let the claim become, or why no engine could use it."""
     live = snapshot.claim
     if spec.volume.claim is None:
-        return _refuse_existing(spec, snapshot)
+        # One that no engine mounts is not missed.
+        return _refuse_existing(spec, snapshot) if spec.connector.uses_volume else None
     return None if live is None else _refuse_change(spec, live)
 
 

@@ -16,11 +16,13 @@ from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.reserved_flags import HARMLESS
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import adapters, pod_settings
-from kvtier_operator.parts.connector_config import kv_transfer_config
+from kvtier_operator.parts import adapters, backends, pod_settings
+from kvtier_operator.parts.backends import Rendered
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan.backends import is_in_shm
 from kvtier_operator.plan.decisions import checkpoints_of
+from kvtier_operator.plan.digest import digest
 from kvtier_operator.plan.pin import make_pin
 from kvtier_operator.problems import (
     Condition,
@@ -133,17 +135,24 @@ def _shutdown_seconds(plan: TierPlan) -> int:
 def _template(plan: TierPlan) -> Manifest:
     template = plan.spec.engine.pod_template
     restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
+    # Read at the start alone, so another one takes another pod.
+    files = backends.render(plan).files
     return {
         "metadata": {
             "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
-            "annotations": {**template.annotations, names.ANNOTATION_CONFIG_DIGEST: plan.config_digest, **restart},
+            "annotations": {
+                **template.annotations,
+                names.ANNOTATION_CONFIG_DIGEST: plan.config_digest,
+                **({names.ANNOTATION_FILES_DIGEST: digest(dict(files))} if files else {}),
+                **restart,
+            },
         },
         "spec": _pod(plan),
     }
 
 
 def _pod(plan: TierPlan) -> Manifest:
-    template = plan.spec.engine.pod_template
+    template, rendered = plan.spec.engine.pod_template, backends.render(plan)
     ours = {
         "serviceAccountName": pod_settings.service_account(plan),
         "automountServiceAccountToken": False,
@@ -159,12 +168,17 @@ def _pod(plan: TierPlan) -> Manifest:
     return {
         **ours,
         "initContainers": [
-            _install_container(plan),
+            *([_install_container(plan)] if _has_install(plan, rendered) else []),
             *(pod_settings.of_user(each) for each in template.init_containers),
         ],
-        "containers": [_engine_container(plan, containers.of_engine(template.containers)), *beside],
-        "volumes": _volumes(plan),
+        "containers": [_engine_container(plan, rendered, containers.of_engine(template.containers)), *beside],
+        "volumes": _volumes(plan, rendered),
     }
+
+
+def _has_install(plan: TierPlan, rendered: Rendered) -> bool:
+    """Tell whether something is to be done before the engine: to bring our package, or to clear its shared memory."""
+    return rendered.needs_package or is_in_shm(plan.spec.connector)
 
 
 def _install_container(plan: TierPlan) -> Manifest:
@@ -189,21 +203,27 @@ def _install_container(plan: TierPlan) -> Manifest:
     }
 
 
-def _engine_container(plan: TierPlan, added: Mapping[str, Any]) -> Manifest:
+def _startup(plan: TierPlan) -> Manifest:
+    if not plan.spec.connector.is_ours:
+        return {"httpGet": {"path": "/health", "port": "http"}}
+    # At the address that the engine is told to listen on: to Linux, all addresses are this machine.
+    return {"exec": {"command": [*_READY_COMMAND, f"--host={plan.listen_host}", f"--port={names.HTTP_PORT}"]}}
+
+
+def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, Any]) -> Manifest:
     engine, keys = plan.spec.engine, plan.spec.disk.encryption
     ours = {
         "name": names.ENGINE_CONTAINER,
         "image": engine.image,
         "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
-        "args": _args(plan),
-        "env": _env(plan),
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}],
+        "args": _args(plan, rendered),
+        "env": _env(plan, rendered),
+        "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}, *rendered.ports],
         "resources": pod_settings.engine_resources(plan),
         # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
         # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
-            # At the address that the engine is told to listen on: to Linux, all addresses are this machine.
-            "exec": {"command": [*_READY_COMMAND, f"--host={plan.listen_host}", f"--port={names.HTTP_PORT}"]},
+            **_startup(plan),
             "periodSeconds": _PROBE_PERIOD_SECONDS,
             # A start of Python on a node that is busy loading a model, and the engine's own answer.
             "timeoutSeconds": 10,
@@ -217,9 +237,12 @@ def _engine_container(plan: TierPlan, added: Mapping[str, Any]) -> Manifest:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pod_settings.hardened(added),
         "volumeMounts": [
-            {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
-            {"name": "config", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
-            {"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True},
+            *rendered.mounts,
+            *(
+                [{"name": "connector", "mountPath": names.CONNECTOR_MOUNT, "readOnly": True}]
+                if rendered.needs_package
+                else []
+            ),
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
             *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
@@ -234,7 +257,7 @@ def _health() -> Manifest:
     return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_SECONDS}
 
 
-def _args(plan: TierPlan) -> list[str]:
+def _args(plan: TierPlan, rendered: Rendered) -> list[str]:
     model, engine = plan.spec.model, plan.spec.engine
     return [
         f"--model={model.name}",
@@ -247,19 +270,20 @@ def _args(plan: TierPlan) -> list[str]:
         "--enable-prefix-caching",
         f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
         f"--shutdown-timeout={_shutdown_seconds(plan)}",
-        f"--kv-transfer-config={kv_transfer_config(plan)}",
+        f"--kv-transfer-config={rendered.transfer_text}",
+        *rendered.args,
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
         *adapters.args(model),
         *(word for word in engine.args if word not in HARMLESS),
     ]
 
 
-def _env(plan: TierPlan) -> list[Manifest]:
+def _env(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
     token = plan.spec.model.token_secret_ref
     ours: list[Manifest] = [
         # First, so that nothing that follows can be thought to change it: equal in every pod, or no block is found.
         {"name": "PYTHONHASHSEED", "value": plan.spec.hash.seed},
-        {"name": "PYTHONPATH", "value": names.CONNECTOR_MOUNT},
+        *([{"name": "PYTHONPATH", "value": names.CONNECTOR_MOUNT}] if rendered.needs_package else []),
         # The root file system is read-only; everything that vLLM and its libraries write goes to the scratch volume.
         {"name": "HOME", "value": f"{names.SCRATCH_MOUNT}/home"},
         # getpass.getuser() raises for a user id that the image's /etc/passwd does not know.
@@ -272,17 +296,17 @@ def _env(plan: TierPlan) -> list[Manifest]:
     ]
     if token is not None:
         ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
+    ours += rendered.env
     # Names are unique, as server-side apply demands. What must not be overridden was refused with the spec.
     merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
     return list(merged.values())
 
 
-def _volumes(plan: TierPlan) -> list[Manifest]:
+def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
     shm = quantity.format_bytes(plan.sizing.shm_bytes)
     return [
-        {"name": "blocks", "persistentVolumeClaim": {"claimName": plan.claim_name}},
-        {"name": "config", "configMap": {"name": names.config(plan.tier)}},
-        {"name": "connector", "emptyDir": {"sizeLimit": "64Mi"}},
+        *rendered.volumes,
+        *([{"name": "connector", "emptyDir": {"sizeLimit": "64Mi"}}] if _has_install(plan, rendered) else []),
         # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         {"name": "scratch", "emptyDir": {}},

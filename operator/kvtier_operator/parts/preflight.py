@@ -134,6 +134,8 @@ def key_of(spec: TierSpec, snapshot: Snapshot) -> str:
 def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -> Preflight | None:
     """Return what is known without looking at any Job; None where one must be looked at."""
     key = key_of(spec, snapshot)
+    if not spec.connector.uses_volume:
+        return Preflight(state=State.OFF, detail="the connector uses no volume")
     if spec.proof.preflight != ALWAYS:
         return Preflight(state=State.OFF, detail="spec.proof.preflight is Never")
     if not key:

@@ -17,7 +17,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import canonical, digest, flags, shares
+from kvtier_operator.plan import backends, canonical, digest, flags, shares
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -238,14 +238,19 @@ def live_text(spec: TierSpec) -> str:
 
 def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
     """Return the sizes of one engine pod of this spec."""
+    connector = spec.connector
     return make_sizing(
-        cpu_bytes=decisions.cpu_bytes,
+        # A file in its place is no memory.
+        cpu_bytes=0 if connector.is_on_node_disk else decisions.cpu_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
         workers_per_engine=spec.engine.tensor_parallel,
         # Weights pass through this memory, so it says how large they may be where nobody knows the model.
         weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
         keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
+        is_in_shm=backends.is_in_shm(connector),
+        passing_bytes=backends.passing_bytes(connector),
+        file_bytes=backends.file_bytes(connector, decisions.cpu_bytes),
     )
 
 
@@ -261,7 +266,8 @@ def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Gene
     """Return the generation that engines of this spec read and write."""
     identity = digest.identity(spec, decisions.chunking.settings())
     key = digest.digest(identity)
-    parts = (names.VOLUME_MOUNT, spec.volume.path.strip("/"), f"{tier.namespace}.{tier.name}", key)
+    owner = spec.connector.blocks_of or tier.name
+    parts = (names.VOLUME_MOUNT, spec.volume.path.strip("/"), f"{tier.namespace}.{owner}", key)
     return Generation(digest=key, identity=identity, root="/".join(part for part in parts if part))
 
 

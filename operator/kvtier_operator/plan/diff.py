@@ -144,7 +144,9 @@ def _fields(changes: Iterator[Change]) -> str:
 
 
 def _document(spec: TierSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    document = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # What stands for no volume cannot be read again.
+    return document if spec.volume.is_there else {name: value for name, value in document.items() if name != "volume"}
 
 
 def _differences(

@@ -11,7 +11,7 @@ from kvtier_connector import contract_janitor
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import digest
+from kvtier_operator.plan import backends, digest
 
 JANITOR_IMAGE: Final = f"ghcr.io/kvtier/janitor:{__version__}"
 """Where nobody names another one."""
@@ -37,7 +37,7 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
         root: directory of the current generation, as pods see it.
         image: image of janitors, where the spec names none.
     """
-    if not spec.janitor.enabled:
+    if not spec.janitor.enabled or not backends.has_janitor(spec.connector):
         return None
     budget = spec.disk.budget
     tier_dir, _, current = root.rpartition("/")

@@ -8,7 +8,7 @@ from typing import Final
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import digest, flags, nodes
+from kvtier_operator.plan import backends, digest, flags, nodes
 from kvtier_operator.plan.decisions import Kept
 from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_mover_bytes
 from kvtier_operator.quantity import show_bytes
@@ -87,7 +87,12 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     node, left = smallest
     engines = flags.engines_per_pod(spec.engine.args)
     each = left * percent // 100 // engines // _UNIT * _UNIT
-    movers = make_mover_bytes(each, engines_per_pod=engines, workers_per_engine=spec.engine.tensor_parallel)
+    passing = backends.passing_bytes(spec.connector)
+    movers = (
+        engines * passing
+        if passing is not None
+        else make_mover_bytes(each, engines_per_pod=engines, workers_per_engine=spec.engine.tensor_parallel)
+    )
     beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + movers + nodes.beside(spec)[0]
     if each == 0 or engines * each + beside > left:
         return Refusal(

@@ -70,6 +70,9 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     workers_per_engine: int = 1,
     weight_bytes: int = 0,
     keeps_weights: bool = False,
+    is_in_shm: bool = True,
+    passing_bytes: int | None = None,
+    file_bytes: int = 0,
 ) -> Sizing:
     """Return the sizes of one pod.
 
@@ -80,11 +83,18 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
         workers_per_engine: processes of one engine that each drive an accelerator.
         weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
         keeps_weights: whether they are downloaded to the node's disk.
+        is_in_shm: whether the CPU tier is a file in /dev/shm; otherwise it is memory of the processes themselves.
+        passing_bytes: what blocks pass through on their way to the next tier; None for kvtier's own movers.
+        file_bytes: what blocks take on the node's disk.
     """
     overhead = engines_per_pod * SHM_OVERHEAD_BYTES
     pinned = engines_per_pod * cpu_bytes
-    shm = pinned + overhead
-    movers = make_mover_bytes(cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine)
+    shm = (pinned if is_in_shm else 0) + overhead
+    movers = (
+        engines_per_pod * passing_bytes
+        if passing_bytes is not None
+        else make_mover_bytes(cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine)
+    )
     pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
     load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
     return Sizing(
@@ -95,10 +105,12 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
         engine_memory_bytes=engine_memory_bytes,
         mover_bytes=movers,
         # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
-        memory_bytes=engine_memory_bytes + shm + movers,
+        memory_bytes=engine_memory_bytes + pinned + overhead + movers,
         weight_bytes=weight_bytes,
         # In whole GiB: nobody recognises an estimate by its bytes.
-        ephemeral_bytes=SCRATCH_BYTES + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
+        ephemeral_bytes=SCRATCH_BYTES
+        + engines_per_pod * file_bytes
+        + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
         startup_base_seconds=STARTUP_BASE_SECONDS,
         startup_pin_seconds=pin_seconds,
         startup_load_seconds=load_seconds,

@@ -18,7 +18,7 @@ class NoCanary(enum.Enum):
     """Why no canary is sent."""
 
     OFF = enum.auto()
-    """spec.proof.canary.enabled is false."""
+    """spec.proof.canary.enabled is false, or the connector is another than kvtier's and does not tell what it loads."""
     NOT_WRITTEN = enum.auto()
     """spec.disk.mode keeps engines from storing."""
     SINGLE_REPLICA = enum.auto()
@@ -90,7 +90,7 @@ def _rollout(serving: tuple[Pod, ...], generation: str) -> str:
 
 
 def _refusal(spec: TierSpec, snapshot: Snapshot, serving: tuple[Pod, ...]) -> NoCanary | None:
-    if not spec.proof.canary.enabled:
+    if not spec.proof.canary.enabled or not spec.connector.is_ours:
         return NoCanary.OFF
     if spec.disk.mode != "ReadWrite":
         return NoCanary.NOT_WRITTEN

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.connector`` of a KVCacheTier: who moves blocks out of the accelerator, and with which settings. Pure.
+
+One field of several kinds: `type` says which, and only the block of that kind may stand beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from kvtier_operator import quantity
+from kvtier_operator.api.containers import Anything
+from kvtier_operator.api.rules import ApiModel, Checked, Rule
+from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
+
+BUNDLED: Final = "Bundled"
+VLLM_OFFLOADING: Final = "VLLMOffloading"
+VLLM_TIERING: Final = "VLLMTiering"
+SIMPLE_CPU: Final = "SimpleCPU"
+LMCACHE: Final = "LMCache"
+HYBRID: Final = "Hybrid"
+FLEX_KV: Final = "FlexKV"
+MOONCAKE: Final = "Mooncake"
+
+_Threads = Annotated[StrictInt, Field(ge=1, le=256, json_schema_extra={"format": "int32"})]
+
+
+class VLLMOffloading(ApiModel):
+    """vLLM's OffloadingConnector: a tier in host memory, and no other."""
+
+    store_threshold: Annotated[StrictInt, Field(ge=0, le=1000, json_schema_extra={"format": "int32"})] = 0
+    """Keep a block when it is offered for this many-th time. `0` and `1` keep every block."""
+    max_tracker_size: Annotated[StrictInt, Field(ge=1, le=100_000_000, json_schema_extra={"format": "int32"})] = 64_000
+    """Blocks whose offers are counted for `storeThreshold`; the least recently offered are forgotten first."""
+    self_describing_events: StrictBool = False
+    """Whether KV events name the tokens of each block, for routers that do not see the requests. Events are published
+    with `--kv-events-config` in `spec.engine.args`."""
+
+
+class VLLMTiering(ApiModel):
+    """vLLM's tiers: host memory, then files on the shared volume (its `fs` tier)."""
+
+    read_threads: _Threads = 16
+    """Threads of one engine that prefer to read. One request's blocks are read by one of them."""
+    write_threads: _Threads = 16
+    """Threads of one engine that prefer to write."""
+    self_describing_events: StrictBool = False
+    """Whether KV events name the tokens of each block, and blocks on the volume have events of their own. Events are
+    published with `--kv-events-config` in `spec.engine.args`."""
+
+
+class SimpleCpu(ApiModel):
+    """vLLM's SimpleCPUOffloadConnector. NVIDIA devices only."""
+
+    mode: Literal["Eager", "Lazy"] = "Eager"
+    """`Eager` copies each block when it is full, `Lazy` only those that are about to be evicted."""
+    medium: Literal["Memory", "Disk"] = "Memory"
+    """Where blocks go: `Memory` is host memory. `Disk` is a file of each pod on its node's disk, of `spec.cpu.size` in
+    the place of host memory; it is made whole when the engine starts, and goes with the pod."""
+    use_page_cache: StrictBool = False
+    """Whether the kernel's page cache stands between the engine and that file. Only with `Disk`."""
+
+    rules = (
+        Rule(
+            cel="!has(self.usePageCache) || !self.usePageCache || (has(self.medium) && self.medium == 'Disk')",
+            message="is about the file of medium Disk: set medium to Disk, or leave it out",
+            check=lambda simple: not simple.use_page_cache or simple.medium == "Disk",
+            field=".usePageCache",
+        ),
+    )
+
+
+_REDIS: Final = re.compile(r"^rediss?://[A-Za-z0-9.-]+:[0-9]{1,5}$")
+
+IS_REDIS: Final = Rule(
+    cel=f"self.matches('{_REDIS.pattern}')",
+    message="must be redis://HOST:PORT, or rediss:// for TLS, without user, password or path: LMCache writes its URL "
+    "to the log; the password comes from passwordSecretRef",
+    check=lambda url: _REDIS.fullmatch(url) is not None,
+)
+
+
+class PasswordKey(ApiModel):
+    """One key of a Secret in the same namespace."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    key: Annotated[StrictStr, Field(min_length=1, max_length=253)] = "password"
+    """Key in it."""
+
+
+class TrialRedis(ApiModel):
+    """A Redis of one pod, in memory only, for trying LMCache out. Production wants a managed one, with `url`."""
+
+    image: Word = "docker.io/library/redis:7.4-alpine"
+    """Image with `redis-server`; one of Valkey will do with `command`."""
+    command: Literal["redis-server", "valkey-server"] = "redis-server"
+    """Program of that image."""
+    memory: ByteQuantity = "4Gi"
+    """What it may hold. The least recently used go first. The pod asks for a quarter more."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return `memory` in bytes."""
+        return quantity.parse_bytes(self.memory)
+
+
+class LMCacheRedis(ApiModel):
+    """A Redis that all engines share."""
+
+    url: Annotated[StrictStr, Field(max_length=256), Checked((IS_REDIS,))] | None = None
+    """Address, such as `redis://redis.cache:6379`. Keys name neither the revision of the model nor its weights: give
+    each cache generation a Redis of its own, or empty it when one of these changes."""
+    password_secret_ref: PasswordKey | None = None
+    """Secret with its password."""
+    trial: TrialRedis | None = None
+    """A Redis that the operator makes. It is emptied when a new cache generation starts."""
+
+    rules = (
+        Rule.exactly_one("url", "trial"),
+        Rule(
+            cel="!has(self.passwordSecretRef) || (has(self.url) && self.url.startsWith('redis://'))",
+            message="is given to LMCache for redis:// URLs only: with rediss:// it takes one in the URL alone, which "
+            "it writes to the log; use redis:// in a network that you trust, or a proxy for TLS",
+            check=lambda redis: redis.password_secret_ref is None or (redis.url or "").startswith("redis://"),
+            field=".passwordSecretRef",
+        ),
+    )
+
+
+class LMCacheDisk(ApiModel):
+    """A directory of each pod on its node's disk. LMCache's index of it goes with the process."""
+
+    size: ByteQuantity
+    """What each rank's share of the directory may take, all ranks of one engine together."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return `size` in bytes."""
+        return quantity.parse_bytes(self.size)
+
+
+WHOLE_CHUNKS: Final = Rule(
+    cel="self % 16 == 0",
+    message="must be a multiple of 16, the smallest block of vLLM",
+    check=lambda tokens: tokens % 16 == 0,
+)
+
+
+class LMCache(ApiModel):
+    """LMCache, of the package `lmcache` in the engine's image."""
+
+    mode: Literal["InProcess", "MultiProcess"] = "InProcess"
+    """`InProcess` is `LMCacheConnectorV1`: each rank of the engine has its part of the host memory. `MultiProcess` is
+    `LMCacheMPConnector`: a cache server in the same container, which the engine starts and ends."""
+    chunk_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_CHUNKS,))] = 256
+    """Tokens of one chunk."""
+    serde: Literal["naive", "cachegen", "kivi"] = "naive"
+    """How chunks are written to Redis: `naive` as they are; `cachegen` and `kivi` lose precision."""
+    local_disk: LMCacheDisk | None = None
+    """A tier on the node's disk."""
+    redis: LMCacheRedis | None = None
+    """A Redis that all engines share. Without it, no engine reads what another one computed."""
+
+    rules = (
+        Rule(
+            cel="!has(self.serde) || self.serde == 'naive' || (has(self.redis) && (!has(self.mode) || "
+            "self.mode == 'InProcess') && !has(self.redis.passwordSecretRef))",
+            message="is honoured by LMCache for a Redis without a password and in the mode InProcess only: set naive",
+            check=lambda lmcache: (
+                lmcache.serde == "naive"
+                or (
+                    lmcache.redis is not None
+                    and lmcache.mode == "InProcess"
+                    and lmcache.redis.password_secret_ref is None
+                )
+            ),
+            field=".serde",
+        ),
+        Rule(
+            cel="!has(self.mode) || self.mode == 'InProcess' || !has(self.redis) || !has(self.redis.url) || "
+            "self.redis.url.startsWith('redis://')",
+            message="must be a redis:// one with the mode MultiProcess: the cache server speaks no TLS",
+            check=lambda lmcache: (
+                lmcache.mode == "InProcess"
+                or lmcache.redis is None
+                or (lmcache.redis.url or "redis://").startswith("redis://")
+            ),
+            field=".redis.url",
+        ),
+    )
+
+
+class Nixl(ApiModel):
+    """NIXL beside kvtier's own connector: prefill engines hand blocks to decode engines, and both use the volume."""
+
+    role: Literal["Prefill", "Decode", "Both"] = "Both"
+    """What the engines of this tier do. A router sends a prompt to a `Prefill` tier first and its answer's
+    `kv_transfer_params` to a `Decode` tier."""
+    blocks_of: ObjectName | None = None
+    """Another KVCacheTier of this namespace and claim whose blocks these engines read and write, with whose budget and
+    janitor: the other role of the same model. The specs must agree in what decides the cache generation."""
+    backend: Literal["UCX", "GDS", "LIBFABRIC"] = "UCX"
+    """NIXL's way from pod to pod."""
+
+
+class Hybrid(ApiModel):
+    """Two connectors of one engine (vLLM's MultiConnector): both store a block, the first that has it loads it.
+
+    Exactly one of `lmcache` and `nixl`.
+    """
+
+    vllm_offloading: VLLMOffloading | None = None
+    """Settings of vLLM's own tier in host memory, for what is preempted or evicted here. Beside `lmcache` only."""
+    lmcache: LMCache | None = None
+    """LMCache behind it, for sharing. It gets `lmcacheMemory` of host memory beside `spec.cpu`."""
+    lmcache_memory: ByteQuantity = "4Gi"
+    """Host memory of LMCache in one engine, beside `spec.cpu`: chunks pass through it on their way."""
+    nixl: Nixl | None = None
+    """NIXL, with kvtier's own connector on the volume behind it."""
+
+    rules = (
+        Rule.exactly_one("lmcache", "nixl"),
+        Rule(
+            cel="!has(self.vllmOffloading) || !has(self.nixl)",
+            message="stands beside lmcache only: beside nixl, kvtier's own connector has the host memory; remove it",
+            check=lambda hybrid: hybrid.vllm_offloading is None or hybrid.nixl is None,
+            field=".vllmOffloading",
+        ),
+        Rule(
+            cel="!has(self.lmcache) || !has(self.lmcache.mode) || self.lmcache.mode == 'InProcess'",
+            message="must be InProcess in a Hybrid connector: vLLM counts the MultiProcess one's answers differently",
+            check=lambda hybrid: hybrid.lmcache is None or hybrid.lmcache.mode == "InProcess",
+            field=".lmcache.mode",
+        ),
+    )
+
+    @property
+    def lmcache_bytes(self) -> int:
+        """Return `lmcache_memory` in bytes."""
+        return quantity.parse_bytes(self.lmcache_memory)
+
+
+class FlexKV(ApiModel):
+    """FlexKV, of an image of yours. Experimental.
+
+    No engine has been run with it: the command line is read by vLLM's own parser, and vLLM finds the connector's class.
+    """
+
+    config: Anything
+    """FlexKV's own configuration (`FLEXKV_CONFIG_PATH`), written as it is to a file of the pods. The host memory it
+    takes belongs into `spec.cpu.size`."""
+
+
+class MooncakeMaster(ApiModel):
+    """Mooncake's master service, one pod."""
+
+    image: Word | None = None
+    """Image with `mooncake_master`; the engine's if left out."""
+    port: Annotated[StrictInt, Field(ge=1024, le=65535)] = 50051
+    """Its port."""
+    args: Annotated[tuple[Annotated[StrictStr, Field(min_length=1, max_length=1024)], ...], Field(max_length=32)] = ()
+    """More flags for it, one word each."""
+
+
+class Mooncake(ApiModel):
+    """Mooncake's store, of an image of yours. Experimental.
+
+    No engine has been run with it: its configuration and the command line are read by vLLM's own classes.
+    """
+
+    config: Anything
+    """Mooncake's own configuration (`MOONCAKE_CONFIG_PATH`), written to a file of the pods. `master_server_address` is
+    the operator's with `master`; `global_segment_size` is `spec.cpu.size` for each rank's share where it is left out
+    and the mode is embedded."""
+    master: MooncakeMaster | None = None
+    """The master service is made by the operator. Without it, `config.master_server_address` names yours."""
+    load_async: StrictBool = True
+    """Whether blocks are loaded while other requests are computed."""
+
+
+_BLOCKS: Final = {
+    "vllm_offloading": ("vllmOffloading", VLLM_OFFLOADING),
+    "vllm_tiering": ("vllmTiering", VLLM_TIERING),
+    "simple_cpu": ("simpleCPU", SIMPLE_CPU),
+    "lmcache": ("lmcache", LMCACHE),
+    "hybrid": ("hybrid", HYBRID),
+    "flex_kv": ("flexKV", FLEX_KV),
+    "mooncake": ("mooncake", MOONCAKE),
+}
+"""Field in Python to its name in the API, and the type whose settings it holds."""
+
+_REQUIRED: Final = ("hybrid", "flex_kv", "mooncake")
+"""Blocks without which their type has nothing to go by."""
+
+
+def _only_with(field: str) -> Rule:
+    alias, kind = _BLOCKS[field]
+    return Rule(
+        cel=f"!has(self.{alias}) || (has(self.type) && self.type == '{kind}')",
+        message=f"holds the settings of {kind}, and spec.connector.type is another: remove it, or set type to {kind}",
+        check=lambda connector: getattr(connector, field) is None or connector.type == kind,
+        field=f".{alias}",
+    )
+
+
+def _needed_by(field: str) -> Rule:
+    alias, kind = _BLOCKS[field]
+    return Rule(
+        cel=f"!has(self.type) || self.type != '{kind}' || has(self.{alias})",
+        message=f"is required with type {kind}",
+        check=lambda connector: connector.type != kind or getattr(connector, field) is not None,
+        field=f".{alias}",
+    )
+
+
+class Connector(ApiModel):
+    """Who moves blocks between the accelerator, host memory and storage.
+
+    Changing `type` starts a new cache generation.
+    """
+
+    type: Literal[
+        "Bundled", "VLLMOffloading", "VLLMTiering", "SimpleCPU", "LMCache", "Hybrid", "FlexKV", "Mooncake"
+    ] = BUNDLED
+    """`Bundled` is kvtier's own: host memory and the shared volume, verified, encrypted on request, within a budget.
+    The others are what vLLM can do besides; a field that they do not honour is refused."""
+    vllm_offloading: VLLMOffloading | None = None
+    """Settings of `VLLMOffloading`."""
+    vllm_tiering: VLLMTiering | None = None
+    """Settings of `VLLMTiering`."""
+    simple_cpu: Annotated[SimpleCpu | None, Field(alias="simpleCPU")] = None
+    """Settings of `SimpleCPU`."""
+    lmcache: LMCache | None = None
+    """Settings of `LMCache`."""
+    hybrid: Hybrid | None = None
+    """Settings of `Hybrid`."""
+    flex_kv: Annotated[FlexKV | None, Field(alias="flexKV")] = None
+    """Settings of `FlexKV`."""
+    mooncake: Mooncake | None = None
+    """Settings of `Mooncake`."""
+
+    rules = (*map(_only_with, _BLOCKS), *map(_needed_by, _REQUIRED))
+
+    @property
+    def is_ours(self) -> bool:
+        """Tell whether kvtier's own connector keeps the blocks."""
+        return self.type == BUNDLED or (self.hybrid is not None and self.hybrid.nixl is not None)
+
+    @property
+    def uses_volume(self) -> bool:
+        """Tell whether blocks lie on the shared volume."""
+        return self.is_ours or self.type == VLLM_TIERING
+
+    @property
+    def is_on_node_disk(self) -> bool:
+        """Tell whether ``spec.cpu`` is a file on the node's disk, and no memory."""
+        return self.simple_cpu is not None and self.simple_cpu.medium == "Disk"
+
+    @property
+    def blocks_of(self) -> str | None:
+        """Return the other tier whose blocks these engines use; None where they are its own."""
+        nixl = None if self.hybrid is None else self.hybrid.nixl
+        return None if nixl is None else nixl.blocks_of
+
+    @property
+    def label(self) -> str:
+        """Return what a person calls it."""
+        return self.type if self.type != HYBRID else f"{HYBRID} ({'NIXL' if self.is_ours else LMCACHE})"
+
+    def used_lmcache(self) -> LMCache | None:
+        """Return the settings of LMCache where it takes part."""
+        if self.type == LMCACHE:
+            return self.lmcache or LMCache()
+        return None if self.hybrid is None else self.hybrid.lmcache
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of it decides which blocks are readable; empty for kvtier's own, which always was."""
+        if self.type == BUNDLED:
+            return {}
+        lmcache = self.used_lmcache()
+        chunks = {} if lmcache is None else {"chunk_tokens": lmcache.chunk_tokens, "serde": lmcache.serde}
+        return {"type": self.type, **chunks}

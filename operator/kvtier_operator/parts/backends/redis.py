@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis of one pod for trying LMCache out: in memory only, and emptied when a cache generation starts. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtier_operator import names, quantity
+from kvtier_operator.names import Manifest
+from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts.backends.outside import single_pod
+from kvtier_operator.plan import TierPlan
+
+ANNOTATION_GENERATION: Final = f"{names.GROUP}/generation"
+"""Of the pod: LMCache's keys name neither revision nor weights, so another generation must find it empty."""
+
+
+def redis(plan: TierPlan) -> tuple[Manifest, ...]:
+    """Return the Service and the Deployment; nothing where the user has one, or LMCache needs none."""
+    lmcache = plan.spec.connector.used_lmcache()
+    trial = None if lmcache is None or lmcache.redis is None else lmcache.redis.trial
+    if trial is None:
+        return ()
+    name, component = names.redis(plan.tier), names.COMPONENT_STORE
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": names.metadata(plan.tier, name, component=component),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": names.selector(plan.tier, component),
+            "ports": [{"name": "redis", "port": names.REDIS_PORT, "targetPort": "redis", "protocol": "TCP"}],
+        },
+    }
+    memory = quantity.format_bytes(trial.memory_bytes + trial.memory_bytes // 4)
+    container = {
+        "name": "redis",
+        "image": trial.image,
+        "command": [trial.command],
+        "args": [
+            *("--port", str(names.REDIS_PORT)),
+            *("--dir", names.SCRATCH_MOUNT),
+            # Nothing on disk: it is a cache, and one that may be lost.
+            *("--save", "", "--appendonly", "no"),
+            *("--maxmemory", str(trial.memory_bytes), "--maxmemory-policy", "allkeys-lru"),
+            # Reached by the Service alone; without a password it would otherwise answer this machine only.
+            *("--protected-mode", "no"),
+        ],
+        "ports": [{"name": "redis", "containerPort": names.REDIS_PORT, "protocol": "TCP"}],
+        "resources": {"requests": {"cpu": "500m", "memory": memory}, "limits": {"memory": memory}},
+        "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5},
+        "securityContext": pod_settings.hardened(),
+        "volumeMounts": [{"name": "scratch", "mountPath": names.SCRATCH_MOUNT}],
+    }
+    return (
+        service,
+        single_pod(plan, name, component, container, **{ANNOTATION_GENERATION: plan.generation.digest}),
+    )

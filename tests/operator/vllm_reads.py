@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM makes of command lines: reads lists of words from stdin as JSON, by name, and says what each becomes.
+
+Run with vLLM on the path, whichever release. Each list goes through the server's own parser and AsyncEngineArgs; the
+connector's document becomes a KVTransferConfig, its class is found as the engine finds it, and the classes behind
+OffloadingConnector are asked whether they take what they are given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # since 0.33
+except ModuleNotFoundError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+_OF_FACTORY = {"type", "module_path", "backpressure"}
+
+
+def describe(transfer: KVTransferConfig) -> dict[str, Any]:
+    """Return what the engine would make of one connector, children included."""
+    extra = transfer.kv_connector_extra_config
+    try:
+        name = KVConnectorFactory.get_connector_class(transfer).__name__
+        hybrid_kv = KVConnectorFactory.supports_hma_config(transfer)
+    except ModuleNotFoundError as error:
+        # vLLM knows the connector, and its module is written against a package that is not installed here.
+        name, hybrid_kv = f"needs {error.name}", None
+    found: dict[str, Any] = {
+        "class": name,
+        "hybrid_kv": hybrid_kv,
+        "role": transfer.kv_role,
+        "policy": transfer.kv_load_failure_policy,
+    }
+    if "connectors" in extra:
+        found["children"] = [describe(KVTransferConfig(**child)) for child in extra["connectors"]]
+    if "spec_name" in extra:
+        spec = OffloadingSpecFactory.get_spec_cls(extra)
+        spec.build_metric_definitions(extra)
+        found["spec"] = spec.__name__
+        found["tiers"] = {tier["type"]: unknown_settings(tier) for tier in extra.get("secondary_tiers", ())}
+    return found
+
+
+def unknown_settings(tier: dict[str, Any]) -> list[str]:
+    """Return the settings of a tier that its constructor does not take."""
+    takes = inspect.signature(SecondaryTierFactory.get_tier_class(tier).__init__).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return []
+    return sorted(set(tier) - set(takes) - _OF_FACTORY)
+
+
+def main() -> None:
+    """Answer for each command line."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    answers: dict[str, Any] = {}
+    for name, words in json.load(sys.stdin).items():
+        args = AsyncEngineArgs.from_cli_args(parser.parse_args(words))
+        transfer = args.kv_transfer_config
+        assert isinstance(transfer, KVTransferConfig)
+        answers[name] = {
+            **describe(transfer),
+            "document": {
+                key: getattr(transfer, key) for key in ("kv_connector", "kv_role", "kv_connector_extra_config")
+            },
+            "keeps_hybrid_kv": args.disable_hybrid_kv_cache_manager is False,
+        }
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
