@@ -170,8 +170,10 @@ class Dispatcher:
     def send(self) -> None:
         """Tell the movers of what was placed."""
         for lane, pipe in zip(Lane, self._pipes, strict=True):
-            tokens, self._unsent[lane] = self._unsent[lane], []
-            pipe.send(tokens)
+            if tokens := self._unsent[lane]:
+                self._unsent[lane] = []
+            if tokens or pipe.is_full:
+                pipe.send(tokens)
 
     def share(self, share: float) -> None:
         """Let this share of the movers store."""

@@ -33,6 +33,11 @@ class MessagePipe:
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._unsent: deque[bytes] = deque()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether messages wait here for room."""
+        return bool(self._unsent)
+
     def send(self, messages: Iterable[bytes]) -> None:
         """Write messages, or keep them until there is room."""
         self._unsent.extend(messages)

@@ -98,6 +98,8 @@ class BlockIndex:
         """Note that the volume has the block; say whether that is new."""
         name = compact(key)
         shard = self._shards[name[0]]
+        if shard.get(name) == self._generation:
+            return False
         with self._lock:
             is_new = name not in shard
             shard[name] = self._generation

@@ -10,7 +10,7 @@ The scheduler's thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -68,9 +68,10 @@ class Fetches:
         self.is_held = False
         """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
 
-    def __contains__(self, key: OffloadKey) -> bool:
-        """Say whether a chunk is on its way."""
-        return key in self._fetches
+    @property
+    def under_way(self) -> Mapping[OffloadKey, object]:
+        """The chunks on their way."""
+        return self._fetches
 
     def __len__(self) -> int:
         """Return how many are."""
@@ -149,18 +150,21 @@ class Fetches:
             # What is fetched ahead yields to what is loaded now, the last that came first.
             self.end_lease(self._lessees[next(reversed(self._lessees))])
 
-    def take(self, landed: Landed) -> None:
-        """Take in that a chunk was read, or could not be."""
-        key = landed.key
-        fetch = self._fetches.get(key)
-        if fetch is None or not fetch.has_row:
-            return
-        self._primary.complete_write([key], fetch.context, success=landed.is_read)
-        del self._fetches[key]
-        if landed.is_read:
-            self._arrive(key, fetch)
-        else:
-            self._fail(key, fetch)
+    def take(self, landed: Iterable[Landed]) -> None:
+        """Take in which chunks were read, and which could not be."""
+        for key, is_read in landed:
+            fetch = self._fetches.get(key)
+            if fetch is None or not fetch.has_row:
+                continue
+            del self._fetches[key]
+            if not is_read:
+                self._primary.complete_write([key], fetch.context, success=False)
+                self._fail(key, fetch)
+            elif (fetch.loads or fetch.lessee) and self._primary.events is None:
+                self._arrive_pinned(key, fetch)
+            else:
+                self._primary.complete_write([key], fetch.context)
+                self._arrive(key, fetch)
 
     def give_up_first(self) -> None:
         """Have the first in the line do without its chunk."""
@@ -229,6 +233,16 @@ class Fetches:
             load.rows[number] = chunk.chunk_id
         if fetch.lessee is not None:
             self._primary.prepare_read([key], fetch.lessee)
+
+    def _arrive_pinned(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Do as `complete_write` and `_arrive` do; the chunk is not put among those to evict only to be taken out."""
+        primary = self._primary
+        chunk = primary._policy.get(key)  # noqa: SLF001 - as above
+        assert chunk is not None
+        primary._num_write_pending_chunks -= 1  # noqa: SLF001 - as above
+        chunk.ref_cnt = len(fetch.loads) + (fetch.lessee is not None)
+        for load, number in fetch.loads:
+            load.rows[number] = chunk.chunk_id
 
     def _fail(self, key: OffloadKey, fetch: _Fetch) -> None:
         """Tell everybody who waits for a chunk that it does not come, nor when they ask again."""

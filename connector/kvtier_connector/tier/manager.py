@@ -39,6 +39,8 @@ STORES_AGAIN = 64
 """Chunks that were not written before and are offered again in one step, while nothing is loaded."""
 URGENT_AHEAD = 256
 """While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
+AT_ONCE = 64
+"""Chunks that are handed to the movers together."""
 _VOLUME = 0
 """Number of our tier among vLLM's secondary ones: it is the only one."""
 
@@ -85,7 +87,19 @@ class KVTierManager(TieringOffloadingManager):
         request = self.request(req_context)
         count = 0
         unknown: OffloadKey | None = None
+        # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
+        is_plain = not (request.is_pending or request.is_mixed or (request.verdict and not request.verdict.may_load))
+        fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.volume.knower(request)
         for key in keys:
+            if is_plain:
+                chunk = None if key in fetched else chunks(key)
+                if chunk is not None and chunk.is_ready:
+                    count += 1
+                    continue
+                if chunk is None and (key not in request.missing if key in fetched else is_on_volume(key)):
+                    request.on_volume.add(key)
+                    count += 1
+                    continue
             found = self._find(key, request)
             if found is LookupResult.MISS:
                 break
@@ -99,7 +113,7 @@ class KVTierManager(TieringOffloadingManager):
         if self.volume.is_asking(key):
             return False
         chunk = self._chunks(key)
-        return chunk is None or chunk.is_ready or key in self._fetches
+        return chunk is None or chunk.is_ready or key in self._fetches.under_way
 
     def decide(self, req_context: ReqContext, hit: Collection[OffloadKey]) -> bool:
         """Decide, once, what a request does that found these chunks; False if it is to look without the volume."""
@@ -110,7 +124,9 @@ class KVTierManager(TieringOffloadingManager):
             return True
         if request.verdict is None:
             tokens = self.volume.requests.tokens[0]
-            ends = [end for key in on_volume if (end := req_context.get_offload_key_position(key)) is not None]
+            # In one group they stand in the order of the prompt.
+            outer = on_volume if len(self.volume.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
+            ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
             chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
             is_wanted = request.hints.is_prefetched
             request.verdict = Verdict.LOAD if is_wanted else self.volume.admission.decide(chunks, len(on_volume))
@@ -125,8 +141,11 @@ class KVTierManager(TieringOffloadingManager):
     def read_ahead(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Fetch chunks that a look-up found on the volume for a request whose turn has not come."""
         on_volume = self.request(req_context).on_volume
-        leased = self._fetches.lease((key for key in keys if key in on_volume), req_context)
-        self._note_source(leased, req_context)
+        wanted = [key for key in keys if key in on_volume]
+        # The movers begin with the first ones while the others are still being noted.
+        for first in range(0, len(wanted), AT_ONCE):
+            leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
+            self._note_source(leased, req_context)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -235,10 +254,8 @@ class KVTierManager(TieringOffloadingManager):
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
-        landed = self.volume.take_landed()
-        for each in landed:
-            self._fetches.take(each)
-        if landed:
+        if landed := self.volume.take_landed():
+            self._fetches.take(landed)
             self._serve()
 
     @override
@@ -252,7 +269,7 @@ class KVTierManager(TieringOffloadingManager):
             # vLLM's key does not cover what the adapter held when the chunk came into the CPU tier.
             self.volume.presence(key, request)
             return LookupResult.MISS
-        if key not in self._fetches:
+        if key not in self._fetches.under_way:
             chunk = self._chunks(key)
             if chunk is not None:
                 return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING

@@ -156,6 +156,8 @@ class TierRequest:
 
     def block_key(self, key: OffloadKey) -> BlockKey:
         """Return the store's name of vLLM's key."""
+        if self._adapter is None:
+            return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self._tenant)
         return BlockKey(self._hash(key), get_offload_group_idx(key), self._tenant)
 
     def lineage(self, key: OffloadKey) -> Lineage:

@@ -63,6 +63,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
+        self._is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
         self._is_sharing = bool(vllm_config.cache_config.enable_prefix_caching)
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
@@ -99,8 +100,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
             status.req_context.set_state(Lora(lora.lora_name, lora.lora_path))
-        is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
-        if is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
+        if self._is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
             self._read_ahead(status)
 
     @override
@@ -232,17 +232,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         context = req_status.req_context
         name = context.req_id
+        if self._waits_for_others(req_status, self._next_key_of(req_status)):
+            return None
         self.manager.request(context).on_volume.clear()
         tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
-        if tokens and not self.manager.decide(context, self._keys_of(req_status, tokens)):
+        keys = self._keys_of(req_status, tokens or 0)
+        if tokens and not self.manager.decide(context, keys):
             tokens = super()._lookup(req_status, max_num_new_tokens)
+            keys = self._keys_of(req_status, tokens or 0)
         if tokens is not None:
             self._waits.pop(name, None)
-        for key in self._keys_of(req_status, tokens or 0):
-            if (load := self._loading.get(key)) is not None:
-                self._waits[name] = lambda: load.is_over
-                return None
-        return tokens
+        return None if self._waits_for_others(req_status, keys) else tokens
 
     @override
     def _maximal_prefix_lookup(
@@ -294,6 +294,22 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         count, unknown = self.manager.match_prefix(keys, context)
         if unknown is None and self.manager.decide(context, keys[:count]):
             self.manager.read_ahead(keys[:count], context)
+
+    def _next_key_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
+        """Return the first chunk that the GPU does not have; none where a load need not begin with it."""
+        if not self._is_one_prefix or status.max_load_tokens is not None:
+            return ()
+        first = status.num_locally_computed_tokens // self.config.kv_group_configs[0].tokens_per_chunk
+        keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first : first + 1]
+        return keys
+
+    def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
+        """Have a request wait until the blocks are there to share that another one loads; False if there are none."""
+        load = next((load for key in keys if (load := self._loading.get(key))), None) if self._loading else None
+        if load is None:
+            return False
+        self._waits[status.req_context.req_id] = lambda: load.is_over
+        return True
 
     def _keys_of(self, status: RequestOffloadState, tokens: int) -> Sequence[OffloadKey]:
         """Return the chunks that a load of so many tokens loads, as vLLM chooses them."""

@@ -9,7 +9,7 @@ the engine computes instead of loading.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -56,6 +56,7 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 STORE_QUEUE_SHARE = 0.5
 """Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
+_FOUND = {Presence.PRESENT: LookupResult.HIT, Presence.ABSENT: LookupResult.MISS, Presence.UNKNOWN: LookupResult.RETRY}
 
 
 class SharedVolumeTier(SecondaryTierManager):
@@ -136,14 +137,12 @@ class SharedVolumeTier(SecondaryTierManager):
         self._probes: dict[int, tuple[OffloadKey, ...]] = {}
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
-        self._is_storing_stuck = False
+        self._is_storing_stuck = self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
-        self._is_closed = False
         self._breaker = Breaker()
         self.drain = Drain.of_engine(getattr(offloading_spec, "engine_config", None), self.stats, name=config.tier)
-        region_fd: int | None = getattr(offloading_spec, "region_fd", None)
         parts = Parts(
-            rows=Rows(primary_kv_view, self.row_count, self.row_bytes, region_fd),
+            rows=Rows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
             breaker=self._breaker,
             requests=self.requests,
             admission=self.admission,
@@ -173,9 +172,8 @@ class SharedVolumeTier(SecondaryTierManager):
         """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
         if self._sites.settle(found):
             # Nothing is under way in the directory that is left, but questions.
-            self._asked.clear()
-            self._unsent.clear()
-            self._probes.clear()
+            for each in (self._asked, self._unsent, self._probes):
+                each.clear()
             self._take_place()
 
     def _take_place(self) -> None:
@@ -195,10 +193,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        presence = self.presence(key, self.requests.of(req_context))
-        if presence is Presence.PRESENT:
-            return LookupResult.HIT
-        return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
+        return _FOUND[self.presence(key, self.requests.of(req_context))]
 
     def presence(self, key: OffloadKey, request: TierRequest) -> Presence:
         """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step."""
@@ -216,6 +211,13 @@ class SharedVolumeTier(SecondaryTierManager):
             self._asked[key] = [request]
             self._unsent.append((key, name))
         return self._miss(request, metrics.ABSENT) if presence is Presence.ABSENT else presence
+
+    def knower(self, request: TierRequest) -> Callable[[OffloadKey], bool]:
+        """Return what says of a chunk whether the request may read it for sure; where it says no, `presence` tells."""
+        if self._why_not_loading or request.read_refusal:
+            return lambda _: False
+        unsure, missing, state, name_of = self._asked, request.missing, self._store.state, request.block_key
+        return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
 
     def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
         """Say whether a chunk of the request waits until its adapter is known; `is_asking` tells of it, too."""
@@ -256,8 +258,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._transfers.hasten(keys)
 
     def take_landed(self) -> Sequence[Landed]:
-        """Return the chunks of loads that ended since the last call."""
-        self._collect()
+        """Return the chunks of loads that had ended at the last `get_finished_jobs`, and were not returned before."""
         return self._transfers.take_landed()
 
     @override

@@ -99,6 +99,8 @@ class Transfers:
         self._tasks: dict[int, _Transfer] = {}
         self._next_task = 0
         self._landed: list[Landed] = []
+        self._read_seconds, self._read_blocks, self._read_bytes = 0.0, 0, 0
+        """Of the chunks that landed."""
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
         self._shed: OrderedDict[OffloadKey, _Shed] = OrderedDict()
@@ -203,8 +205,13 @@ class Transfers:
             self._close(transfer)
 
     def take_landed(self) -> Sequence[Landed]:
-        """Return the chunks of loads that ended since the last call."""
+        """Return the chunks of loads that ended since the last call, and count them."""
         landed, self._landed = self._landed, []
+        if landed:
+            self._stats.count(metrics.READ_SECONDS, self._read_seconds)
+            self._stats.count(metrics.READ_BLOCKS, self._read_blocks)
+            self._stats.count(metrics.READ_BYTES, self._read_bytes)
+            self._read_seconds, self._read_blocks, self._read_bytes = 0.0, 0, 0
         return landed
 
     def take_finished(self) -> Sequence[JobResult]:
@@ -260,11 +267,11 @@ class Transfers:
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.loading -= 1
-        self._stats.count(metrics.READ_SECONDS, done.seconds)
+        self._read_seconds += done.seconds
         if isinstance(outcome, Hit):
             transfer.done.append(key)
-            self._stats.count(metrics.READ_BLOCKS)
-            self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
+            self._read_blocks += 1
+            self._read_bytes += outcome.bytes_read
         else:
             self._stats.count(metrics.MISSES, cause=self._load_cause(done))
             if outcome is Ending.LATE:
