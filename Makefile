@@ -6,7 +6,7 @@ VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-vllm test-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-vllm test-backends test-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ test-vllm: venv ## the tier's tests and real engines with another release of vLL
 	$(RUN) pytest tests/connector/tier tests/connector/faults/test_tier_on_faulty_volume.py -m "not gpu and not engine" \
 	    --numprocesses 2 --dist loadfile && \
 	$(RUN) pytest tests/connector/tier/test_engine.py -m engine -k second_engine
+
+test-backends: venv ## real engines with every connector that vLLM's CPU build can run, as they are rendered (about six minutes)
+	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --out "$(DATA)/backends/cases.json"
+	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
+	    --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300 --must-hit
 
 test-netfs: venv ## network file systems with servers that fail, and the store's suites on each (root; half an hour)
 	$(RUN) pytest tests/connector/netfs --timeout 300

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start each rendered case, and measure the first token: cold, from the tier, after a restart, on another replica."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from e2e.backends import table
+from e2e.backends.pod import Pod
+
+VOCABULARY = 32000
+PASSWORD = "of-the-script"  # noqa: S105  of a Redis that only this machine reaches
+
+
+class Run:
+    """One run: its settings, and what was measured so far, which is written as it comes."""
+
+    def __init__(self, options: argparse.Namespace, document: Mapping[str, Any]) -> None:
+        """Store."""
+        self.options = options
+        self.device = str(document["device"])
+        self.tokens = 2048 if self.device == "cpu" else 16384
+        self.rounds = 1 if self.device == "cpu" else 3
+        self.results: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line with the time."""
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)
+
+    def left(self) -> float:
+        """Return the seconds that the run may go on."""
+        return float(self.options.seconds - (time.monotonic() - self._began))
+
+    def keep(self) -> None:
+        """Write what was measured."""
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        found = {"device": self.device, "prompt_tokens": self.tokens, "rounds": self.rounds, "cases": self.results}
+        (self.options.out / "backends.json").write_text(json.dumps(found, indent=1) + "\n")
+        (self.options.out / "backends.md").write_text(table.markdown(found))
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return token ids that no other seed shares a beginning with."""
+    return [random.Random(f"{seed}-{at}").randrange(1000, VOCABULARY) for at in range(tokens)]
+
+
+def first_token(pod: Pod, ids: list[int]) -> tuple[float, list[int]]:
+    """Return the milliseconds to an answer of one token, and then the eight tokens that a second request gets."""
+    asked = {"model": pod_model(pod), "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    began = time.perf_counter()
+    answer = json.loads(pod.ask("POST", "/v1/completions", asked))
+    return 1000 * (time.perf_counter() - began), list(answer["choices"][0]["token_ids"])
+
+
+def answer_of(pod: Pod, ids: list[int]) -> list[int]:
+    """Return eight tokens."""
+    asked = {"model": pod_model(pod), "prompt": ids, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    return list(json.loads(pod.ask("POST", "/v1/completions", asked))["choices"][0]["token_ids"])
+
+
+def pod_model(pod: Pod) -> str:
+    """Return the name that the engine serves under."""
+    return str(json.loads(pod.ask("GET", "/v1/models", None))["data"][0]["id"])
+
+
+def forget(pod: Pod) -> None:
+    """Empty the engine's own prefix cache, and leave what the connector keeps."""
+    time.sleep(1.0)  # what is on its way to the tier arrives with a step or two
+    for _ in range(20):
+        pod.ask("POST", "/v1/completions", {"model": pod_model(pod), "prompt": [5] * 8, "max_tokens": 2})
+        try:
+            pod.ask("POST", "/reset_prefix_cache", None)
+        except RuntimeError:
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError("the prefix cache cannot be emptied: blocks are still in use")
+
+
+def measure(run: Run, pod: Pod, result: dict[str, Any]) -> None:
+    """Measure one engine that has computed nothing yet: cold, again from its tier."""
+    ids = prompt(1, run.tokens)
+    first_token(pod, prompt(99, run.tokens))  # kernels are chosen and memory is touched
+    forget(pod)
+    result["cold_ms"], token = first_token(pod, ids)
+    is_lazy = "Lazy" in pod.title
+    if "storeThreshold 2" in pod.title:
+        # Kept at the second offer.
+        forget(pod)
+        result["second_ms"], _ = first_token(pod, ids)
+    if is_lazy:
+        # Copied when it is about to be evicted: so that much else is computed.
+        for seed in range(50, 54):
+            first_token(pod, prompt(seed, run.tokens))
+    times, answers = [], []
+    for _ in range(run.rounds):
+        forget(pod)
+        took, found = first_token(pod, ids)
+        times.append(took)
+        answers.append(found)
+    result["hit_ms"] = statistics.median(times)
+    forget(pod)
+    result["tokens"] = answer_of(pod, ids)
+    result["same_tokens"] = all(found == token for found in answers)
+    result["hit_tokens"] = counted(pod)
+
+
+def measure_again(pod: Pod, result: dict[str, Any], tokens: int, field: str) -> None:
+    """Measure an engine that starts with nothing in its memory."""
+    first_token(pod, prompt(98, tokens))
+    ids = prompt(1, tokens)
+    result[field], _ = first_token(pod, ids)
+    found = answer_of(pod, ids)
+    result["same_tokens"] = result.get("same_tokens", True) and found == result["tokens"]
+    result[field.replace("_ms", "_hit_tokens")] = counted(pod)
+
+
+def counted(pod: Pod) -> dict[str, float]:
+    """Return what vLLM itself counts of hits beyond its own cache."""
+    found: dict[str, float] = {}
+    for line in pod.ask("GET", "/metrics", None).decode().splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith(("vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total")):
+            found[name.split("{")[0].removeprefix("vllm:")] = float(value)
+    return found
+
+
+def wait_ready(run: Run, pods: list[Pod], results: Mapping[str, dict[str, Any]], seconds: float) -> list[Pod]:
+    """Wait until each engine answers or has failed; return those that serve."""
+    waiting, serving = list(pods), []
+    ends = time.monotonic() + min(seconds, max(5.0, run.left() - 10))
+    while waiting and time.monotonic() < ends:
+        for pod in list(waiting):
+            try:
+                if pod.is_ready():
+                    waiting.remove(pod)
+                    serving.append(pod)
+                    results[pod.title].setdefault("start_seconds", []).append(round(pod.start_seconds or 0, 1))
+                    run.say(f"{pod.title}: serves after {pod.start_seconds:.0f} s")
+            except RuntimeError as error:
+                waiting.remove(pod)
+                results[pod.title]["problem"] = str(error)
+                run.say(f"{pod.title}: {error}")
+                run.keep()
+        time.sleep(0.5)
+    for pod in waiting:
+        results[pod.title]["problem"] = f"did not serve in time: {pod.last_words()}"
+        run.say(f"{pod.title}: {results[pod.title]['problem']}")
+        pod.stop()
+    return serving
+
+
+def guarded(run: Run, result: dict[str, Any], stage: str, work: Callable[[], None]) -> None:
+    """Do one stage; what goes wrong is noted, and the next case has its turn."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  whatever it is, the other cases are worth measuring
+        result["problem"] = f"{stage}: {type(error).__name__}: {error}"[:900]
+        run.say(f"{result['title']}: {result['problem']}")
+    run.keep()
+
+
+def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
+    """Start engines of several cases at the same time, measure one after the other, and do it again in new ones."""
+    results = {case["title"]: {"title": case["title"], "args": case["args"]} for case in cases}
+    run.results += list(results.values())
+    more_env = {"LMCACHE_RESP_PASSWORD": PASSWORD}
+
+    def pods_of(kind: str, port: int, chosen: list[Mapping[str, Any]]) -> list[Pod]:
+        made = []
+        for at, case in enumerate(chosen):
+            preload = run.options.lmcache_preload if "LMCache" in case["title"] else ""
+            env = {**more_env, **({"LD_PRELOAD": preload} if preload else {})}
+            name = f"{case['tier']['metadata']['name']}-{kind}"
+            made.append(Pod(case, work, port=port + at, name=name, more_env=env))
+        for pod in made:
+            pod.start()
+        return made
+
+    first = pods_of("a", run.options.port, cases)
+    second: list[Pod] = []
+    try:
+        for pod in wait_ready(run, first, results, run.options.start_seconds):
+            guarded(run, results[pod.title], "first engine", partial(measure, run, pod, results[pod.title]))
+            run.say(f"{pod.title}: {table.short(results[pod.title])}")
+        alive = [
+            case
+            for case in cases
+            if "problem" not in results[case["title"]] and (case["shares"] or run.options.second == "all")
+        ]
+        if run.left() < run.options.start_seconds * 0.7 or not alive:
+            return
+        # The first engines go on: these are other replicas. They have computed nothing, so they are restarts as well.
+        second = pods_of("b", run.options.port + 50, alive)
+        for pod in wait_ready(run, second, results, run.options.start_seconds):
+            result = results[pod.title]
+            again = partial(measure_again, pod, result, run.tokens, "replica_ms")
+            guarded(run, result, "second engine", again)
+            run.say(f"{pod.title}: {table.short(result)}")
+    finally:
+        for pod in (*first, *second):
+            pod.stop()
+        if run.options.logs:
+            for pod in (*first, *second):
+                text = pod.log.read_text(errors="replace") if pod.log.exists() else ""
+                with (run.options.out / "engines.log").open("a") as log:
+                    log.write(f"===== {pod.title} {pod.log.name}\n{text[-6000:]}\n")
+
+
+@contextmanager
+def redis(run: Run, program: str) -> Iterator[None]:
+    """Run a Redis with the operator's own flags while cases need it."""
+    if not program:
+        yield
+        return
+    words = ["--port", "6379", "--save", "", "--appendonly", "no", "--maxmemory", str(12 << 30)]
+    words += ["--maxmemory-policy", "allkeys-lru", "--requirepass", PASSWORD, "--bind", "127.0.0.1"]
+    with (run.options.out / "redis.log").open("wb") as log:
+        process = subprocess.Popen([*program.split(), *words], stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def main() -> None:
+    """Run what fits into the time."""
+    parser = argparse.ArgumentParser(prog="python -m e2e.backends", description=__doc__)
+    parser.add_argument("--cases", type=Path, required=True, help="what e2e.backends.render wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/kvtier-backends/work"))  # noqa: S108  the script's own
+    parser.add_argument("--only", nargs="*", help="titles of cases")
+    parser.add_argument("--at-a-time", type=int, default=1, help="engines that start together")
+    parser.add_argument("--second", choices=["all", "shared"], default="all", help="cases with a second engine")
+    parser.add_argument("--port", type=int, default=8300)
+    parser.add_argument("--seconds", type=float, default=350, help="for everything")
+    parser.add_argument("--start-seconds", type=float, default=120, help="for one start")
+    parser.add_argument("--redis", default="", help="command of a redis-server; none leaves the user's on port 6379")
+    parser.add_argument("--lmcache-preload", default="", help="LD_PRELOAD of engines with LMCache")
+    parser.add_argument("--logs", action="store_true", help="keep the ends of the engines' logs")
+    parser.add_argument("--must-hit", action="store_true", help="exit with 1 unless each case hit, with equal tokens")
+    options = parser.parse_args()
+    document = json.loads(options.cases.read_text())
+    cases = [case for case in document["cases"] if not options.only or case["title"] in options.only]
+    model = Path(cases[0]["tier"]["spec"]["model"]["name"])
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(document["config"]))
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    run = Run(options, document)
+    with redis(run, options.redis):
+        for at in range(0, len(cases), options.at_a_time):
+            if run.left() < options.start_seconds * 0.6:
+                run.say("no time left for the rest")
+                break
+            wave(run, cases[at : at + options.at_a_time], options.work)
+    run.keep()
+    print((options.out / "backends.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

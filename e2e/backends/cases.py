@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers that are started: one for each connector that the machine can run, most telling first."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+MODEL: Final = "/tmp/kvtier-backends/model"  # noqa: S108  the script's own, and the same for every engine
+GIB: Final = 1 << 30
+
+REDIS: Final = {"redis": {"url": "redis://127.0.0.1:6379", "passwordSecretRef": {"name": "redis"}}}
+
+CUDA: Final[dict[str, dict[str, Any]]] = {
+    "LMCache, Redis": {"type": "LMCache", "lmcache": REDIS},
+    "VLLMTiering": {"type": "VLLMTiering"},
+    "Bundled": {"type": "Bundled"},
+    "VLLMOffloading, storeThreshold 2": {"type": "VLLMOffloading", "vllmOffloading": {"storeThreshold": 2}},
+    "SimpleCPU": {"type": "SimpleCPU"},
+    "SimpleCPU, Disk": {"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}},
+    "Hybrid, LMCache with Redis": {"type": "Hybrid", "hybrid": {"lmcache": REDIS, "lmcacheMemory": "4Gi"}},
+    "SimpleCPU, Lazy": {"type": "SimpleCPU", "simpleCPU": {"mode": "Lazy"}},
+    "LMCache, memory": {"type": "LMCache"},
+    "LMCache, MultiProcess": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}},
+}
+CPU: Final[dict[str, dict[str, Any]]] = {
+    "VLLMOffloading, storeThreshold 2": {"type": "VLLMOffloading", "vllmOffloading": {"storeThreshold": 2}},
+    "VLLMTiering": {"type": "VLLMTiering"},
+    "Bundled": {"type": "Bundled"},
+}
+
+SHAPES: Final[dict[str, dict[str, int]]] = {
+    # Llama 3.2 3B's, so that several engines fit one GPU.
+    "cuda": {"hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "head": 128, "intermediate": 8192},
+    "cpu": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head": 64, "intermediate": 1408},
+}
+
+
+def model_config(device: str) -> dict[str, Any]:
+    """Return the config.json of the model: a Llama with random weights."""
+    shape = SHAPES[device]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape["hidden"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head"],
+        "intermediate_size": shape["intermediate"],
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+
+
+def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the KVCacheTier of one connector."""
+    is_cpu = device == "cpu"
+    memory = ["--gpu-memory-utilization=0.15"] if is_cpu else ["--kv-cache-memory-bytes=4294967296"]
+    memory += [] if is_cpu else ["--gpu-memory-utilization=0.12"]
+    args = ["--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", *memory]
+    args += [f"--max-model-len={4096 if is_cpu else 32768}", "--seed=0"]
+    spec: dict[str, Any] = {
+        "model": {"name": MODEL, "config": model_config(device)},
+        "engine": {
+            "accelerator": {"resource": "none" if is_cpu else "nvidia.com/gpu"},
+            "args": args,
+            "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]
+            + ([{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}] if is_cpu else []),
+        },
+        "connector": connector,
+        "cpu": {"size": "512Mi" if is_cpu else "8Gi"},
+        # What it loads is to be compared, not whether loading pays on this machine.
+        **({"disk": {"admission": {"costAware": False}}} if connector["type"] == "Bundled" else {}),
+    }
+    if connector["type"] in {"Bundled", "VLLMTiering"}:
+        spec["volume"] = {"claim": {"size": "100Gi", "accessModes": ["ReadWriteOnce"]}}
+    return {
+        "apiVersion": "kvtier.dev/v1alpha1",
+        "kind": "KVCacheTier",
+        "metadata": {"name": name, "namespace": "backends"},
+        "spec": spec,
+    }

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine as the kubelet would start it, with directories of this machine where a pod has its volumes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+KEPT = {"connector"}
+"""Mounts that need no directory: the package is on PYTHONPATH."""
+
+
+class Pod:
+    """One engine process. Use it from one thread."""
+
+    def __init__(
+        self, case: Mapping[str, Any], work: Path, *, port: int, name: str, more_env: Mapping[str, str]
+    ) -> None:
+        """Store; `start` starts."""
+        self.title = str(case["title"])
+        self.port = port
+        self.log = work / f"{name}.log"
+        self._case = case
+        self._work = work
+        self._name = name
+        self._more_env = more_env
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        self.start_seconds: float | None = None
+
+    def start(self) -> None:
+        """Write the files of the pod and start its engine."""
+        moved = self._directories()
+        for file, text in self._case["files"].items():
+            if "/etc/kvtier" in moved:
+                path = Path(moved["/etc/kvtier"]) / file
+                path.write_text(_moved(text, moved))
+        words = [_moved(word, moved) for word in self._case["args"]]
+        words = [f"--port={self.port}" if word.startswith("--port=") else word for word in words]
+        own = [sys.executable, *self._case["command"][1:]]
+        self._began = time.monotonic()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*own, *words],
+                env=self._environment(moved),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        """Tell whether the engine answers; raise RuntimeError if it has ended."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the engine ended with {self._process.returncode}: {self.last_words()}")
+        try:
+            self.ask("GET", "/health", None, seconds=2)
+        except (OSError, http.client.HTTPException, RuntimeError):
+            return False
+        self.start_seconds = self.start_seconds or time.monotonic() - self._began
+        return True
+
+    def ask(self, method: str, path: str, document: Any, *, seconds: float = 60) -> bytes:
+        """Send one request and return the answer's body; raise RuntimeError for any status but 200."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            connection.request(
+                method, path, None if document is None else json.dumps(document), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        if answer.status != http.client.OK:
+            raise RuntimeError(f"{path}: {answer.status}: {body[:300]!r}")
+        return body
+
+    def stop(self) -> None:
+        """End the engine and whatever it started."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(12)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, 9)
+            self._process.wait(10)
+
+    def last_words(self) -> str:
+        """Return the end of the log that says what went wrong."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        telling = [line for line in lines if "Error" in line or "error" in line or "Exception" in line]
+        return " | ".join(telling[-4:] or lines[-4:])[-900:]
+
+    def _directories(self) -> dict[str, str]:
+        """Return where this machine has what the pod mounts; volumes are shared by the pods of a case."""
+        own = self._work / self._name
+        shared = self._work / f"{self._case['tier']['metadata']['name']}-volume"
+        found: dict[str, str] = {}
+        for name, path in self._case["mounts"].items():
+            if name in KEPT or path == "/dev/shm":  # noqa: S108  this machine's own will do
+                continue
+            place = shared if name == "blocks" else own / name
+            place.mkdir(parents=True, exist_ok=True)
+            found[path] = str(place)
+        return found
+
+    def _environment(self, moved: Mapping[str, str]) -> dict[str, str]:
+        found = dict(os.environ)
+        for each in self._case["env"]:
+            name = each["name"]
+            if name == "PYTHONPATH":
+                continue  # of the image; here, the package is where this machine has it
+            value = each.get("value")
+            found[name] = _moved(value, moved) if value is not None else self._more_env.get(name, "127.0.0.1")
+        return {**found, **self._more_env}
+
+
+def _moved(text: str, moved: Mapping[str, str]) -> str:
+    """Return a text in which what the pod mounts is where this machine has it."""
+    for path in sorted(moved, key=len, reverse=True):
+        # The model's directory is this machine's own, and lies below the scratch volume's path.
+        if path == "/tmp":  # noqa: S108  the scratch volume
+            for each in ("home", "hf", "cache", "vllm", "triton", "torchinductor", "kvtier/", 'kvtier"'):
+                text = text.replace(f"/tmp/{each}", f"{moved[path]}/{each}")  # noqa: S108  a path of the pod
+            continue
+        text = text.replace(path, moved[path])
+    return text
