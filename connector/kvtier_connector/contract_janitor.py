@@ -22,7 +22,8 @@ JANITOR_PORT = 9400
 """Where /metrics, /healthz and /usage are served."""
 
 FIXED_FIELDS = (
-    "tier", "tier_dir", "lease_name", "lease_namespace", "identity", "http_port", "threads",
+    "tier", "tier_dir", "lease_name", "lease_namespace", "identity", "http_port", "threads", "events_port",
+    "events_replay_port", "events_topic", "events_integer_hashes", "block_tokens",
 )  # fmt: skip
 """A change of one of these is honoured by a new process; every other field is honoured by the running one."""
 
@@ -84,6 +85,16 @@ class JanitorConfig:
     """Holder of the Lease; empty takes the host's name, which is the pod's."""
     http_port: int = JANITOR_PORT
     """Of /metrics, /healthz and /usage; 0 takes any that is free."""
+    events_port: int = -1
+    """Where KV events of the volume are published (ZeroMQ, as vLLM's); 0 takes any that is free, -1 publishes none."""
+    events_replay_port: int = 0
+    """Where they are repeated to who missed some; 0 takes any that is free."""
+    events_topic: str = ""
+    """Their topic."""
+    events_integer_hashes: bool = True
+    """Whether a hash in them is a number of 64 bits, as vLLM's by default, and not all its bytes."""
+    block_tokens: int = 0
+    """Tokens of one file, for the events; 0 where that is not known."""
     threads: int = 8
     """Files that are removed or looked at at once, since a network volume answers each after a while."""
 
@@ -123,6 +134,9 @@ class JanitorConfig:
                 "must be set where lease_name is",
             ),
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
+            (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
+            (0 <= self.events_replay_port <= _MOST_PORT, "events_replay_port", f"must be between 0 and {_MOST_PORT}"),
+            (self.block_tokens >= 0, "block_tokens", "must be 0 or more"),
             (1 <= self.threads <= _MOST_THREADS, "threads", f"must be between 1 and {_MOST_THREADS}"),
         )
         documents.refuse_unusable(self, claims, file=JANITOR_CONFIG_FILE)

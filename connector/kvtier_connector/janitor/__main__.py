@@ -11,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE, decode
+from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.janitor.election import make_leader
+from kvtier_connector.janitor.feed import Feed
 from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.janitor.metrics import exposition
+from kvtier_connector.janitor.publisher import Publisher
 from kvtier_connector.janitor.server import Server, make_pages
 
 
@@ -26,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = decode(options.config.read_text(encoding="utf-8"))
         leader = make_leader(config)
-        loop = Loop(config, leader=leader, config_file=options.config)
+        publisher = _publisher(config, options.host)
+        loop = Loop(config, leader=leader, config_file=options.config, feed=_feed(config, publisher))
         pages = make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health)
         server = Server(options.host, config.http_port, pages)
     except (ConnectorError, OSError, ValueError) as error:
@@ -35,17 +38,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.stop())
     server.start()
+    if publisher is not None:
+        publisher.start()
     print(f"serving on port {server.port}", flush=True)
     leader.start()
     has_let_go = loop.run()
     # Only now may another one act: what this one did has ended, or never will and does nothing but wait.
     leader.close()
     server.close()
+    if publisher is not None:
+        publisher.close()
     logging.shutdown()
     if not has_let_go:
         # A thread in a system call that never returns would keep the interpreter from ending.
         os._exit(0)
     return 0
+
+
+def _publisher(config: JanitorConfig, host: str) -> Publisher | None:
+    if config.events_port < 0:
+        return None
+    return Publisher(
+        host=host, port=config.events_port, replay_port=config.events_replay_port, topic=config.events_topic
+    )
+
+
+def _feed(config: JanitorConfig, publisher: Publisher | None) -> Feed | None:
+    if publisher is None:
+        return None
+    return Feed(publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ belongs to one thread.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +82,9 @@ class Ledger:
         self.epoch = 0
         self.changes = 0
         """Grows with every change that is worth keeping over a restart."""
+        self.on_new: Callable[[int], None] = lambda _row: None
+        self.on_gone: Callable[[int], None] = lambda _row: None
+        """Called while the row still says what it was."""
         self.touched: list[int] = []
         """Rows that somebody used or continued since it was last cleared."""
         self._rows: Rows = np.zeros(1024, ROW)
@@ -232,6 +235,7 @@ class Ledger:
             each = self._rows[row]
             if not each["is_alive"]:
                 continue
+            self.on_gone(row)
             each["is_alive"] = False
             self._dead += 1
             self.changes += 1
@@ -328,6 +332,7 @@ class Ledger:
         each["is_alive"], each["epoch"] = True, self.epoch
         self._count_in(generation, int(each["tenant"]), 1, size)
         self._new[name] = row
+        self.on_new(row)
         if len(self._new) >= _MOST_NEW:
             self._sort()
         return row

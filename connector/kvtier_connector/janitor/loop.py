@@ -18,6 +18,7 @@ from kvtier_connector.contract_janitor import FIXED_FIELDS, JanitorConfig, decod
 from kvtier_connector.contract_usage import Usage
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.election import Leader
+from kvtier_connector.janitor.feed import Feed
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.report import Report, usage_document
 
@@ -43,6 +44,7 @@ class Loop:
         *,
         leader: Leader,
         config_file: Path | None = None,
+        feed: Feed | None = None,
         make_keeper: Callable[[JanitorConfig, Callable[[], bool]], Keeper] | None = None,
         now: Callable[[], float] = time.monotonic,
         hang_seconds: float = HANG_SECONDS,
@@ -54,6 +56,7 @@ class Loop:
             config: The settings.
             leader: Who says whether this janitor acts.
             config_file: Read again and again; its changes are followed.
+            feed: Who tells routers what lies on the volume.
             make_keeper: Makes the keeper of each term of office.
             now: Seconds that never go back.
             hang_seconds: A step that takes longer is stated as a problem.
@@ -62,6 +65,7 @@ class Loop:
         self._config = config
         self._leader = leader
         self._config_file = config_file
+        self._feed = feed
         self._make_keeper = make_keeper or (lambda config, may_act: Keeper(config, may_act=may_act))
         self._now = now
         self._hang_seconds = hang_seconds
@@ -162,11 +166,15 @@ class Loop:
         self._step_began = self._now()
         try:
             keeper.open()
+            if self._feed is not None:
+                self._feed.begin(keeper.ledger, keeper.config.current)
             while not self._stop.is_set() and self._leader.is_leader():
                 if keeper.config != self._config:
                     keeper.configure(self._config)
                 self._step_began = self._now()
                 pause = keeper.step()
+                if self._feed is not None:
+                    self._feed.publish(keeper.config.current)
                 self._step_began = None
                 self._report, self._failure = keeper.report, ""
                 self._wait(pause, keeper)

@@ -37,7 +37,7 @@ class VLLMOffloading(ApiModel):
     """Blocks whose offers are counted for `storeThreshold`; the least recently offered are forgotten first."""
     self_describing_events: StrictBool = False
     """Whether KV events name the tokens of each block, for routers that do not see the requests. Events are published
-    with `--kv-events-config` in `spec.engine.args`."""
+    with `spec.kvEvents`."""
 
 
 class VLLMTiering(ApiModel):
@@ -49,7 +49,7 @@ class VLLMTiering(ApiModel):
     """Threads of one engine that prefer to write."""
     self_describing_events: StrictBool = False
     """Whether KV events name the tokens of each block, and blocks on the volume have events of their own. Events are
-    published with `--kv-events-config` in `spec.engine.args`."""
+    published with `spec.kvEvents`."""
 
 
 class SimpleCpu(ApiModel):

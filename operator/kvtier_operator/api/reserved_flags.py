@@ -30,6 +30,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--prefix-caching-hash-algo": "set spec.hash.algorithm",
     "--no-enable-prefix-caching": "the cache tiers need prefix caching, so it is always on",
     "--kv-transfer-config": _TIERS,
+    "--kv-events-config": "set spec.kvEvents",
     "--kv-offloading-size": f"set spec.cpu.size: {_TIERS}",
     "--kv-offloading-backend": _TIERS,
     "--host": _SERVED,
@@ -50,6 +51,7 @@ _TOKEN: Final = "set spec.model.tokenSecretRef"  # noqa: S105  the name of a fie
 ENV: Final[Mapping[str, str]] = {
     "PYTHONHASHSEED": "set spec.hash.seed, which every pod gets; engines with different seeds cannot share blocks",
     "PYTHONPATH": "the operator points it at the connector",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "set spec.kvEvents.blockHashes, which the volume's events follow, too",
     "HF_TOKEN": _TOKEN,
     "HUGGING_FACE_HUB_TOKEN": _TOKEN,
     "HF_HOME": "the operator points it at /tmp/hf; to keep downloads, mount a volume there with "

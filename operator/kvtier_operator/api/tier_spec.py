@@ -14,11 +14,12 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
 from kvtier_operator.api import backend_rules
-from kvtier_operator.api.connector_spec import Connector
+from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.containers import Anything
 from kvtier_operator.api.cost_spec import Cost
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
+from kvtier_operator.api.events_spec import KvEvents
 from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
 from kvtier_operator.api.routing_spec import Routing
 from kvtier_operator.api.rules import ApiModel, Checked, Rule
@@ -197,6 +198,9 @@ class TierSpec(ApiModel):
     """The process that keeps the volume inside its budget."""
     routing: Routing = Routing()
     """How a request comes to the replica that has its cache. Changing it replaces no engine."""
+    kv_events: KvEvents | None = None
+    """Has engines and the janitor publish what they store and remove, for routers; nothing is published if left out.
+    Changing it restarts the engines and keeps the cache."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
     warm: Warm | None = None
@@ -214,6 +218,14 @@ class TierSpec(ApiModel):
     rules = (
         ONE_PLACE,
         *backend_rules.RULES,
+        Rule(
+            cel=f"!has(self.kvEvents) || self.connector.type != '{BUNDLED}' || !has(self.janitor) || "
+            "!has(self.janitor.enabled) || self.janitor.enabled",
+            message="needs the janitor, which publishes for the volume: set spec.janitor.enabled to true, or remove "
+            "spec.kvEvents",
+            check=lambda spec: spec.kv_events is None or spec.connector.type != BUNDLED or spec.janitor.enabled,
+            field=".kvEvents",
+        ),
         Rule(
             cel="has(self.operatorClassName) == has(oldSelf.operatorClassName) && (!has(self.operatorClassName) || "
             "self.operatorClassName == oldSelf.operatorClassName)",

@@ -16,7 +16,7 @@ from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.reserved_flags import HARMLESS
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import adapters, backends, pod_settings
+from kvtier_operator.parts import adapters, backends, kv_events, pod_settings
 from kvtier_operator.parts.backends import Rendered
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import TierPlan
@@ -218,7 +218,11 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
         "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
         "args": _args(plan, rendered),
         "env": _env(plan, rendered),
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"}, *rendered.ports],
+        "ports": [
+            {"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"},
+            *kv_events.ports(plan.spec),
+            *rendered.ports,
+        ],
         "resources": pod_settings.engine_resources(plan),
         # The engine answers, and it has its volume or has decided to serve without. Only at the start: a volume that
         # fails later costs what is computed instead, and an engine that serves is not taken away for it.
@@ -271,6 +275,7 @@ def _args(plan: TierPlan, rendered: Rendered) -> list[str]:
         f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
         f"--shutdown-timeout={_shutdown_seconds(plan)}",
         f"--kv-transfer-config={rendered.transfer_text}",
+        *kv_events.args(plan.spec),
         *rendered.args,
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
         *adapters.args(model),
@@ -294,6 +299,7 @@ def _env(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
         {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/torchinductor"},
     ]
+    ours += kv_events.env(plan.spec)
     if token is not None:
         ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
     ours += rendered.env

@@ -13,7 +13,7 @@ from kvtier_connector import contract_janitor
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts import kv_events, pod_settings
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.janitor_config import JanitorPlan
 from kvtier_operator.problems import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
@@ -102,7 +102,10 @@ def _service(plan: TierPlan) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "selector": names.selector(plan.tier, _COMPONENT),
-            "ports": [{"name": "metrics", "port": port, "targetPort": "metrics", "protocol": "TCP"}],
+            "ports": [
+                {"name": "metrics", "port": port, "targetPort": "metrics", "protocol": "TCP"},
+                *kv_events.service_ports(plan.spec),
+            ],
         },
     }
 
@@ -173,7 +176,10 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "image": janitor_plan.image,
         "command": ["python3", "-m", "kvtier_connector.janitor"],
         "args": ["--config", config_file, f"--host={plan.listen_host}"],
-        "ports": [{"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"}],
+        "ports": [
+            {"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"},
+            *kv_events.ports(plan.spec),
+        ],
         "resources": {
             "requests": {"cpu": resources.cpu, "memory": resources.memory, "ephemeral-storage": "16Mi"},
             "limits": {"memory": resources.memory},

@@ -17,7 +17,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, canonical, digest, flags, shares
+from kvtier_operator.plan import backends, canonical, chunks, digest, flags, shares
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -125,7 +125,13 @@ def _pinned(plan: TierPlan, pin: Pin, janitor_image: str) -> TierPlan:
         config_text=pin.config,
         config_digest=digest.digest_text(pin.config),
         # It must not take the generation that the engines use for an old one.
-        janitor=make_janitor(plan.spec, plan.tier, root=generation.root, image=janitor_image),
+        janitor=make_janitor(
+            plan.spec,
+            plan.tier,
+            root=generation.root,
+            image=janitor_image,
+            chunk_tokens=_chunk_tokens(plan.spec, plan.decisions),
+        ),
     )
 
 
@@ -221,9 +227,16 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         config_digest=digest.digest_text(config_text),
         live_text=live_text(spec),
         claim_name=spec.volume.existing_claim or names.claim(tier),
-        janitor=make_janitor(spec, tier, root=generation.root, image=janitor_image),
+        janitor=make_janitor(
+            spec, tier, root=generation.root, image=janitor_image, chunk_tokens=_chunk_tokens(spec, decisions)
+        ),
         is_on_one_node=spec.volume.claim is not None and SHARED not in spec.volume.claim.access_modes,
     )
+
+
+def _chunk_tokens(spec: TierSpec, decisions: Decisions) -> int | None:
+    kv = decided.kv_of(spec)
+    return decisions.chunking.tokens if isinstance(kv, KvUnknown) else chunks.tokens_of(decisions.chunking, kv)
 
 
 def live_text(spec: TierSpec) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier_connector import contract_janitor
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.events_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import backends, digest
 
@@ -28,7 +29,9 @@ class JanitorPlan:
     """Digest of what needs a new process."""
 
 
-def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> JanitorPlan | None:
+def make_janitor(
+    spec: TierSpec, tier: TierRef, *, root: str, image: str, chunk_tokens: int | None = None
+) -> JanitorPlan | None:
     """Return the plan of the janitor, or None where the tier has none.
 
     Args:
@@ -36,6 +39,7 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
         tier: whose janitor.
         root: directory of the current generation, as pods see it.
         image: image of janitors, where the spec names none.
+        chunk_tokens: of one file; None where only the engine knows.
     """
     if not spec.janitor.enabled or not backends.has_janitor(spec.connector):
         return None
@@ -56,6 +60,7 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
             keep_previous=spec.generations.keep_previous,
             quotas=spec.disk.tenants.quota_bytes,
             default_quota_bytes=spec.disk.tenants.default_bytes,
+            **_events(spec, tier, chunk_tokens),
             lease_name=names.janitor(tier),
             lease_namespace=tier.namespace,
         )
@@ -63,3 +68,17 @@ def make_janitor(spec: TierSpec, tier: TierRef, *, root: str, image: str) -> Jan
     document = json.loads(text)
     fixed = {field: document[field] for field in ("version", *contract_janitor.FIXED_FIELDS)}
     return JanitorPlan(image=spec.janitor.image or image, config_text=text, config_digest=digest.digest(fixed))
+
+
+def _events(spec: TierSpec, tier: TierRef, chunk_tokens: int | None) -> dict[str, Any]:
+    """Return the settings of KV events; none where nobody wants any."""
+    if spec.kv_events is None:
+        return {}
+    return {
+        "events_port": EVENTS_PORT,
+        "events_replay_port": REPLAY_PORT,
+        # Who reads it takes what stands between the signs for the place of the blocks, and the rest for the model.
+        "events_topic": f"kv@{tier.name}-volume@{spec.model.name}",
+        "events_integer_hashes": spec.kv_events.block_hashes == "Integers",
+        "block_tokens": chunk_tokens or 0,
+    }

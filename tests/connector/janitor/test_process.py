@@ -6,11 +6,15 @@ from __future__ import annotations
 import functools
 import re
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
+import msgspec
+import zmq
 from locked_image import blocked_modules, prelude
 from tier_dir import BLOCK_BYTES, Rig
 from waiting import until
@@ -36,11 +40,28 @@ sys.exit(main(["--config", {config!r}, "--host", "127.0.0.1"]))
 """
 
 
+def stored_events(port: int) -> int:
+    """Return how many blocks a subscriber who comes now is told of, when it was told of all."""
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.setsockopt_string(zmq.SUBSCRIBE, "kv@llama-volume")
+    subscriber.connect(f"tcp://127.0.0.1:{port}")
+    events: list[dict[str, str]] = []
+    while subscriber.poll(DEADLINE_SECONDS * 1000):
+        events += msgspec.msgpack.decode(subscriber.recv_multipart()[2])[1]
+        if events[-1]["type"] == "BlockStored":
+            break
+    subscriber.close(0)
+    return sum(event["type"] == "BlockStored" for event in events)
+
+
 def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: Rig, tmp_path: Path) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
     config_file, log = tmp_path / "janitor.json", tmp_path / "log"
-    config_file.write_text(encode(rig.config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config_file.write_text(encode(replace(rig.config, events_port=port, events_topic="kv@llama-volume@m")))
     blocked = blocked_modules("janitor")
     assert {"vllm", "torch", "kopf"} <= blocked
     assert not {"numpy", "kubernetes"} & blocked
@@ -66,6 +87,7 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
                 return decode(answer.read()).used_bytes
 
         wait_for(lambda: usage() == 10 * BLOCK_BYTES, log.read_text)
+        assert stored_events(port) == 10
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()

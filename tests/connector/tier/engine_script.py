@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_under_test import ask, make_llm, read_metrics, tell
+from vllm.config.kv_events import KVEventsConfig
 
 PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
 WARM_UP = list(range(200, 300))
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
     parser.add_argument("--salt", default="", help="cache salt of the prompts")
+    parser.add_argument("--events", type=int, help="port to publish KV events on")
     parser.add_argument(
         "asks",
         nargs="+",
@@ -31,6 +33,9 @@ def main() -> None:
     )
     options = parser.parse_args()
 
+    endpoint = f"tcp://*:{options.events}"
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv@pod@model")
+    publishes = options.events is not None
     llm = make_llm(
         options.directory / "model",
         options.config,
@@ -39,6 +44,8 @@ def main() -> None:
         cpu_bytes=512 << 20,
         eviction_policy="lru",
         offload_prompt_only=True,
+        engine={"kv_events_config": events} if publishes else None,
+        self_describing_kv_events=publishes,
     )
 
     def timed(prompt: list[int]) -> dict[str, Any]:

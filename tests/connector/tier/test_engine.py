@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from engine_process import DIGEST, run_script, write_config
+from vllm.distributed import kv_events as vllm_events
 
 from kvtier_connector import contract
+from kvtier_connector.janitor import kv_events
+from kvtier_connector.store import layout
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
 from kvtier_operator.plan import chunks
@@ -63,6 +71,42 @@ def check_the_sizes_that_the_operator_expects(directory: Path, files: list[Path]
     assert {file.stat().st_size for file in files} == {expected + chunks.HEADER_BYTES}
 
 
+@contextmanager
+def published() -> Iterator[tuple[int, list[Any]]]:
+    """Choose a port, and collect the events that an engine publishes there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found: list[Any] = []
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.setsockopt_string(zmq.SUBSCRIBE, "kv@")
+    subscriber.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield port, found
+        while subscriber.poll(500):
+            found += msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=vllm_events.KVEventBatch).events
+    finally:
+        subscriber.close(0)
+
+
+def check_the_events(events: list[Any], blocks: list[Path]) -> None:
+    """Check that engines name blocks as the volume's events do, and leave the volume to these."""
+    keys = [layout.parse_block_path(str(path).split(f"{DIGEST}/")[1]) for path in blocks]
+    names = {kv_events.shown(key.hash, is_integer=True) for key in keys if key is not None}
+    stored = [each for each in events if isinstance(each, vllm_events.BlockStored)]
+    by_medium = {
+        medium: {name for each in stored if each.medium == medium for name in each.block_hashes}
+        for medium in (vllm_events.MEDIUM_GPU, vllm_events.MEDIUM_CPU, vllm_events.MEDIUM_STORAGE)
+    }
+    assert len(names) == BLOCKS
+    assert names <= by_medium[vllm_events.MEDIUM_GPU]
+    assert names <= by_medium[vllm_events.MEDIUM_CPU]
+    assert not by_medium[vllm_events.MEDIUM_STORAGE]
+    told = [each for each in stored if each.medium == vllm_events.MEDIUM_CPU and set(each.block_hashes) <= names]
+    assert {len(each.token_ids) for each in told} == {128}
+    assert len({each.parent_block_hash for each in told} - {None} - names) == 0
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_is_a_recompute(tmp_path: Path) -> None:
@@ -74,9 +118,11 @@ def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_
     live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
     settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
     options = ("--salt=pepper",)
-    first = run_engine(tmp_path, "cold", blocks=BLOCKS, options=options, **settings)
+    with published() as (port, events):
+        first = run_engine(tmp_path, "cold", blocks=BLOCKS, options=(*options, f"--events={port}"), **settings)
     tenant = hashlib.sha256(b"pepper").hexdigest()[:16]
     blocks = sorted((tmp_path / "volume" / DIGEST / "tenants" / tenant).rglob("*.kvb"))
+    check_the_events(events, blocks)
     headers = [decode_header(path.read_bytes()) for path in blocks]
     second = run_engine(tmp_path, "disk", options=options, **settings)
     (keys / "k1").write_bytes(bytes(32))

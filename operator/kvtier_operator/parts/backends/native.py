@@ -42,6 +42,8 @@ def bundled_connector(plan: TierPlan) -> dict[str, Any]:
         "spec_module_path": "kvtier_connector.tier.spec",
         **_memory(plan),
         **({"canonical_layout": True} if plan.spec.disk.canonical_layout else {}),
+        # Those of the CPU tier name the tokens. The volume's are the janitor's to publish, once for all engines.
+        **({} if plan.spec.kv_events is None else {"self_describing_kv_events": True}),
         "secondary_tiers": [
             {
                 "type": "SharedVolumeTier",
