@@ -41,10 +41,9 @@ async def _serve(settings: dict[str, Any], answers: TextIO) -> None:
             **settings["engine"], kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer)
         )
     )
-    weights = await engine.collective_rpc("seed_bench_weights") if settings["seeds_weights"] else []
     blocks = engine.vllm_config.cache_config.num_gpu_blocks
     layout = await engine.collective_rpc("describe_kv_cache")
-    ready = {"seconds": time.perf_counter() - began, "weights": weights, "gpu_blocks": blocks, "layout": layout}
+    ready = {"seconds": time.perf_counter() - began, "gpu_blocks": blocks, "layout": layout}
     answers.write(json.dumps(ready) + "\n")
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)

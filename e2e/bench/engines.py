@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from e2e.bench import models
+
 from kvtier_connector.shm import clear_stale_regions
 
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -48,6 +50,11 @@ class Engine:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
+        plugin = directory / "plugin"
+        models.offer_plugin(plugin)
+        made = {**environment, "PYTHONPATH": os.pathsep.join([str(plugin), environment["PYTHONPATH"]])}
+        if settings["seeds_weights"]:
+            made[models.SEEDS_WEIGHTS] = "1"
         self._log = directory / f"{name}.log"
         self._unread = b""
         with self._log.open("wb") as log:
@@ -56,7 +63,7 @@ class Engine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=dict(environment),
+                env=made,
                 # So that it and its children can be ended together.
                 start_new_session=True,
             )
@@ -93,7 +100,7 @@ class Engine:
         )
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine's worker, as `worker_extension_cls` added it; return its answer."""
+        """Call a method of the engine's worker, as `models.equip_worker` added it; return its answer."""
         return self._ask({"do": "call", "method": method, "arguments": arguments}, 60.0)[0]
 
     def forget(self, *, cpu_tier: bool = False) -> None:

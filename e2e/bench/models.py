@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import random
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,6 @@ def engine_arguments(model: Path) -> dict[str, Any]:
         "dtype": "bfloat16",
         "seed": 0,
         "enable_prefix_caching": True,
-        "worker_extension_cls": "e2e.bench.models.BenchWorker",
     }
 
 
@@ -164,16 +164,31 @@ def _deviation(name: str, fan_in: int) -> float:
     return sharpness / math.sqrt(fan_in)
 
 
-class SeedWeights:
-    """Added to vLLM's worker by ``worker_extension_cls``: replaces the dummy weights after the engine has started."""
-
-    get_model: Callable[[], Any]
-    """The worker's own."""
-
-    def seed_bench_weights(self) -> int:
-        """Draw the weights of the loaded model."""
-        return fill(self.get_model().named_parameters())
+SEEDS_WEIGHTS = "KVTIER_BENCH_SEEDS_WEIGHTS"
+"""In the environment of an engine whose dummy weights are to be drawn by `fill`."""
 
 
-class BenchWorker(SeedWeights, StepProfile):
-    """Everything that the benchmarks add to vLLM's worker."""
+def offer_plugin(directory: Path) -> None:
+    """Make of a directory, for the path of Python's modules, one that has vLLM call `equip_worker` in each process."""
+    described = directory / "kvtier_bench-0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench\nVersion: 0\n", encoding="utf-8")
+    (described / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkvtier_bench = e2e.bench.models:equip_worker\n", encoding="utf-8"
+    )
+
+
+def equip_worker() -> None:
+    """Have vLLM's worker know our calls, and the loader draw weights instead of its dummies where that is asked for.
+
+    An engine with a ``worker_extension_cls`` may replace its weights unseen, so it shares its blocks with nobody; and
+    weights that are drawn after an engine has started are others than it started with.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name, method in vars(StepProfile).items():
+        if not name.startswith("_"):
+            setattr(Worker, name, method)
+    if os.environ.get(SEEDS_WEIGHTS):
+        DummyModelLoader.load_weights = lambda _, model, __: fill(model.named_parameters())

@@ -118,7 +118,7 @@ class Clocked:
 
 
 class StepProfile:
-    """Added to vLLM's worker by ``worker_extension_cls``: measures between two calls, and leaves no trace after."""
+    """Added to vLLM's worker by `models.equip_worker`: measures between two calls, and leaves no trace after."""
 
     def start_step_profile(self, is_tracing: bool) -> None:
         """Put the clocks around the calls."""
