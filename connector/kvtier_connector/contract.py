@@ -40,6 +40,10 @@ KEY_BYTES = 32
 MODES = ("ReadWrite", "ReadOnly", "Bypass")
 """What the volume may be used for, the strictest last."""
 
+COMPRESSION_OFF, COMPRESSION_ALWAYS = "Off", "Always"
+COMPRESSIONS = (COMPRESSION_OFF, "Auto", COMPRESSION_ALWAYS)
+"""Whether blocks are written compressed: never, where the volume is slower than processors, or where it saves any."""
+
 TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 """Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
 TENANT_PARAMETER = "kvtier_tenant"
@@ -60,6 +64,9 @@ MOVER_MAPPED_BYTES = 16 << 30
 """How much of the CPU tier one process that moves blocks keeps mapped at most, for its page tables take memory too."""
 _MOVER_BASE_BYTES = 40 << 20
 """Memory of such a process for itself: the interpreter and what it imports."""
+
+_MOVER_CODEC_BYTES = 24 << 20
+"""Of such a process for numpy, and the tables and pieces of the codec."""
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -102,6 +109,8 @@ class ConnectorConfig:
     keys_dir: str = ""
     """Directory of the mounted Secret whose entries are encryption keys; empty means no encryption. Blocks that are not
     encrypted are then neither written nor read."""
+    compression: str = COMPRESSION_OFF
+    """One of `COMPRESSIONS`, of what is written."""
     tenant_from: str = "None"
     """One of `TENANT_SOURCES`."""
     tenant_quotas: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +156,7 @@ class ConnectorConfig:
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
             (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
             (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
+            (self.compression in COMPRESSIONS, "compression", f"must be one of {', '.join(COMPRESSIONS)}"),
             (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
             (
                 not self.tenant_quotas or self.tenant_from != "None",
@@ -190,7 +200,9 @@ def vllm_release(version: str) -> str | None:
     return found and found[1]
 
 
-def mover_memory_bytes(cpu_bytes: int, *, movers: int, chunk_bytes: int, has_huge_pages: bool = False) -> int:
+def mover_memory_bytes(
+    cpu_bytes: int, *, movers: int, chunk_bytes: int, has_huge_pages: bool = False, compresses: bool = False
+) -> int:
     """Return the memory that the processes which move blocks of one engine take at most, besides the CPU tier itself.
 
     Args:
@@ -198,10 +210,12 @@ def mover_memory_bytes(cpu_bytes: int, *, movers: int, chunk_bytes: int, has_hug
         movers: How many processes there are, `ConnectorConfig.io_processes` at most.
         chunk_bytes: One row of the CPU tier; each process has a buffer for one.
         has_huge_pages: Whether /dev/shm has pages of 2 MiB; a page of either size takes eight bytes of page tables.
+        compresses: Whether blocks may be written compressed, which takes another buffer and numpy.
     """
     page_bytes = 2 << 20 if has_huge_pages else 4096
     tables = -(-min(cpu_bytes, MOVER_MAPPED_BYTES) // page_bytes) * 8
-    return movers * (_MOVER_BASE_BYTES + chunk_bytes + tables)
+    packing = chunk_bytes + _MOVER_CODEC_BYTES if compresses else 0
+    return movers * (_MOVER_BASE_BYTES + chunk_bytes + tables + packing)
 
 
 def encode(config: ConnectorConfig) -> str:

@@ -192,7 +192,11 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
         chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
         advice="; ".join(advice(mount)),
     )
-    return report, Choices(direct_io=is_direct)
+    return report, Choices(
+        direct_io=is_direct,
+        read_bytes_per_second=report.read_bytes_per_second,
+        write_bytes_per_second=write_rate,
+    )
 
 
 def _chosen(*, is_direct: bool, direct_rate: int, cached_rate: int) -> str:

@@ -2,7 +2,9 @@
 """Loads over a line of exact latency and bandwidth: which part of the line's rate movers use.
 
 ``python -m e2e.bench.line --milliseconds 0.1,1,5,20 --gigabits 1,5,20``. The files lie in memory. Each open, read and
-close takes the latency, and all reads of all processes share the bandwidth; nothing else is simulated.
+close takes the latency, and all reads of all processes share the bandwidth; nothing else is simulated. Beside each row
+stands a plain reader over the same line, as many processes that read whole files and verify nothing: what the
+processors leave of a fast line. ``--content KV.bin --compression Always`` loads compressed blocks of a file's bytes.
 """
 
 from __future__ import annotations
@@ -10,24 +12,28 @@ from __future__ import annotations
 import argparse
 import fcntl
 import mmap
+import multiprocessing
 import os
 import shutil
 import struct
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from e2e.bench.contestants import Region
 
+from kvtier_connector.contract import COMPRESSION_OFF, COMPRESSIONS
 from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.rows import Region as Rows
 from kvtier_connector.movers.tasks import Done, Lane, Task
 from kvtier_connector.store.blockstore import BlockStore, Hit
 from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.shared import SharedStore
 
 _STATE = struct.Struct("=d")
@@ -78,6 +84,42 @@ class LineFs(FileSystem):
         return count
 
 
+def read_plainly(start: Connection, root: str, numbers: Sequence[int]) -> None:
+    """Read whole files over the line, once told to, and say when it is done: a process."""
+    fs, buffer = LineFs(), memoryview(mmap.mmap(-1, HEADER_BYTES + _CHUNK_BYTES))
+    buffer[:: mmap.PAGESIZE] = bytes(len(buffer[:: mmap.PAGESIZE]))
+    start.send(None)
+    start.recv()
+    for number in numbers:
+        fd = fs.open(f"{root}/{block_path(key(number))}", os.O_RDONLY)
+        fs.preadv(fd, [buffer], 0)
+        fs.close(fd)
+    start.send(None)
+
+
+def measure_plain(root: str, processes: int, count: int) -> float:
+    """Return how long a plain reader takes for the same blocks."""
+    context = multiprocessing.get_context("spawn")
+    pairs = [context.Pipe() for _ in range(processes)]
+    readers = [
+        context.Process(target=read_plainly, args=(far, root, [n % _FILES for n in range(first, count, processes)]))
+        for first, (_, far) in enumerate(pairs)
+    ]
+    for reader in readers:
+        reader.start()
+    for near, _ in pairs:
+        near.recv()
+    began = time.perf_counter()
+    for near, _ in pairs:
+        near.send(None)
+    for near, _ in pairs:
+        near.recv()
+    taken = time.perf_counter() - began
+    for reader in readers:
+        reader.join()
+    return taken
+
+
 def measure(directory: Path, region: Region, *, seconds: float, gigabits: float) -> None:
     """Load over one line and print a row."""
     rate = gigabits * 1e9 / 8
@@ -103,14 +145,15 @@ def measure(directory: Path, region: Region, *, seconds: float, gigabits: float)
         regions=[Rows(region.file, 0, region.blocks)],
     )
     movers.start()
-    movers.submit([(1_000_000, Task(Lane.PROBE, (key(0),)))])
     done: list[Done] = []
+    asked = 0
     began = time.monotonic()
     # What a load finds: the movers that the latency asks for, ready.
-    while not done or time.monotonic() - began < 3.0:  # noqa: PLR2004 - seconds
+    while len(done) < asked or time.monotonic() - began < 3.0:  # noqa: PLR2004 - seconds
         done += movers.collect()
-        if done and time.monotonic() - began < 2.0:  # noqa: PLR2004 - seconds
-            movers.submit([(1_000_000 + len(done), Task(Lane.PROBE, (key(0),)))])
+        if len(done) == asked and time.monotonic() - began < 2.0:  # noqa: PLR2004 - seconds
+            movers.submit([(1_000_000 + asked, Task(Lane.PROBE, (key(0),)))])
+            asked += 1
         time.sleep(0.01)
     count = int(min(_MOST_LOADED, max(_FILES, _LOADED_SECONDS * rate / region.block_bytes)))
     began = time.perf_counter()
@@ -124,9 +167,11 @@ def measure(directory: Path, region: Region, *, seconds: float, gigabits: float)
     processes = movers.counts().processes
     movers.close(10.0)
     rows.release()
+    plain = measure_plain(str(directory / "0a1b"), processes, count)
     got = count * region.block_bytes / taken
     print(
-        f"| {seconds * 1e3:g} ms | {gigabits:g} Gbit/s | {processes} | {count} | {got / 1e9:.2f} | {got / rate:.0%} |",
+        f"| {seconds * 1e3:g} ms | {gigabits:g} Gbit/s | {processes} | {count} | {got / 1e9:.2f} | {got / rate:.0%} "
+        f"| {count * region.block_bytes / plain / rate:.0%} | {plain / taken:.0%} |",
         flush=True,
     )
 
@@ -141,14 +186,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--milliseconds", type=_numbers, default=[0.1, 1.0, 5.0, 20.0])
     parser.add_argument("--gigabits", type=_numbers, default=[1.0, 5.0, 20.0])
+    parser.add_argument("--content", type=Path, help="file whose bytes the blocks have, over and over")
+    parser.add_argument("--compression", choices=COMPRESSIONS, default=COMPRESSION_OFF)
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvtier-line-", dir="/dev/shm"))
     region = Region(_FILES, _CHUNK_BYTES)
     try:
-        blocks = BlockStore(directory / "0a1b", direct=False)
+        blocks = BlockStore(directory / "0a1b", direct=False, compression=options.compression)
+        if options.content:
+            content = options.content.read_bytes()
+            memory = region.view()
+            for start in range(0, region.bytes, len(content)):
+                memory[start : start + len(content)] = content[: region.bytes - start]
         for number in range(_FILES):
             blocks.put(key(number), region.row(number))
-        print("| latency | line | movers | chunks | GB/s | of the line |\n|---|---|---|---|---|---|", flush=True)
+        print("| latency | line | movers | chunks | GB/s | of the line | plain, of the line | movers / plain |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
         for gigabits in options.gigabits:
             for milliseconds in options.milliseconds:
                 measure(directory, region, seconds=milliseconds / 1e3, gigabits=gigabits)

@@ -63,6 +63,9 @@ def check(document: Document) -> str:
         lines.append(f"and {count - len(problems)} more")
     if document["unverified"]:
         lines.append(_sealed(document["unverified"]))
+    if document["compressed"]:
+        saved = readable_size(document["saved_bytes"])
+        lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problems_by_kind"].items()))
     lines.append(
         f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, "

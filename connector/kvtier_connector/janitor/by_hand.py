@@ -66,6 +66,8 @@ def check(
         "blocks": report.blocks,
         "bytes": report.bytes,
         "unverified": report.unverified,
+        "compressed": report.compressed,
+        "saved_bytes": report.saved_bytes,
         "problems_by_kind": dict(Counter(problem.kind for problem in report.problems)),
         "problems": [problem._asdict() for problem in report.problems[:MOST_PROBLEMS]],
     }

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier_connector import contract
 from kvtier_connector.movers.board import (
     ENTRIES,
     FIRST_THREAD,
@@ -53,6 +54,8 @@ class MoversSettings:
     root: str
     direct: bool | None = None
     keys_dir: str = ""
+    compression: str = contract.COMPRESSION_OFF
+    """As for `BlockStore`."""
     processes: int
     """At most; 0 leaves it to threads."""
     first_processes: int = 0
@@ -367,6 +370,7 @@ class Dispatcher:
             root=settings.root,
             direct=settings.direct,
             keys_dir=settings.keys_dir,
+            compression=settings.compression,
             file_system=settings.file_system,
         )
         files = {region.fd for region in self._regions}
@@ -379,7 +383,13 @@ class Dispatcher:
             board=self._board,
             rows=self._rows,
             row_bytes=self._rows.row_bytes,
-            store=BlockStore(Path(settings.root), fs=self._fs, direct=settings.direct, keys_dir=settings.keys_dir),
+            store=BlockStore(
+                Path(settings.root),
+                fs=self._fs,
+                direct=settings.direct,
+                keys_dir=settings.keys_dir,
+                compression=settings.compression,
+            ),
             pipes=[pipe.reader for pipe in self._pipes],
             replies=self._replies.writer,
             permit=lambda: Permit(self._threads.is_wanted, number - FIRST_THREAD < self._head.storing),

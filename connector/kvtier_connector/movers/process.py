@@ -57,6 +57,7 @@ class MoverSettings:
     root: str
     direct: bool | None
     keys_dir: str = ""
+    compression: str = "Off"
     file_system: str = ""
     """``module:class`` of the system calls, for tests; empty for the real ones."""
 
@@ -118,7 +119,11 @@ def main(settings: MoverSettings) -> None:
     give_way()
     number, board = settings.mover, Board(settings.board)
     store = BlockStore(
-        Path(settings.root), fs=_file_system(settings.file_system), direct=settings.direct, keys_dir=settings.keys_dir
+        Path(settings.root),
+        fs=_file_system(settings.file_system),
+        direct=settings.direct,
+        keys_dir=settings.keys_dir,
+        compression=settings.compression,
     )
 
     def permit() -> Permit:

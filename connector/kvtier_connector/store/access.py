@@ -70,7 +70,7 @@ class Access:
         except OSError:
             return self._explain(key)
 
-    def find(self, key: BlockKey, payload_bytes: int, page: memoryview, keyring: Keyring | None) -> Found:
+    def find(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> Found:
         """Look at the file that has the block's name: its size, and whether length and header are right."""
         try:
             fd = self._fs.open(self._path(key), READ_FLAGS)
@@ -85,9 +85,9 @@ class Access:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         is_ours = isinstance(header, Header) and misplaced(header, key, self.home) is None
-        if not isinstance(header, Header) or not is_ours or header.payload_bytes != payload_bytes:
+        if not isinstance(header, Header) or not is_ours or header.block_bytes != block_bytes:
             return Found(size, is_whole=False)
-        return Found(size, size == HEADER_BYTES + payload_bytes and can_read(header, keyring))
+        return Found(size, size == HEADER_BYTES + header.payload_bytes and can_read(header, keyring))
 
     def clear(self, key: BlockKey) -> None:
         """Put away what is no file in the place of a block, since no file can be renamed over a directory."""

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier_connector import contract
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.access import Access, Read
 from kvtier_connector.store.checksums import CHECKSUM_BYTES
 from kvtier_connector.store.choices import read_choices
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header
+from kvtier_connector.store.codec import Codec
+from kvtier_connector.store.compression import Compression
+from kvtier_connector.store.format import HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
@@ -34,7 +37,7 @@ from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_p
 from kvtier_connector.store.publishing import replacing
 from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
-from kvtier_connector.store.verify import Take, mapped_verified, read_verified, stream_verified
+from kvtier_connector.store.verify import Handing, Take, mapped_verified, read_verified, stream_verified
 from kvtier_connector.store.walks import walk_here
 from kvtier_connector.store.writers import Writers
 
@@ -57,7 +60,7 @@ class Stored:
     """The block is on the volume."""
 
     bytes_written: int
-    """To the volume: the payload and its header."""
+    """To the volume: the payload, compressed if that was worth it, and its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class BlockStore:
         max_bytes: int = 0,
         keys_dir: str = "",
         quotas: Quotas = NO_QUOTAS,
+        compression: str = contract.COMPRESSION_OFF,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 
@@ -142,6 +146,7 @@ class BlockStore:
             keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
                 made active first; reading needs no more than this. Empty means that nothing is encrypted.
             quotas: As `max_bytes`, for the blocks of single tenants.
+            compression: One of `contract.COMPRESSIONS`, of what is written; what others compressed is read with any.
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
@@ -149,6 +154,7 @@ class BlockStore:
         self._clock = clock
         tier_dir = str(root.parent)
         self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_choices(fs, tier_dir).direct_io)
+        self._compression = Compression(compression, lambda: read_choices(fs, tier_dir))
         self._usage = Ledger(max_bytes, quotas)
         self._access = Access(fs, self._root, self._usage.forget)
         self._scanning = threading.Lock()
@@ -165,9 +171,17 @@ class BlockStore:
         if target.readonly or target.nbytes == 0:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
 
-        def read(fd: int, is_direct: bool) -> int | Fault:
+        def read(fd: int, is_direct: bool) -> int | Fault | None:
             return read_verified(
-                self._fs, fd, key, home, page=self._page(), target=target, is_direct=is_direct, keyring=self.keyring
+                self._fs,
+                fd,
+                key,
+                home,
+                page=self._page(),
+                target=target,
+                is_direct=is_direct,
+                keyring=self.keyring,
+                codecs=self._codec,
             )
 
         return self._read(key, self._direct.flag(target), read) or Fault.IO
@@ -181,14 +195,13 @@ class BlockStore:
         whole, home = buffer.cast("B"), self._access.home
 
         def read(fd: int, is_direct: bool) -> int | Fault | None:
-            keyring = self.keyring
+            how: Handing = {"take": take, "keyring": self.keyring, "codecs": self._codec}
             if not is_direct and (mapped := self._fs.map(fd)) is not None:
-                return mapped_verified(self._fs, fd, key, home, mapped=mapped, buffer=whole, take=take, keyring=keyring)
+                return mapped_verified(self._fs, fd, key, home, mapped=mapped, buffer=whole, **how)
             page = self._page()
             if not is_direct:
-                return stream_verified(self._fs, fd, key, home, page=page, buffer=whole, take=take, keyring=keyring)
-            found = read_verified(self._fs, fd, key, home, page=page, target=whole, is_direct=True, keyring=keyring)
-            return found if isinstance(found, Fault) or take(0, whole) else None
+                return stream_verified(self._fs, fd, key, home, page=page, buffer=whole, **how)
+            return read_verified(self._fs, fd, key, home, page=page, target=whole, is_direct=True, **how)
 
         return self._read(key, self._direct.flag(whole), read)
 
@@ -213,20 +226,23 @@ class BlockStore:
                 return StoreFault.NO_KEY
             if (refusal := self.reserve(key, data.nbytes)) is not None:
                 return refusal
-            is_written = False
+            written = None
             try:
-                header = Header(key, data.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
+                stored, packing = self._pack(data)
+                header = Header(key, stored.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
+                header = header._replace(packing=packing)
                 if encryption_key is None:
-                    self._write(key, with_checksum(header, data), data)
+                    self._write(key, with_checksum(header, stored), stored)
                 else:
-                    sealed = data if is_scratch and not data.readonly else scratch_for(data)
-                    self._write(key, encrypt(header, data, sealed, encryption_key), sealed)
-                is_written = True
+                    is_ours = is_scratch or packing != NOT_PACKED
+                    sealed = stored if is_ours and not stored.readonly else scratch_for(stored)
+                    self._write(key, encrypt(header, stored, sealed, encryption_key), sealed)
+                written = Stored(HEADER_BYTES + stored.nbytes)
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
-                self.end_reserved(key, data.nbytes, is_written=is_written, replaced=found.size)
-        return Stored(HEADER_BYTES + data.nbytes)
+                self.end_reserved(key, data.nbytes, written, replaced=found.size)
+        return written
 
     def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Say whether the volume has a file for the block, of the right size if the payload's length is given.
@@ -294,12 +310,13 @@ class BlockStore:
         """Hold room for a block, or say why there is none; the room must be ended with `end_reserved`."""
         return _REFUSALS[self._usage.reserve(HEADER_BYTES + payload_bytes, key.tenant)]
 
-    def end_reserved(self, key: BlockKey, payload_bytes: int, *, is_written: bool, replaced: int = 0) -> None:
-        """Count the block that was written, less what it replaced, or give its room back."""
-        if is_written:
-            self._usage.commit(HEADER_BYTES + payload_bytes, key.tenant, replaced=replaced)
+    def end_reserved(self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome | None, replaced: int = 0) -> None:
+        """Count the block that was written, less what it replaced, or give its room back if none was."""
+        held = HEADER_BYTES + payload_bytes
+        if isinstance(outcome, Stored):
+            self._usage.commit(held, key.tenant, replaced=replaced, saved=held - outcome.bytes_written)
         else:
-            self._usage.cancel(HEADER_BYTES + payload_bytes, key.tenant)
+            self._usage.cancel(held, key.tenant)
 
     def share_room(self, writers: int) -> None:
         """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
@@ -322,6 +339,26 @@ class BlockStore:
         if page is None:
             page = self._of_thread.page = new_page()
         return page
+
+    def _codec(self) -> Codec:
+        """Return the calling thread's own codec."""
+        found: Codec | None = getattr(self._of_thread, "codec", None)
+        if found is None:
+            found = self._of_thread.codec = Codec()
+        return found
+
+    def _pack(self, block: memoryview) -> tuple[memoryview, Packing]:
+        """Return a block as it is to be written: compressed in memory of this thread, or as it is."""
+        if not self._compression.is_considered:
+            return block, NOT_PACKED
+        scratch: memoryview | None = getattr(self._of_thread, "scratch", None)
+        if scratch is None or scratch.nbytes < block.nbytes:
+            scratch = self._of_thread.scratch = scratch_for(block)
+        width = self._compression.width_for(block, self._codec(), scratch[: block.nbytes])
+        packed_bytes = self._codec().pack(block, scratch[: block.nbytes], width) if width else 0
+        if not packed_bytes:
+            return block, NOT_PACKED
+        return scratch[:packed_bytes], Packing(Method.ZSTD_PLANES, block.nbytes, width)
 
     def _read(self, key: BlockKey, direct: int, read: Read) -> Outcome | None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,15 @@ from typing import NamedTuple
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.checksums import HAS_AES
-from kvtier_connector.store.format import FORMAT_VERSION, HEADER_BYTES, Fault, decode_header, misplaced
+from kvtier_connector.store.format import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    NOT_PACKED,
+    Fault,
+    Header,
+    decode_header,
+    misplaced,
+)
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.keyring import Keyring
@@ -50,9 +58,14 @@ EXPLAINED = {
     Fault.KEY_MISSING: "it is encrypted with a key that is not here",
     Fault.KEY_WRONG: "it is encrypted with another key than the one of this name here",
     Fault.CLEAR: "it is not encrypted, and readers believe encrypted blocks only",
+    Fault.PACKING: f"what was written cannot be decompressed; {_MOVED}",
     Fault.TAG: f"its bytes are not those that were encrypted; {_MOVED}",
     Fault.IO: "the system could not read it; look at the volume",
 }
+
+
+Note = Callable[[Header], None]
+"""Is told the header of a file that has the right name and length."""
 
 
 class Problem(NamedTuple):
@@ -75,6 +88,10 @@ class Report:
     problems: tuple[Problem, ...]
     unverified: int = 0
     """Blocks whose key was not given: their headers and lengths are right, of their payloads nothing is known."""
+    compressed: int = 0
+    """Blocks that were written compressed."""
+    saved_bytes: int = 0
+    """How many bytes fewer they take for that."""
 
 
 def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[Problem]:
@@ -104,12 +121,18 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
     progress = progress or Progress()
     problems = _identity_problems(fs, root)
     blocks = size = unverified = 0
+    saved: list[int] = []
+
+    def note(header: Header) -> None:
+        if header.packing != NOT_PACKED:
+            saved.append(header.block_bytes - header.payload_bytes)
+
     if any(problem.kind == Fault.OUTDATED.value for problem in problems):
         # Said once: each of its blocks is of the earlier format, too.
         progress.finish()
         return Report(0, 0, tuple(problems))
     try:
-        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress):
+        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress, note):
             if isinstance(entry, Problem):
                 problems.append(entry)
                 continue
@@ -123,7 +146,7 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
     except ConnectorError as error:
         problems.append(Problem("", "unreadable", str(error)))
     progress.finish()
-    return Report(blocks, size, tuple(sorted(problems)), unverified)
+    return Report(blocks, size, tuple(sorted(problems)), unverified, len(saved), sum(saved))
 
 
 def inspect_all(
@@ -139,7 +162,7 @@ def inspect_all(
         roots = find_generations(directory)
     except ConnectorError as error:
         return Report(0, 0, (Problem("", "unreadable", str(error)),))
-    blocks = size = unverified = 0
+    blocks = size = unverified = compressed = saved = 0
     problems: list[Problem] = []
     progress = progress or Progress()
     progress.begin(len(roots))
@@ -152,14 +175,18 @@ def inspect_all(
         blocks += report.blocks
         size += report.bytes
         unverified += report.unverified
+        compressed += report.compressed
+        saved += report.saved_bytes
         problems += [
             problem if root == directory else problem._replace(path=str(prefix / problem.path))
             for problem in report.problems
         ]
-    return Report(blocks, size, tuple(problems), unverified)
+    return Report(blocks, size, tuple(problems), unverified, compressed, saved)
 
 
-def verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None = None) -> Fault | None:
+def verify(
+    fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None = None, note: Note = lambda _header: None
+) -> Fault | None:
     """Read one block file piece by piece; return what is wrong with it, None if it is sound or gone."""
     try:
         fd = fs.open(f"{root}/{entry.path}", READ_FLAGS)
@@ -168,7 +195,7 @@ def verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | Non
     except OSError:
         return Fault.IO
     try:
-        return verify_open(fs, fd, entry.key, find_home(root.absolute().name), keyring)
+        return verify_open(fs, fd, entry.key, find_home(root.absolute().name), keyring, note)
     except OSError:
         return Fault.IO
     finally:
@@ -177,7 +204,13 @@ def verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | Non
 
 
 def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
-    fs: FileSystem, root: Path, partial_age_seconds: float, threads: int, keyring: Keyring | None, progress: Progress
+    fs: FileSystem,
+    root: Path,
+    partial_age_seconds: float,
+    threads: int,
+    keyring: Keyring | None,
+    progress: Progress,
+    note: Note,
 ) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
     waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
@@ -188,7 +221,7 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
             if not isinstance(entry, BlockEntry):
                 yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
                 continue
-            waiting.append((entry, pool.submit(verify, fs, root, entry, keyring)))
+            waiting.append((entry, pool.submit(verify, fs, root, entry, keyring, note)))
             if len(waiting) >= 4 * threads:
                 oldest, future = waiting.popleft()
                 yield oldest, future.result()
@@ -197,8 +230,18 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
             yield oldest, future.result()
 
 
-def verify_open(fs: FileSystem, fd: int, key: BlockKey, home: Home | None, keyring: Keyring | None) -> Fault | None:
-    """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read."""
+def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    home: Home | None,
+    keyring: Keyring | None,
+    note: Note = lambda _header: None,
+) -> Fault | None:
+    """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read.
+
+    What a compressed payload unpacks to is not looked at: its checksum says that it is what its writer wrote.
+    """
     page = memoryview(bytearray(HEADER_BYTES))
     header = decode_header(page[: read_page(fs, fd, page)])
     if isinstance(header, Fault):
@@ -209,6 +252,7 @@ def verify_open(fs: FileSystem, fd: int, key: BlockKey, home: Home | None, keyri
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
+    note(header)
     reading = begin_reading(header, page, keyring if header.encryption else None)
     if isinstance(reading, Fault):
         return reading

@@ -24,6 +24,10 @@ class Choices:
 
     direct_io: bool | None = None
     """Whether to bypass the page cache."""
+    read_bytes_per_second: int = 0
+    """What the volume gave one node, some files at a time; 0 where nobody measured it."""
+    write_bytes_per_second: int = 0
+    """The same of writing."""
 
 
 def write_choices(fs: FileSystem, tier_dir: str, choices: Choices) -> None:
@@ -44,5 +48,15 @@ def read_choices(fs: FileSystem, tier_dir: str) -> Choices:
                 fs.close(fd)
     except (OSError, ValueError, RecursionError):
         return Choices()
-    found = document.get("direct_io") if isinstance(document, dict) else None
-    return Choices(direct_io=found if isinstance(found, bool) else None)
+    if not isinstance(document, dict):
+        return Choices()
+    found = document.get("direct_io")
+    return Choices(
+        direct_io=found if isinstance(found, bool) else None,
+        read_bytes_per_second=_rate(document.get("read_bytes_per_second")),
+        write_bytes_per_second=_rate(document.get("write_bytes_per_second")),
+    )
+
+
+def _rate(found: object) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0

@@ -33,6 +33,8 @@ from kvtier_connector.store.layout import (
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
 FORMAT_VERSION = 3
+WIDTHS = (1, 2, 4)
+"""Bytes of the numbers in a compressed block: 2 for bfloat16 and float16, 1 for the formats of 8 bits."""
 KEY_CHECK_BYTES = 8
 NONCE_BYTES = 12
 TAG_BYTES = 16
@@ -40,7 +42,7 @@ TAG_BYTES = 16
 _FIELDS = struct.Struct(
     f"<4sIIIIIQQII{MAX_HASH_BYTES}sII{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s{CHECKSUM_BYTES}s"
     f"{MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
-    f"{MAX_DIGEST_CHARACTERS}s{MAX_EPOCH_CHARACTERS}s{ADAPTER_CHARACTERS}s"
+    f"{MAX_DIGEST_CHARACTERS}s{MAX_EPOCH_CHARACTERS}s{ADAPTER_CHARACTERS}sQII"
 )
 _CRC = struct.Struct("<I")
 CRC_OFFSET = HEADER_BYTES - _CRC.size
@@ -81,6 +83,8 @@ class Fault(enum.Enum):
     """The block is encrypted with another key than the one that has this name here."""
     CLEAR = "clear"
     """The block is not encrypted, and this reader believes encrypted blocks only."""
+    PACKING = "packing"
+    """The payload is what the writer wrote, and does not unpack to a block."""
     TAG = "tag"
     """The reader has the key, and header and payload are not what was encrypted with it."""
     IO = "io"
@@ -124,11 +128,36 @@ NO_SEAL = Seal()
 """Of a payload that is not encrypted."""
 
 
+class Method(enum.IntEnum):
+    """How the payload is compressed."""
+
+    NONE = 0
+    ZSTD_PLANES = 1
+    """Planes of bytes of one place, compressed with Zstandard where that helps; see FORMAT.md."""
+
+
+class Packing(NamedTuple):
+    """What a compressed payload becomes."""
+
+    method: int = Method.NONE
+    block_bytes: int = 0
+    """Of the block itself, which is what a reader has room for."""
+    width: int = 0
+    """Bytes of the numbers that it consists of."""
+
+
+NOT_PACKED = Packing()
+"""Of a payload that is the block itself."""
+FLAG_PACKED = 1
+"""Set in the header of a compressed block: a release that knows of none leaves the file alone."""
+
+
 class Header(NamedTuple):
     """What the first page of a block file says about the rest."""
 
     key: BlockKey
     payload_bytes: int
+    """As it lies in the file, after compression."""
     checksum: bytes
     """Of the payload, or the tag of its encryption; always 32 bytes."""
     created_ns: int
@@ -139,7 +168,14 @@ class Header(NamedTuple):
     algorithm: int = DEFAULT_ALGORITHM
     encryption: int = Encryption.NONE
     seal: Seal = NO_SEAL
+    packing: Packing = NOT_PACKED
     flags: int = 0
+    """`FLAG_PACKED` follows from `packing`; others are of later releases."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Length of the block that a reader gets."""
+        return self.packing.block_bytes or self.payload_bytes
 
 
 def encode_header(header: Header) -> bytes:
@@ -156,7 +192,7 @@ def encode_header(header: Header) -> bytes:
             MAGIC,
             FORMAT_VERSION,
             HEADER_BYTES,
-            header.flags,
+            header.flags | (FLAG_PACKED if header.packing != NOT_PACKED else 0),
             header.algorithm,
             header.encryption,
             header.payload_bytes,
@@ -175,6 +211,9 @@ def encode_header(header: Header) -> bytes:
             header.home.digest.encode(),
             header.home.epoch.encode(),
             lineage.adapter.encode(),
+            header.packing.block_bytes,
+            header.packing.method,
+            header.packing.width,
         )
     except struct.error as error:
         raise ValueError(f"{header!r}: {error}") from error
@@ -206,9 +245,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
 def _build(fields: tuple[Any, ...]) -> Header | None:
     """Return the header that has these fields, None if they make no sense together."""
     _, _, header_bytes, flags, algorithm, encryption, payload_bytes, created_ns, group, *rest = fields
-    hash_bytes, padded, parent_bytes, position, padded_parent, tenant, checksum, key_id, key_check, nonce, *origin = (
-        rest
-    )
+    hash_bytes, padded, parent_bytes, position, padded_parent, tenant, checksum, *rest = rest
+    key_id, key_check, nonce, *origin, block_bytes, method, width = rest
     if header_bytes != HEADER_BYTES or payload_bytes < 1 or max(hash_bytes, parent_bytes) > MAX_HASH_BYTES:
         return None
     texts = [text.rstrip(b"\0") for text in (tenant, key_id, *origin)]
@@ -218,13 +256,20 @@ def _build(fields: tuple[Any, ...]) -> Header | None:
     key = BlockKey(padded[:hash_bytes], group, tenant)
     lineage = Lineage(padded_parent[:parent_bytes], position, adapter)
     seal, home = Seal(key_id, key_check, nonce), Home(digest, epoch)
-    header = Header(key, payload_bytes, checksum, created_ns, home, lineage, algorithm, encryption, seal, flags)
+    # Where the flag is not set, the fields are not looked at, as by every release before this one.
+    is_packed = bool(flags & FLAG_PACKED) and method != Method.NONE
+    packing = Packing(method, block_bytes, width) if is_packed else NOT_PACKED
+    flags -= FLAG_PACKED if is_packed else 0
+    header = Header(
+        key, payload_bytes, checksum, created_ns, home, lineage, algorithm, encryption, seal, packing, flags
+    )
     return header if _is_sound(header) else None
 
 
 def _is_sound(header: Header) -> bool:
     is_home = find_home(str(header.home)) == header.home
-    return is_home and is_valid(header.key) and is_valid_lineage(header.lineage) and _is_sealed_right(header)
+    is_named_right = is_home and is_valid(header.key) and is_valid_lineage(header.lineage)
+    return is_named_right and _is_sealed_right(header) and _is_packed_right(header)
 
 
 def misplaced(header: Header, key: BlockKey, home: Home) -> Fault | None:
@@ -245,9 +290,17 @@ def _is_sealed_right(header: Header) -> bool:
     return is_long_enough and is_key_id(seal.key_id) and not any(header.checksum[TAG_BYTES:])
 
 
+def _is_packed_right(header: Header) -> bool:
+    """Say whether a compressed block is longer than its payload; of a method that is not known, nothing is said."""
+    method, block_bytes, width = header.packing
+    if method != Method.ZSTD_PLANES:
+        return method != Method.NONE or header.packing == NOT_PACKED
+    return width in WIDTHS and block_bytes % width == 0 and block_bytes > header.payload_bytes
+
+
 def _is_known(header: Header) -> bool:
     if header.encryption == Encryption.NONE:
         is_verifiable = header.algorithm in {Algorithm.BLAKE3_256, Algorithm.AES_GMAC}
     else:
         is_verifiable = header.encryption == Encryption.AES_256_GCM and header.algorithm == Algorithm.NONE
-    return is_verifiable and header.flags == 0
+    return is_verifiable and header.packing.method in set(Method) and header.flags == 0

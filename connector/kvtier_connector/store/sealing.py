@@ -11,6 +11,7 @@ import mmap
 import os
 from typing import Protocol
 
+from kvtier_connector.store import codec
 from kvtier_connector.store.checksums import (
     CHECKSUM_BYTES,
     DEFAULT_ALGORITHM,
@@ -25,6 +26,7 @@ from kvtier_connector.store.format import (
     CHECKSUM_PLACE,
     CRC_OFFSET,
     NONCE_BYTES,
+    NOT_PACKED,
     TAG_BYTES,
     Encryption,
     Fault,
@@ -102,7 +104,12 @@ def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> 
 
 def can_read(header: Header, keyring: Keyring | None) -> bool:
     """Say whether a block with this header can be read here, as far as the header tells."""
-    return _find_fault(header, keyring) is None
+    return can_unpack(header) and _find_fault(header, keyring) is None
+
+
+def can_unpack(header: Header) -> bool:
+    """Say whether a block with this header is not compressed, or can be decompressed here."""
+    return header.packing == NOT_PACKED or codec.is_available()
 
 
 def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.bell import Bell
 from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present, Stored, StoreOutcome
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem, new_token
 from kvtier_connector.store.index import NAME_BYTES, BlockIndex, Presence
 from kvtier_connector.store.journal import JournalReader, JournalWriter
@@ -172,7 +172,7 @@ class SharedStore:
         """Do as `BlockStore.put` does, and tell the other processes; a block known to be there costs no system call."""
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.put(key, payload, lineage, is_scratch=is_scratch)
-        self._record_put(key, payload.nbytes, outcome, lineage)
+        self._record_put(key, outcome, lineage)
         return outcome
 
     def begin_put(self, key: BlockKey, payload_bytes: int) -> StoreOutcome | None:
@@ -183,17 +183,17 @@ class SharedStore:
         is_known = self._index.state(key) is Presence.PRESENT
         outcome = Present() if is_known else self.blocks.reserve(key, payload_bytes)
         if outcome is not None:
-            self._record_put(key, payload_bytes, outcome)
+            self._record_put(key, outcome)
         return outcome
 
     def end_put(self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE) -> None:
         """Remember the answer to a `put` of another process's `BlockStore`, which has no limit of its own."""
-        self.blocks.end_reserved(key, payload_bytes, is_written=isinstance(outcome, Stored))
-        self._record_put(key, payload_bytes, outcome, lineage)
+        self.blocks.end_reserved(key, payload_bytes, outcome)
+        self._record_put(key, outcome, lineage)
 
     def cancel_put(self, key: BlockKey, payload_bytes: int) -> None:
         """Give back the room of a `put` whose end nobody waits for; a walk counts what it may have written."""
-        self.blocks.end_reserved(key, payload_bytes, is_written=False)
+        self.blocks.end_reserved(key, payload_bytes, None)
 
     def _note(
         self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
@@ -202,13 +202,12 @@ class SharedStore:
         if not self.has_news.is_set():
             self.has_news.set()
 
-    def _record_put(
-        self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE
-    ) -> None:
+    def _record_put(self, key: BlockKey, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE) -> None:
         if isinstance(outcome, Stored):
             self._index.add(key)
             self._index.renew_block(key)
-            self._note(Op.STORED, key, payload_bytes, lineage)
+            # What it takes of the volume, which is less if it was compressed.
+            self._note(Op.STORED, key, outcome.bytes_written - HEADER_BYTES, lineage)
         elif isinstance(outcome, Present):
             self._index.add(key)
 

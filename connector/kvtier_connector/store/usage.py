@@ -54,12 +54,14 @@ class Usage:
                     self._allowance -= count
             return is_granted
 
-    def commit(self, count: int, *, replaced: int) -> None:
-        """Turn a claim into use; `replaced` bytes of an older file went away."""
+    def commit(self, count: int, *, replaced: int, saved: int = 0) -> None:
+        """Turn a claim into use; `replaced` bytes of an older file went away, `saved` bytes of it were not needed."""
         with self._lock:
             self._reserved -= count
-            self._known = max(0, self._known + count - replaced)
-            self._written_since_scan_began += count
+            self._known = max(0, self._known + count - saved - replaced)
+            self._written_since_scan_began += count - saved
+            if self._allowance is not None:
+                self._allowance += saved
 
     def cancel(self, count: int) -> None:
         """Give a claim back: nothing was written."""
@@ -168,10 +170,10 @@ class Ledger:
             return Refusal.BUDGET
         return None
 
-    def commit(self, count: int, tenant: str, *, replaced: int) -> None:
-        """Turn a claim into use; `replaced` bytes of an older file went away."""
-        self._all.commit(count, replaced=replaced)
-        self._change(tenant, lambda usage: usage.commit(count, replaced=replaced))
+    def commit(self, count: int, tenant: str, *, replaced: int, saved: int = 0) -> None:
+        """Turn a claim into use; `replaced` bytes of an older file went away, `saved` bytes of it were not needed."""
+        self._all.commit(count, replaced=replaced, saved=saved)
+        self._change(tenant, lambda usage: usage.commit(count, replaced=replaced, saved=saved))
 
     def cancel(self, count: int, tenant: str) -> None:
         """Give a claim back: nothing was written."""

@@ -24,9 +24,17 @@ class Metric(NamedTuple):
 
 
 READ_BYTES = Metric("vllm:kvtier_disk_read_bytes", "Bytes read from the shared volume, headers included.")
+LOADED_BLOCK_BYTES = Metric(
+    "vllm:kvtier_disk_loaded_block_bytes",
+    "Bytes of the blocks read from the shared volume; fewer were read of those that are compressed.",
+)
 READ_BLOCKS = Metric("vllm:kvtier_disk_read_blocks", "Blocks read from the shared volume and verified.")
 READ_SECONDS = Metric("vllm:kvtier_disk_read_seconds", "Time spent reading blocks, summed over threads.")
 WRITTEN_BYTES = Metric("vllm:kvtier_disk_written_bytes", "Bytes written to the shared volume, headers included.")
+STORED_BLOCK_BYTES = Metric(
+    "vllm:kvtier_disk_stored_block_bytes",
+    "Bytes of the blocks written to the shared volume; fewer were written of those that were compressed.",
+)
 WRITTEN_BLOCKS = Metric("vllm:kvtier_disk_written_blocks", "Blocks written to the shared volume.")
 WRITE_SECONDS = Metric("vllm:kvtier_disk_write_seconds", "Time spent writing blocks, summed over threads.")
 PRESENT_BLOCKS = Metric(
@@ -168,9 +176,11 @@ IGNORED_HINTS = Metric(
 
 METRICS = (
     READ_BYTES,
+    LOADED_BLOCK_BYTES,
     READ_BLOCKS,
     READ_SECONDS,
     WRITTEN_BYTES,
+    STORED_BLOCK_BYTES,
     WRITTEN_BLOCKS,
     WRITE_SECONDS,
     PRESENT_BLOCKS,

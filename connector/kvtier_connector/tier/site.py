@@ -202,6 +202,7 @@ def _movers_settings(config: ConnectorConfig) -> MoversSettings:
         root=config.root,
         direct=config.direct_io,
         keys_dir=config.keys_dir,
+        compression=config.compression,
         processes=config.io_threads if config.io_processes is None else config.io_processes,
         first_processes=len(os.sched_getaffinity(0)) if config.io_processes is None else 0,
         threads=config.io_threads,

@@ -211,6 +211,7 @@ class Transfers:
             self._stats.count(metrics.READ_SECONDS, self._read_seconds)
             self._stats.count(metrics.READ_BLOCKS, self._read_blocks)
             self._stats.count(metrics.READ_BYTES, self._read_bytes)
+            self._stats.count(metrics.LOADED_BLOCK_BYTES, self._read_blocks * self._row_bytes)
             self._read_seconds, self._read_blocks, self._read_bytes = 0.0, 0, 0
         return landed
 
@@ -291,6 +292,7 @@ class Transfers:
             self._stats.count(metrics.PRESENT_BLOCKS if isinstance(outcome, Present) else metrics.WRITTEN_BLOCKS)
             if isinstance(outcome, Stored):
                 self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
+                self._stats.count(metrics.STORED_BLOCK_BYTES, self._row_bytes)
             return
         cause = self._store_cause(done)
         if cause not in _UNWANTED:

@@ -68,6 +68,13 @@ _FIELDS: Final = (
         what="its engines read and write as they please",
     ),
     _Field(
+        path="disk.compression",
+        cel="self.disk.compression == 'Off'",
+        is_default=lambda spec: not spec.disk.compresses,
+        honoured_by=_OURS,
+        what="blocks would lie there as they are",
+    ),
+    _Field(
         path="disk.encryption",
         cel="!has(self.disk.encryption)",
         is_default=lambda spec: spec.disk.encryption is None,

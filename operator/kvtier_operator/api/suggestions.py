@@ -61,6 +61,7 @@ _KNOWN: Final[Mapping[str, str]] = {
     "rootdir": "spec.volume.path",
     "chunksize": "spec.disk.blockTokens",
     "blocksize": "spec.disk.blockTokens",
+    "compress": "spec.disk.compression",
     "storethreshold": "spec.disk.admission.minReuse",
     "pvc": "spec.volume.existingClaim",
     "pvcname": "spec.volume.existingClaim",

@@ -206,6 +206,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             # Live: what stands here would restart every engine when it changes.
             max_bytes=0,
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
+            compression=spec.disk.compression,
             tenant_from=spec.disk.tenants.source,
             tenant_quotas=spec.disk.tenants.quota_bytes,
             default_quota_bytes=spec.disk.tenants.default_bytes,
@@ -258,6 +259,7 @@ def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
         engine_memory_bytes=spec.engine.memory_bytes,
         engines_per_pod=flags.engines_per_pod(spec.engine.args),
         workers_per_engine=spec.engine.tensor_parallel,
+        compresses=spec.disk.compresses,
         # Weights pass through this memory, so it says how large they may be where nobody knows the model.
         weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
         keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),

@@ -91,7 +91,12 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     movers = (
         engines * passing
         if passing is not None
-        else make_mover_bytes(each, engines_per_pod=engines, workers_per_engine=spec.engine.tensor_parallel)
+        else make_mover_bytes(
+            each,
+            engines_per_pod=engines,
+            workers_per_engine=spec.engine.tensor_parallel,
+            compresses=spec.disk.compresses,
+        )
     )
     beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + movers + nodes.beside(spec)[0]
     if each == 0 or engines * each + beside > left:

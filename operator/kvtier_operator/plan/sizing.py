@@ -68,6 +68,7 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     engine_memory_bytes: int,
     engines_per_pod: int = 1,
     workers_per_engine: int = 1,
+    compresses: bool = False,
     weight_bytes: int = 0,
     keeps_weights: bool = False,
     is_in_shm: bool = True,
@@ -81,6 +82,7 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
         engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
         engines_per_pod: engine cores in one pod (data parallelism).
         workers_per_engine: processes of one engine that each drive an accelerator.
+        compresses: whether blocks may be written compressed.
         weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
         keeps_weights: whether they are downloaded to the node's disk.
         is_in_shm: whether the CPU tier is a file in /dev/shm; otherwise it is memory of the processes themselves.
@@ -93,7 +95,9 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     movers = (
         engines_per_pod * passing_bytes
         if passing_bytes is not None
-        else make_mover_bytes(cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine)
+        else make_mover_bytes(
+            cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine, compresses=compresses
+        )
     )
     pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
     load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
@@ -118,12 +122,13 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     )
 
 
-def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int) -> int:
+def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int, compresses: bool) -> int:
     """Return what moving blocks takes beside the CPU tiers themselves.
 
     Each worker and the scheduler map the whole CPU tier, those that move blocks a part of it, and have a buffer.
     """
     tables = (workers_per_engine + 1) * -(-cpu_bytes // MAPPED_PER_BYTE)
-    each = mover_memory_bytes(cpu_bytes, movers=MOVERS, chunk_bytes=MOST_CHUNK_BYTES) + tables
+    blocks = mover_memory_bytes(cpu_bytes, movers=MOVERS, chunk_bytes=MOST_CHUNK_BYTES, compresses=compresses)
+    each = blocks + tables
     # In steps that people recognise.
     return -(-engines_per_pod * each // MOVER_STEP_BYTES) * MOVER_STEP_BYTES

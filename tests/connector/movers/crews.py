@@ -70,6 +70,7 @@ class CrewUnderTest:
         file_system: str = "",
         retry_seconds: float = 60.0,
         max_bytes: int = 0,
+        compression: str = "Off",
         fs: FileSystem = LOCAL,
     ) -> None:
         self.blocks = BlockStore(root)
@@ -94,6 +95,7 @@ class CrewUnderTest:
                 probe_seconds=stuck_seconds,
                 file_system=file_system,
                 retry_seconds=retry_seconds,
+                compression=compression,
             ),
             store=self.store,
             breaker=self.breaker,

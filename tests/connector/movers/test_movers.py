@@ -40,6 +40,22 @@ def test_blocks_are_loaded_into_their_rows_and_saved_from_them(crews: Crews, mov
     assert crew.row(15) == payload(20)
 
 
+@pytest.mark.parametrize("movers", [2, 0])
+def test_movers_compress_what_they_save_and_put_it_back_into_the_row(crews: Crews, movers: int) -> None:
+    crew = crews.make(movers=movers, compression="Always")
+    crew.set_row(3, payload(1))
+    crew.save(1, 1, row=3)
+    crew.wait_for(1)
+    crew.load(2, 1, first_row=9)
+    crew.wait_for(2)
+
+    stored = crew.outcome(1)
+    assert isinstance(stored, Stored)
+    assert stored.bytes_written < HEADER_BYTES + ROW_BYTES
+    assert crew.outcome(2) == Hit(stored.bytes_written)
+    assert crew.row(9) == payload(1)
+
+
 def test_rows_of_a_second_file_are_reached_as_those_of_the_first(crews: Crews) -> None:
     crew = crews.make()
     crew.write(*range(ROWS))

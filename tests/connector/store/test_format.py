@@ -22,9 +22,13 @@ from kvtier_connector.store.format import (
     ALIGNMENT,
     HEADER_BYTES,
     NO_SEAL,
+    NOT_PACKED,
+    WIDTHS,
     Encryption,
     Fault,
     Header,
+    Method,
+    Packing,
     Seal,
     decode_header,
     encode_header,
@@ -47,6 +51,12 @@ homes = st.builds(
     st.from_regex(GENERATION_PATTERN, fullmatch=True),
     st.just("") | st.from_regex("[a-z0-9]{1,32}", fullmatch=True),
 )
+packings = st.just(NOT_PACKED) | st.builds(
+    Packing,
+    method=st.just(Method.ZSTD_PLANES),
+    block_bytes=st.integers(2**61, 2**62 - 1).map(lambda quarter: 4 * quarter),
+    width=st.sampled_from(WIDTHS),
+)
 clear_headers = st.builds(
     Header,
     key=keys,
@@ -58,6 +68,7 @@ clear_headers = st.builds(
     algorithm=st.sampled_from([Algorithm.BLAKE3_256, Algorithm.AES_GMAC]),
     encryption=st.just(0),
     seal=st.just(NO_SEAL),
+    packing=packings,
     flags=st.just(0),
 )
 encrypted_headers = st.builds(
@@ -76,9 +87,13 @@ encrypted_headers = st.builds(
         st.binary(min_size=8, max_size=8),
         st.binary(min_size=12, max_size=12),
     ),
+    packing=packings,
     flags=st.just(0),
 )
-headers = clear_headers | encrypted_headers
+headers = (clear_headers | encrypted_headers).filter(
+    # A compressed payload is shorter than its block.
+    lambda header: header.packing == NOT_PACKED or header.payload_bytes < header.packing.block_bytes
+)
 
 
 def table() -> list[tuple[int, int, str]]:
@@ -155,6 +170,9 @@ def test_any_numbers_under_a_right_checksum_are_a_header_or_a_fault(changes: dic
         ({"parent length": 1}, Fault.HEADER),
         ({"parent hash": 1}, Fault.HEADER),
         ({"flags": 1}, Fault.ALGORITHM),
+        ({"flags": 1, "compression": 2, "block length": 8192, "number width": 2}, Fault.ALGORITHM),
+        ({"flags": 1, "compression": 1, "block length": 4096, "number width": 2}, Fault.HEADER),
+        ({"flags": 1, "compression": 1, "block length": 8192, "number width": 3}, Fault.HEADER),
         ({"header length": 8192}, Fault.HEADER),
         ({"payload length": 0}, Fault.HEADER),
         ({"hash length": 0}, Fault.HEADER),
@@ -196,7 +214,9 @@ def test_reserved_bytes_are_not_looked_at() -> None:
         SOUND._replace(encryption=1),
         SOUND._replace(encryption=2),
         SOUND._replace(seal=Seal("k1")),
-        SOUND._replace(flags=1),
+        SOUND._replace(flags=2),
+        SOUND._replace(packing=Packing(Method.ZSTD_PLANES, 8191, 2)),
+        SOUND._replace(packing=Packing(2, 8192, 2)),
     ],
 )
 def test_a_header_that_nobody_could_read_is_not_written(header: Header) -> None:
@@ -232,13 +252,17 @@ def test_the_documented_fields_are_those_of_the_header() -> None:
         Algorithm.NONE,
         Encryption.AES_256_GCM,
         Seal("k1", b"8 bytes.", b"twelve bytes"),
+        Packing(Method.ZSTD_PLANES, 1 << 41, 2),
     )
     page = encode_header(header)
     found = {name: page[offset : offset + size] for offset, size, name in FIELDS}
     numbers = {
         "format version": 3,
         "header length": HEADER_BYTES,
-        "flags": 0,
+        "flags": 1,
+        "block length": 1 << 41,
+        "compression": 1,
+        "number width": 2,
         "checksum algorithm": 0,
         "encryption": 1,
         "payload length": 1 << 40,

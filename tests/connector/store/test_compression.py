@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed blocks: what was stored comes back bit by bit, in fewer bytes, and nothing else does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_contract import HOME, NOW_NS, key, pages, payload
+
+from kvtier_connector.contract import COMPRESSIONS
+from kvtier_connector.janitor import by_hand
+from kvtier_connector.movers.mapped import MappingFs
+from kvtier_connector.store import codec
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
+from kvtier_connector.store.check import check
+from kvtier_connector.store.checksums import checksum
+from kvtier_connector.store.choices import CHOICES_FILE
+from kvtier_connector.store.codec import PIECE_BYTES, Codec
+from kvtier_connector.store.compression import pays
+from kvtier_connector.store.format import (
+    FLAG_PACKED,
+    HEADER_BYTES,
+    WIDTHS,
+    Fault,
+    Header,
+    Method,
+    Packing,
+    decode_header,
+    encode_header,
+)
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.records import RECORD_BYTES, Op, decode_record
+from kvtier_connector.store.shared import SharedStore
+
+SIZE = PIECE_BYTES + 12288
+MIB = 1 << 20
+
+
+@functools.cache
+def draw_numbers(seed: int, size: int) -> bytes:
+    draw = random.Random(seed)
+    values = struct.pack(f"<{size // 2}f", *(draw.gauss(0, 1.5) for _ in range(size // 2)))
+    content = bytearray(size)
+    content[0::2], content[1::2] = values[2::4], values[3::4]
+    return bytes(content)
+
+
+def numbers(seed: int, size: int = SIZE) -> memoryview:
+    """Return bfloat16 as a cache has them: their exponents differ by little, their mantissas are noise."""
+    return pages(draw_numbers(seed, size), size)
+
+
+def noise(seed: int, size: int = SIZE) -> memoryview:
+    return pages(random.Random(seed).randbytes(size), size)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "d1gest"
+    claim(root, {}, "d1gest")
+    return root
+
+
+@pytest.fixture
+def keys_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    (directory / "k1").write_bytes(bytes(range(32)))
+    return directory
+
+
+def make(
+    root: Path,
+    compression: str = "Always",
+    *,
+    keys_dir: Path | None = None,
+    direct: bool | None = False,
+    fs: FileSystem = LOCAL,
+) -> BlockStore:
+    store = BlockStore(root, direct=direct, fs=fs, compression=compression, keys_dir=str(keys_dir or ""))
+    if store.keyring is not None:
+        store.keyring.activate("k1")
+    return store
+
+
+def header_of(root: Path, number: int) -> Header:
+    header = decode_header((root / block_path(key(number))).read_bytes()[:HEADER_BYTES])
+    assert isinstance(header, Header)
+    return header
+
+
+def get(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
+    into = pages(size=size)
+    return store.get(key(number), into), bytes(into)
+
+
+def stream(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
+    taken = bytearray(size)
+
+    def take(offset: int, piece: memoryview) -> bool:
+        taken[offset : offset + piece.nbytes] = piece
+        return True
+
+    return store.stream(key(number), pages(size=size), take), bytes(taken)
+
+
+READS = [get, stream]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize(
+    ("direct", "fs"), [(False, LOCAL), (None, LOCAL), (False, MappingFs())], ids=["cached", "direct", "mapped"]
+)
+def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - what is combined
+    root: Path,
+    keys_dir: Path,
+    read: Callable[..., tuple[object, bytes]],
+    is_encrypted: bool,
+    direct: bool | None,
+    fs: FileSystem,
+) -> None:
+    keys = keys_dir if is_encrypted else None
+    block = numbers(1)
+    stored = make(root, keys_dir=keys, direct=direct, fs=fs).put(key(1), block)
+    size = (root / block_path(key(1))).stat().st_size
+
+    assert stored == Stored(size)
+    assert size < HEADER_BYTES + 0.8 * SIZE
+    # Whoever writes none reads them all the same.
+    assert read(make(root, "Off", keys_dir=keys, direct=direct, fs=fs), 1) == (Hit(size), bytes(block))
+    assert check(root) == []
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_block_that_would_not_get_smaller_is_written_as_it_is(
+    root: Path, read: Callable[..., tuple[object, bytes]]
+) -> None:
+    store = make(root)
+    assert store.put(key(1), noise(1)) == Stored(HEADER_BYTES + SIZE)
+    assert header_of(root, 1).flags == 0
+    assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(noise(1)))
+
+
+def test_without_compression_the_file_is_what_it_always_was(root: Path) -> None:
+    make(root, "Off").put(key(1), numbers(1))
+    content = (root / block_path(key(1))).read_bytes()
+    assert content[HEADER_BYTES:] == bytes(numbers(1))
+    assert content[396:412] == bytes(16)
+
+
+def test_the_payload_given_is_not_changed(root: Path) -> None:
+    block = numbers(1)
+    make(root).put(key(1), block)
+    assert block == numbers(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=0, max_size=4096), st.integers(1, 300_000), st.sampled_from(WIDTHS))
+def test_whatever_is_packed_unpacks_to_the_same(pattern: bytes, size: int, width: int) -> None:
+    size -= size % -width or 0
+    size = max(width, size - size % width)
+    block = (pattern * (size // max(1, len(pattern)) + 1) + bytes(size))[:size]
+    into, taken = bytearray(size), bytearray(size)
+    here = Codec()
+    length = here.pack(memoryview(block), memoryview(into), width)
+    if not length:
+        return
+
+    def take(offset: int, piece: memoryview) -> bool:
+        taken[offset : offset + piece.nbytes] = piece
+        return True
+
+    assert here.unpack(memoryview(into)[:length], size, width, take) is True
+    assert taken == block
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_bytes_that_are_no_packed_block_are_refused_or_make_no_byte_too_many(data: st.DataObject) -> None:
+    here = Codec()
+    block = bytes(numbers(1, 65536))
+    into = bytearray(len(block))
+    length = here.pack(memoryview(block), memoryview(into), 2)
+    packed = into[:length]
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, 63) | st.integers(0, length - 1))] = data.draw(st.integers(0, 255))
+    claimed = data.draw(st.sampled_from([len(block), len(block) - 2, 2, PIECE_BYTES, 16 * PIECE_BYTES]))
+    made = []
+
+    def take(offset: int, piece: memoryview) -> bool:
+        made.append((offset, piece.nbytes))
+        return True
+
+    here.unpack(memoryview(packed), claimed, data.draw(st.sampled_from(WIDTHS)), take)
+    assert all(offset + size <= claimed for offset, size in made)
+
+
+def plant(root: Path, number: int, packed: bytes, packing: Packing) -> None:
+    """Write a file whose checksum is right, as somebody might who can write to the volume."""
+    header = Header(key(number), len(packed), checksum(memoryview(packed)), NOW_NS, HOME, packing=packing)
+    path = root / block_path(key(number))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_header(header) + packed)
+
+
+def bomb(planes: bytes, block_bytes: int) -> bytes:
+    """Return a payload whose only plane decompresses to much more than the block has."""
+    into = bytearray(len(planes))
+    length = Codec().pack(memoryview(planes), memoryview(into), 1)
+    (frame_bytes,) = struct.unpack_from("<I", into)
+    assert 0 < frame_bytes < length <= block_bytes
+    return bytes(into[:length])
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_payload_that_grows_beyond_the_block_is_damage(root: Path, read: Callable[..., tuple[object, bytes]]) -> None:
+    plant(root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, 65536, 1))
+    outcome, _ = read(make(root), 1, 65536)
+    assert outcome is Fault.PACKING
+    assert read(make(root), 1, 65536)[0] == Miss()
+
+
+@pytest.mark.parametrize("block_bytes", [65536 - 4096, 65536 + 4096, 1 << 40])
+def test_a_block_of_another_length_is_never_unpacked(root: Path, block_bytes: int) -> None:
+    plant(root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, block_bytes, 2))
+    assert get(make(root), 1, 65536)[0] is Fault.LENGTH
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_flipped_bit_anywhere_is_a_fault(
+    root: Path, keys_dir: Path, read: Callable[..., tuple[object, bytes]], is_encrypted: bool
+) -> None:
+    keys = keys_dir if is_encrypted else None
+    store = make(root, keys_dir=keys)
+    draw = random.Random(7)
+    for _ in range(20):
+        store.put(key(1), numbers(1))
+        path = root / block_path(key(1))
+        content = bytearray(path.read_bytes())
+        place = draw.choice([draw.randrange(412), draw.randrange(HEADER_BYTES, len(content))])
+        content[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        assert isinstance(read(store, 1)[0], Fault)
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kept", [0, 100, HEADER_BYTES, HEADER_BYTES + 5000, -1, -4096])
+def test_a_file_that_was_cut_short_is_damage(root: Path, kept: int, read: Callable[..., tuple[object, bytes]]) -> None:
+    store = make(root)
+    store.put(key(1), numbers(1))
+    path = root / block_path(key(1))
+    path.write_bytes(path.read_bytes()[: kept if kept >= 0 else len(path.read_bytes()) + kept])
+    assert read(store, 1)[0] in {Fault.TRUNCATED, Fault.EMPTY}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_who_cannot_decompress_misses_the_block_leaves_it_and_may_write_it_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., tuple[object, bytes]]
+) -> None:
+    make(root).put(key(1), numbers(1))
+    monkeypatch.setattr(codec, "_library", lambda: None)
+    store = make(root)
+
+    assert read(store, 1)[0] is Fault.ALGORITHM
+    assert header_of(root, 1).packing.method == Method.ZSTD_PLANES
+    assert store.put(key(1), numbers(1)) == Stored(HEADER_BYTES + SIZE)
+    assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(numbers(1)))
+
+
+def test_a_release_that_knows_no_compression_sees_a_flag_that_it_does_not_know(root: Path) -> None:
+    make(root).put(key(1), numbers(1))
+    (flags,) = struct.unpack_from("<I", (root / block_path(key(1))).read_bytes(), 12)
+    assert flags == FLAG_PACKED
+    assert not Fault.ALGORITHM.is_damage
+
+
+@pytest.mark.parametrize(("before", "after"), [("Always", "Off"), ("Off", "Always")])
+def test_a_block_that_is_there_in_either_form_is_not_written_again(root: Path, before: str, after: str) -> None:
+    make(root, before).put(key(1), numbers(1))
+    assert make(root, after).put(key(1), numbers(1)) == Present()
+
+
+def test_what_counts_is_what_the_files_take(root: Path) -> None:
+    store = SharedStore(root, direct=False, max_bytes=10 * SIZE)
+    store.rescan()
+    mover = make(root)
+    for number in range(4):
+        assert store.begin_put(key(number), SIZE) is None
+        store.end_put(key(number), SIZE, mover.put(key(number), numbers(number)))
+    store.synchronize()
+    taken = sum(file.stat().st_size for file in root.rglob("*.kvb"))
+
+    assert taken < 4 * 0.8 * SIZE
+    assert store.blocks.usage_bytes() == taken
+    journals = b"".join(file.read_bytes() for file in root.rglob("*.kvj"))
+    decoded = [
+        decode_record(journals[at : at + RECORD_BYTES]) for at in range(RECORD_BYTES, len(journals), RECORD_BYTES)
+    ]
+    stored = [each for each in decoded if each is not None and each.op == Op.STORED]
+    assert sum(HEADER_BYTES + each.payload_bytes for each in stored) == taken
+
+
+def test_more_blocks_fit_a_limit_when_they_are_compressed(root: Path) -> None:
+    store = BlockStore(root, direct=False, max_bytes=3 * SIZE, compression="Always")
+    store.refresh_usage()
+    stored = [isinstance(store.put(key(number), numbers(number)), Stored) for number in range(4)]
+    # Room is held for the whole block until it is known how small it gets.
+    assert stored == [True, True, True, False]
+    assert store.usage_bytes() <= 3 * SIZE
+
+
+def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: Path) -> None:
+    make(root).put(key(1), numbers(1))
+    make(root).put(key(2), noise(2))
+    document = by_hand.check(root, lambda *_: None).document
+    saved = HEADER_BYTES + SIZE - (root / block_path(key(1))).stat().st_size
+    assert (document["blocks"], document["compressed"], document["saved_bytes"]) == (2, 1, saved)
+    assert document["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_worth_it"),
+    [
+        ({}, True),
+        ({"read_rate": 20e9}, False),
+        ({"write_rate": 20e9}, False),
+        ({"ratio": 0.95}, False),
+        ({"processors": 1}, True),
+        ({"unpack_rate": 0.2e9}, False),
+        ({"read_rate": 0}, False),
+        ({"write_rate": 0}, False),
+        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 16}, True),
+        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 2}, False),
+    ],
+)
+def test_blocks_are_compressed_where_that_makes_loads_quicker_and_stores_no_slower(
+    change: dict[str, float], is_worth_it: bool
+) -> None:
+    rates = {
+        "ratio": 0.7, "pack_rate": 1e9, "unpack_rate": 1.5e9, "read_rate": 0.5e9, "write_rate": 0.3e9, "processors": 4,
+    } | change  # fmt: skip
+    assert pays(**rates) is is_worth_it  # type: ignore[arg-type]  # one number stands for a whole one
+
+
+@pytest.mark.parametrize(
+    ("choices", "is_compressed"),
+    [
+        ({"read_bytes_per_second": 10 * MIB, "write_bytes_per_second": 10 * MIB}, True),
+        ({"read_bytes_per_second": 10**12, "write_bytes_per_second": 10**12}, False),
+        ({"read_bytes_per_second": 10 * MIB}, False),
+        ({"read_bytes_per_second": True, "write_bytes_per_second": "fast"}, False),
+        ({}, False),
+    ],
+    ids=["slow", "fast", "half", "nonsense", "nobody measured"],
+)
+def test_auto_follows_what_was_measured_of_the_volume(
+    root: Path, choices: dict[str, object], is_compressed: bool
+) -> None:
+    (root.parent / CHOICES_FILE).write_text(json.dumps(choices))
+    make(root, "Auto").put(key(1), numbers(1))
+    assert (header_of(root, 1).packing.method == Method.ZSTD_PLANES) is is_compressed
+
+
+FROZEN = Path(__file__).parents[1] / "data" / "block_v3_zstd.kvb"
+FROZEN_BLOCK = bytes(index * 7 % 256 if index % 2 == 0 else 60 + index % 3 for index in range(16384))
+
+
+def test_a_compressed_block_that_was_frozen_is_still_read(root: Path) -> None:
+    path = root / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(FROZEN.read_bytes())
+    for read in READS:
+        assert read(make(root), 1, len(FROZEN_BLOCK)) == (Hit(FROZEN.stat().st_size), FROZEN_BLOCK)
+
+
+def test_the_modes_are_those_of_the_contract(root: Path) -> None:
+    assert COMPRESSIONS == ("Off", "Auto", "Always")
+    for number, mode in enumerate(COMPRESSIONS):
+        assert isinstance(make(root, mode).put(key(number), payload(number)), Stored)
