@@ -51,11 +51,10 @@ def prompts(vocabulary: int) -> list[tuple[int, ...]]:
     return made
 
 
-def pair(vocabulary: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two prompts of which the second has two thirds in common with the first."""
+def sharing(vocabulary: int, length: int) -> list[tuple[int, ...]]:
+    """Return three prompts that have two thirds in common."""
     common = tokens(length * 2 // 3, vocabulary, seed=900)
-    rest = length - len(common)
-    return common + tokens(rest, vocabulary, seed=901), common + tokens(rest, vocabulary, seed=902)
+    return [common + tokens(length - len(common), vocabulary, seed=901 + number) for number in range(3)]
 
 
 def plain(made: Sequence[tuple[int, ...]], **settings: Any) -> list[Request]:

@@ -22,8 +22,8 @@ beginnings, and answers each again from its own prefix cache. A second engine, i
 volume. *Same answers* counts prompts whose tokens are those of the first engine's own hit; *difference* is the largest
 between log-probabilities, 0 where they agree to the last bit; *from disk* counts tokens that came from the volume, and
 the files read for them. *In common* is what the second of two prompts finds of the two thirds that it shares with the
-first. Engines of other numbers of ranks add up in another order, with or without a volume, and so may take either of
-two tokens that are about equally probable: *ties*.
+first, and a third one where that is nothing. Engines of other numbers of ranks add up in another order, with or without
+a volume, and so may take either of two tokens that are about equally probable: *ties*.
 
 `make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU;
 `python -m e2e.matrix --device cuda --jobs 8` runs several rows at a time on all GPUs of a machine.
@@ -39,6 +39,12 @@ _KEPT: Final = """
 Layers with a window and layers with a state keep only what the end of a prompt needs, so the operator has engines keep
 more ([sizing.md](sizing.md#windows-and-states)). The same prompts with its flags, and as vLLM keeps them by itself; the
 volume is what the first engine left there for prompts of {tokens:,} tokens, of which many share their beginnings.
+
+A state is kept at the end of a step, and vLLM computes a prompt that is alone in one step, whatever
+`--long-prefill-token-threshold` says: so after a prompt that came alone the next one that shares its beginning finds no
+state there. While it is computed, a state is kept where the two part, and later prompts go on from that. Where the
+second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there, for all requests
+together.
 
 | Class | Flags | In common | Volume |
 |---|---|---|---|
@@ -109,7 +115,7 @@ def _kept(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> str:
     found = [(each, row) for each, row in found if each.shape in shapes]
     tokens = max((row["prompt_tokens"] for _, row in found), default=0)
     lines = [
-        f"| {each.title} | `{' '.join(row['args'])}` | {row['pair_tokens']:,} of {row['pair_common']:,} | "
+        f"| {each.title} | `{' '.join(row['args'])}` | {_in_common(row)} | "
         f"{row['stored_bytes'] / 1e6:.1f} MB, {row['stored_blocks']} files |\n"
         for each, row in found
     ]
@@ -141,10 +147,16 @@ def _line(each: ModelClass, row: Mapping[str, Any] | None) -> str:
         f"{row['largest_difference']:g}",
         f"{row['external_tokens']:,.0f} tokens, {row['disk_blocks']:.0f} files",
         # What another class wrote may hold both prompts.
-        "" if each.of else f"{row['pair_tokens']:,} of {row['pair_common']:,}",
+        "" if each.of else _in_common(row),
         _place(row),
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def _in_common(row: Mapping[str, Any]) -> str:
+    third = row.get("third_tokens", 0)
+    later = f", a third prompt {third:,}" if not row["pair_tokens"] and third else ""
+    return f"{row['pair_tokens']:,} of {row['pair_common']:,}{later}"
 
 
 def _result(row: Mapping[str, Any]) -> str:

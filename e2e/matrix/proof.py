@@ -61,8 +61,8 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     except SpecInvalid as error:
         return {"verdict": "refused", "by": "the operator", "message": str(error)}
     prompts = _asked(model, asking.prompts(VOCABULARY))
-    first, second = _asked(model, asking.pair(VOCABULARY, model.pair_tokens))
-    second = replace(second, lora=first.lora, image=first.image)
+    first, *later = _asked(model, asking.sharing(VOCABULARY, model.pair_tokens))
+    later = [replace(each, lora=first.lora, image=first.image) for each in later]
     twins = _asked(model, asking.twins(VOCABULARY))
     twins = [replace(each, lora=twins[0].lora, image=twins[0].image) for each in twins]
     # What is asked last has the least time to reach the volume.
@@ -79,7 +79,7 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     stored = _stored(directory)
     read = _run(
         reader,
-        {"strangers": _strangers(model, first), "disk": prompts, "pair": [second]},
+        {"strangers": _strangers(model, first), "disk": prompts, "pair": later},
         directory,
         f"{model.name}-reader",
         Pace(at_once=model.at_once, answer_tokens=model.reader_tokens or ANSWER_TOKENS),
@@ -244,6 +244,8 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
         "stranger_blocks": read["counts"]["strangers"].get(_READ, 0),
         "preemptions": read["counts"]["disk"].get(_PREEMPTIONS, 0),
         "pair_tokens": read["answers"]["pair"][0]["cached_tokens"],
+        # What the second one has computed it finds in its own engine.
+        "third_tokens": read["answers"]["pair"][-1]["cached_tokens"],
         "pair_common": model.pair_tokens * 2 // 3,
         "seconds": [made["seconds"], read["seconds"]],
     }

@@ -39,7 +39,7 @@ def run(*, read: float = 2, external: float = 256, strangers: float = 0) -> tupl
         "seconds": {"start": 1},
     }
     found = {
-        "answers": {"disk": copy.deepcopy(answers), "pair": [answer(7)], "strangers": []},
+        "answers": {"disk": copy.deepcopy(answers), "pair": [answer(7, cached=0), answer(8)], "strangers": []},
         "counts": {"disk": {READ: read, EXTERNAL: external}, "strangers": {READ: strangers}},
         "seconds": {"start": 1},
     }

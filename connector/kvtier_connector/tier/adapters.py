@@ -2,47 +2,41 @@
 """Tells LoRA adapters apart by what they hold: vLLM's block hashes cover an adapter's name and path, not its contents.
 
 An adapter that was written anew at its path would otherwise find blocks of the old one for ever, on every replica. So
-the hash of a block on the volume covers a fingerprint of the adapter's files as well, and where nobody can tell which
-contents an engine computes with, its requests are kept off the volume, which is counted.
+the hash of a block on the volume covers a digest of the weights as the workers have them in memory (`loaded_adapters`).
+A look at the files would not do: vLLM reads them at a time of its own, again after it had to make room, and whenever it
+is told to load an adapter in place.
 
-An engine reads an adapter at a time of its own, and may read it again. So its contents are known only while no file of
-it has changed since the engine started. Files are read on one thread of their own: the path may be a network mount.
+A request whose adapter is not known waits for one step, in which the workers load it if they have not yet, and tell its
+digest. A load from the CPU tier or the volume tells the workers which digest its chunks belong to; they check that, and
+keep to those weights until the request has been computed with them once. An adapter that was ever seen to hold two
+things in this engine stays off the volume and the CPU tier until it is started again: below vLLM's keys, blocks of both
+may lie in the CPU tier.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import stat
-import threading
-import time
-from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 
 from kvtier_connector.store.layout import ADAPTER_CHARACTERS, adapter_name_label
-from kvtier_connector.tier.model_files import WEIGHT_SUFFIXES, cached_directory
 
 logger = init_logger("vllm.kvtier.adapters")
 
-PATIENCE_SECONDS: Final = 2.0
-"""How long a request waits to know its adapter, and how long one look may take before others do without."""
-_DESCRIPTION: Final = "adapter_config.json"
-_REVISION: Final = "main"
-"""That vLLM asks the hub for."""
-_PIECE_BYTES: Final = 1 << 20
-_MOST_KNOWN: Final = 4096
+MOST_KEPT: Final = 8
+"""Adapters that workers keep at a time for requests that were loaded and not computed yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
     """The adapter of a request, as vLLM names it."""
 
-    name: str
-    path: str
+    request: LoRARequest
 
 
 class AdapterIdentity(NamedTuple):
@@ -58,168 +52,189 @@ class AdapterIdentity(NamedTuple):
         return hashlib.sha256(b"kvtier adapter block\0" + self.mark + block_hash).digest()
 
 
-@dataclass(slots=True)
-class Reading:
-    """One look at an adapter. The thread that reads sets `identity`, then `is_done`; others only read."""
+class Told(NamedTuple):
+    """What a worker tells of an adapter: that it has loaded it, or what it was asked."""
 
-    began: float = field(default_factory=time.monotonic)
+    question: int
+    """Number of the question; 0 where it was not asked."""
+    number: int
+    """By which the worker knows the adapter."""
+    name: str
+    path: str
+    digest: str | None
+    """Of its weights; None if the worker cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a step tells the workers of adapters."""
+
+    asked: Mapping[int, LoRARequest]
+    """By number of the question, adapters that are to be told of."""
+    begun: Mapping[str, tuple[LoRARequest, Mapping[int, str]]]
+    """By request, what the load that begins belongs to: its adapter, with the digest by rank."""
+    ended: Collection[str]
+    """Requests that have been computed with their adapter once, or never will be."""
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter, as the workers have told of it. The scheduler's thread only."""
+
+    name: str
+    path: str
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of its weights, by rank."""
+    is_mixed: bool = False
+    """Whether it was ever seen to hold something else."""
+    question: int = 0
+    """That is to be answered; 0 if nobody was asked."""
+    missing: set[int] = field(default_factory=set)
+    """Ranks that have not answered."""
     identity: AdapterIdentity | None = None
     """None where it is not known."""
-    is_done: bool = False
+
+    def note(self, rank: int, digest: str | None, workers: int) -> None:
+        """Take in what a worker has loaded."""
+        held = self.digests.get(rank, digest)
+        if digest is None or held != digest:
+            if not self.is_mixed:
+                logger.warning(
+                    "Requests with the LoRA adapter %s are neither stored nor loaded from here on: %s; give changed "
+                    "weights a new path, or restart the engine",
+                    self.name,
+                    "what it holds cannot be told"
+                    if digest is None
+                    else "it was loaded with other contents than before",
+                )
+            self.is_mixed = True
+        else:
+            self.digests[rank] = digest
+        is_known = len(self.digests) == workers and not self.is_mixed
+        self.identity = _identify(self.name, self.path, self.digests) if is_known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a request knows of its adapter."""
+
+    adapter: Adapter
+    question: int
+    """That was asked for it; 0 if there was none to ask."""
+    is_in_place: bool = False
+    """Whether vLLM reads the files anew for it, in each of its steps."""
+
+    @property
+    def identity(self) -> AdapterIdentity | None:
+        """Return what tells its blocks apart; None where that is not known."""
+        return None if self.is_in_place else self.adapter.identity
 
     def is_pending(self) -> bool:
-        """Say whether it is worth waiting for; what comes later is not believed any more."""
-        if not self.is_done and time.monotonic() - self.began > PATIENCE_SECONDS:
-            self.is_done = True
-        return not self.is_done
-
-
-class _File(NamedTuple):
-    name: str
-    size: int
-    written_ns: int
-    changed_ns: int
-    inode: int
-
-
-class _Known(NamedTuple):
-    files: tuple[_File, ...]
-    identity: AdapterIdentity
-
-
-class _UnknownError(Exception):
-    """Why nobody can tell what an adapter holds."""
+        """Say whether it is worth waiting for: the workers answer with the step that asks them."""
+        return self.question != 0 and self.adapter.question == self.question
 
 
 class Adapters:
-    """`read` is the scheduler's; the thread owns `_known` and `_told`; `_lock` guards `_wanted` and `_busy_since`."""
+    """All adapters of an engine, and the requests that are between a load and their first step. Scheduler's thread."""
 
-    def __init__(self, *, skew_seconds: float) -> None:
-        """Store; the thread starts with the first adapter.
-
-        Args:
-            skew_seconds: By how much the clock of a file server may be behind this one's.
-        """
-        self._started_ns = int((time.time() - skew_seconds) * 1e9)
-        self._known: OrderedDict[Lora, _Known] = OrderedDict()
-        self._lock = threading.Lock()
-        self._wanted: OrderedDict[Lora, Reading] = OrderedDict()
-        self._busy_since: float | None = None
-        self._is_due = threading.Event()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        self._told: set[tuple[Lora, str]] = set()
+    def __init__(self, workers: int) -> None:
+        """Store how many workers there are."""
+        self._workers = workers
+        self._adapters: dict[tuple[str, str], Adapter] = {}
+        self._of_number: dict[int, set[tuple[str, str]]] = {}
+        """The adapters that vLLM has given a number: one loaded in place may come from another path."""
+        self._last_question = 0
+        self._asked: dict[int, LoRARequest] = {}
+        self._waiting: dict[int, Adapter] = {}
+        """Adapters by the question about them that is not answered."""
+        self._begun: dict[str, tuple[LoRARequest, Mapping[int, str]]] = {}
+        self._loaded: dict[str, tuple[str, str]] = {}
+        """By request that was not computed since it was loaded, its adapter."""
+        self._failed: set[str] = set()
+        """Requests that are not loaded again."""
+        self._computed: list[str] = []
+        self._ended: list[str] = []
 
     def read(self, lora: Lora) -> Reading:
-        """Have an adapter looked at, as it is now; those who ask before the look begins share it."""
-        with self._lock:
-            stuck_since = self._busy_since
-            if stuck_since is not None and time.monotonic() - stuck_since > PATIENCE_SECONDS:
-                return Reading(is_done=True)
-            reading = self._wanted.get(lora)
-            if reading is None:
-                reading = self._wanted[lora] = Reading()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtier-adapters", daemon=True)
-            self._thread.start()
-        self._is_due.set()
-        return reading
+        """Return what is known of an adapter, and have the workers asked if that is nothing."""
+        adapter = self._of(lora.request)
+        if lora.request.load_inplace:
+            return Reading(adapter, 0, is_in_place=True)
+        if adapter.identity is None and not adapter.is_mixed and not adapter.question:
+            self._last_question += 1
+            adapter.question = self._last_question
+            adapter.missing = set(range(self._workers))
+            self._asked[adapter.question] = lora.request
+            self._waiting[adapter.question] = adapter
+        return Reading(adapter, adapter.question)
 
-    def close(self) -> None:
-        """Stop; a look that hangs is left behind."""
-        self._is_closed = True
-        self._is_due.set()
+    def may_load(self, name: str, request: LoRARequest | None) -> bool:
+        """Say whether a request may be loaded: workers keep few adapters for such, and refuse a request once."""
+        if request is None:
+            return True
+        kept = set(self._loaded.values())
+        is_kept = len(kept) < MOST_KEPT or (request.lora_name, request.lora_path) in kept
+        return is_kept and name not in self._failed
 
-    def _run(self) -> None:
-        while not self._is_closed:
-            self._is_due.wait()
-            self._is_due.clear()
-            while (wanted := self._next()) is not None:
-                lora, reading = wanted
-                identity = self._look(lora)
-                if not reading.is_done:
-                    reading.identity = identity
-                    reading.is_done = True
+    def note_failed(self, names: Iterable[str]) -> None:
+        """Note that loads failed: with an adapter that the workers cannot load now the next one would fail, too."""
+        self._failed.update(name for name in names if name in self._loaded)
 
-    def _next(self) -> tuple[Lora, Reading] | None:
-        with self._lock:
-            self._busy_since = time.monotonic() if self._wanted else None
-            return self._wanted.popitem(last=False) if self._wanted else None
+    def begin(self, name: str, request: LoRARequest) -> None:
+        """Have the workers check the adapter of a load that begins with this step."""
+        adapter = self._of(request)
+        # Of one that has changed since the look-up no digest is right.
+        self._begun[name] = (request, dict(adapter.digests) if adapter.identity else {})
+        self._loaded[name] = (adapter.name, adapter.path)
 
-    def _look(self, lora: Lora) -> AdapterIdentity | None:
-        try:
-            return self._identity_of(lora, _directory(lora.path))
-        except (OSError, _UnknownError) as error:
-            self._tell(lora, str(error))
+    def end(self, name: str) -> None:
+        """Note that a request ended."""
+        self._failed.discard(name)
+        if self._loaded.pop(name, None) is not None:
+            self._ended.append(name)
+
+    def give_orders(self, scheduled: Collection[str]) -> Orders | None:
+        """Return what the workers are told with a step that computes these requests; None if that is nothing."""
+        # Computed with the step before: in which order a worker takes up orders and adapters does not matter so.
+        ended, self._ended = [*self._ended, *self._computed], []
+        self._computed = [name for name in self._loaded if name in scheduled and name not in self._begun]
+        for name in self._computed:
+            del self._loaded[name]
+        if not (self._asked or self._begun or ended):
             return None
+        orders = Orders(self._asked, self._begun, ended)
+        self._asked, self._begun = {}, {}
+        return orders
 
-    def _identity_of(self, lora: Lora, directory: Path) -> AdapterIdentity:
-        files = self._list(directory)
-        known = self._known.get(lora)
-        if known is None:
-            known = _Known(files, _identify(lora, directory, files))
-            self._remember(lora, known)
-        if known.files != self._list(directory):
-            # What was computed with the old contents may still lie in the GPU and the CPU tier, under the same keys.
-            raise _UnknownError("its files are others than they were")
-        return known.identity
+    def take(self, told: Mapping[int, Iterable[Told]]) -> None:
+        """Take in what workers have told, by rank."""
+        for rank, each in ((rank, each) for rank, several in told.items() for each in several):
+            # A worker that was asked and could not load it has computed nothing with it.
+            if each.digest is not None or not each.question:
+                known = self._of_number.setdefault(each.number, set())
+                known.add((each.name, each.path))
+                for key in known:
+                    self._adapters.setdefault(key, Adapter(*key)).note(rank, each.digest, self._workers)
+            if (adapter := self._waiting.get(each.question)) is not None:
+                adapter.missing.discard(rank)
+                if not adapter.missing:
+                    adapter.question = 0
+                    del self._waiting[each.question]
 
-    def _list(self, directory: Path) -> tuple[_File, ...]:
-        """Return the files of an adapter, which have not changed since the engine started."""
-        weights = [_file(path) for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
-        if not weights or not (directory / _DESCRIPTION).is_file():
-            raise _UnknownError(f"{directory} lacks {_DESCRIPTION} or weights")
-        found = [_file(directory), _file(directory / _DESCRIPTION), *weights]
-        # In the cache of the hub the name of the revision leads to the directory, as a link does.
-        pointer = directory.parent.parent / "refs" / _REVISION
-        if (
-            max(each.changed_ns for each in [*found, *([_file(pointer)] if pointer.is_file() else [])])
-            >= self._started_ns
-        ):
-            raise _UnknownError("its files changed since this engine started, which may have read them before or after")
-        return tuple(found)
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the workers are to be told something."""
+        return bool(self._asked or self._begun or self._ended or self._computed)
 
-    def _remember(self, lora: Lora, known: _Known) -> None:
-        self._known[lora] = known
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
-
-    def _tell(self, lora: Lora, problem: str) -> None:
-        if (lora, problem) not in self._told:
-            self._told.add((lora, problem))
-            logger.warning(
-                "Requests with the LoRA adapter %s are neither stored nor loaded: it cannot be told what it holds: %s; "
-                "give changed weights a new path, or restart the engine",
-                lora.name,
-                problem,
-            )
+    def _of(self, request: LoRARequest) -> Adapter:
+        key = (request.lora_name, request.lora_path)
+        self._of_number.setdefault(request.lora_int_id, set()).add(key)
+        return self._adapters.setdefault(key, Adapter(*key))
 
 
-def _directory(path: str) -> Path:
-    """Return where vLLM reads an adapter: a directory, or what the cache of the hub has."""
-    directory = Path(path).expanduser()
-    found = directory if directory.is_dir() else cached_directory(path, _REVISION, [_DESCRIPTION])
-    if found is None:
-        raise _UnknownError(f"{path} is no directory here, and not in the cache of the hub")
-    return found
-
-
-def _file(path: Path) -> _File:
-    """Return what shows that a file is another than before; of a link, the change of what is newer."""
-    link, status = path.lstat(), path.stat()
-    changed_ns = max(link.st_ctime_ns, status.st_ctime_ns)
-    size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-    return _File(path.name, size, status.st_mtime_ns, changed_ns, status.st_ino)
-
-
-def _identify(lora: Lora, directory: Path, files: tuple[_File, ...]) -> AdapterIdentity:
-    contents = []
-    for each in files[1:]:
-        digest = hashlib.sha256()
-        with (directory / each.name).open("rb", buffering=0) as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-        contents.append([each.name, digest.hexdigest()])
-    text = json.dumps([lora.name, lora.path, contents], separators=(",", ":"))
+def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdentity:
+    # Each rank loads all of an adapter, so other numbers of ranks find the same; with experts apart, each has its own.
+    contents = [digests[rank] for rank in sorted(digests)]
+    text = json.dumps([name, path, contents[:1] if len({*contents}) == 1 else contents], separators=(",", ":"))
     mark = hashlib.sha256(text.encode()).digest()
-    return AdapterIdentity(adapter_name_label(lora.name) + mark.hex()[: ADAPTER_CHARACTERS // 2], mark)
+    return AdapterIdentity(adapter_name_label(name) + mark.hex()[: ADAPTER_CHARACTERS // 2], mark)

@@ -33,7 +33,7 @@ from vllm.v1.request import Request
 
 from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.tier.adapters import Lora
+from kvtier_connector.tier.adapters import Lora, Orders
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
@@ -50,6 +50,7 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
     question: int = 0
     """If it is not 0, the workers are to tell which weights they have, and say to which question."""
+    adapters: Orders | None = None
 
 
 class KVTierScheduler(OffloadingConnectorScheduler):
@@ -80,6 +81,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._settled: set[str] | None = set() if self.config.offload_prompt_only else None
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.volume.stats)
+        self._adapters = self.manager.volume.adapters
         self._found: dict[int, str | None] | None = None
         """What the workers have told of the weights, while they are asked."""
         self._question = 0
@@ -99,7 +101,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
-            status.req_context.set_state(Lora(lora.lora_name, lora.lora_path))
+            status.req_context.set_state(Lora(lora))
         if self._is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
             self._read_ahead(status)
 
@@ -118,7 +120,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             for group in status.group_states:
                 group.next_stored_chunk_idx = 0
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        if tokens and not is_async and not self.manager.are_ready(self._keys_of(status, tokens)):
+        # Workers check the adapter of a load before the step that computes with it.
+        is_checked = request.lora_request is not None
+        if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
             self._cancel_sync_load(name, tokens)
             return tokens, True
         return tokens, is_async
@@ -132,6 +136,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.begin(request, source)
         if num_external_tokens == 0:
             return
+        if request.lora_request is not None:
+            self._adapters.begin(name, request.lora_request)
         status = self._req_status[name]
         load = self.manager.load_of(name)
         (job_id,) = status.transfer_jobs
@@ -172,10 +178,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._question += 1
             self._found = {}
         question = self._question if is_asking else 0
-        return KVTierMetadata(made.load_jobs, made.store_jobs, made.jobs_to_flush, ended, question)
+        orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
+        return KVTierMetadata(made.load_jobs, made.store_jobs, made.jobs_to_flush, ended, question, orders)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # Before what was computed with them counts as stored.
+        self._adapters.take(getattr(connector_output.kv_connector_worker_meta, "adapters", {}))
+        self._adapters.note_failed(connector_output.failed_recving or ())
         super().update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
             if (load := self._ending.pop(name, None)) is not None:
@@ -194,12 +204,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def has_pending_push_work(self) -> bool:
-        return bool(self._loads or self._ended or self._stale_jobs) or super().has_pending_push_work()
+        is_telling = self._loads or self._ended or self._stale_jobs or self._adapters.is_waiting
+        return bool(is_telling) or super().has_pending_push_work()
 
     @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         name = request.request_id
         self._first_tokens.end(name)
+        self._adapters.end(name)
         self._waits.pop(name, None)
         if name in self._loads:
             # Nobody wants it any more. vLLM frees the blocks when the workers have finished with them.
@@ -232,6 +244,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         context = req_status.req_context
         name = context.req_id
+        if not self._adapters.may_load(name, req_status.req.lora_request):
+            return 0
         if self._waits_for_others(req_status, self._next_key_of(req_status)):
             return None
         self.manager.request(context).on_volume.clear()

@@ -71,8 +71,6 @@ class SharedVolumeTier(SecondaryTierManager):
     """The system calls; tests derive a class with others."""
     stats_seconds: ClassVar[float] = 0.2
     """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
-    skew_seconds: ClassVar[float] = 2.0
-    """By how much the clock of a file server may be behind this one's."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -116,8 +114,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self.stats = metrics.Stats()
         self.savings = Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
-        self._adapters = Adapters(skew_seconds=self.skew_seconds)
-        self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self._adapters)
+        self.adapters = Adapters(offloading_spec.config.parallel.world_size)
+        self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self.adapters)
         self.hinted = HintedRequests(self.stats)
         self._unread: dict[OffloadKey, TierRequest] = {}
         """Chunks that wait until it is known which adapter they are of."""
@@ -348,7 +346,6 @@ class SharedVolumeTier(SecondaryTierManager):
         self._movers.withdraw(list(self._probes))
         self.drain_jobs()
         self.drain.close()
-        self._adapters.close()
         self._sites.close()
 
     def _why_not_storing(self) -> str | None:

@@ -72,17 +72,18 @@ class LoadedModel:
 
     def __init__(self) -> None:
         """Look for the caller that has the model: who registers KV caches does."""
-        self._holder: Any = None
+        self.holder: Any = None
+        """The caller; None if there is none."""
         frame = inspect.currentframe()
-        while frame is not None and self._holder is None:
+        while frame is not None and self.holder is None:
             caller = frame.f_locals.get("self")
             if callable(getattr(caller, "get_model", None)):
-                self._holder = caller
+                self.holder = caller
             frame = frame.f_back
 
     def digest(self) -> str | None:
         """Return a digest of all weights as they are now, also of a draft model; None if one cannot be looked at."""
-        if self._holder is None:
+        if self.holder is None:
             return None
         try:
             total = hashlib.sha256()
@@ -106,10 +107,10 @@ class LoadedModel:
 
     def _models(self) -> Iterator[torch.nn.Module]:
         drafter = next(
-            (found for name in ("drafter", "speculator") if (found := getattr(self._holder, name, None)) is not None),
+            (found for name in ("drafter", "speculator") if (found := getattr(self.holder, name, None)) is not None),
             None,
         )
-        models = [self._holder.get_model(), getattr(drafter, "model", None)]
+        models = [self.holder.get_model(), getattr(drafter, "model", None)]
         return (model for model in models if isinstance(model, torch.nn.Module))
 
 

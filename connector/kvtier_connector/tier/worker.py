@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 
+from kvtier_connector.tier.adapters import Told
+from kvtier_connector.tier.loaded_adapters import LoadedAdapters
 from kvtier_connector.tier.packing import Declared, describe
 from kvtier_connector.tier.scheduler import KVTierMetadata
 from kvtier_connector.tier.weights import LoadedModel
@@ -24,17 +26,24 @@ from kvtier_connector.tier.weights import LoadedModel
 
 @dataclass
 class KVTierWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's, with the digests of the weights that were asked for."""
+    """vLLM's, with the digests of the weights that were asked for, and of adapters."""
 
     weights: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     """By rank, the number of the question and the answer."""
+    adapters: dict[int, list[Told]] = field(default_factory=dict)
+    """By rank, what is told of adapters."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
         assert isinstance(other, KVTierWorkerMetadata)
         merged = OffloadingWorkerMetadata.aggregate(self, other)
         assert isinstance(merged, OffloadingWorkerMetadata)
-        return KVTierWorkerMetadata(merged.completed_jobs, merged.transfer_stats, {**self.weights, **other.weights})
+        return KVTierWorkerMetadata(
+            merged.completed_jobs,
+            merged.transfer_stats,
+            {**self.weights, **other.weights},
+            {**self.adapters, **other.adapters},
+        )
 
 
 class KVTierWorker(OffloadingConnectorWorker):
@@ -50,6 +59,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         self._model: LoadedModel | None = None
         self._weights: dict[int, tuple[int, str | None]] = {}
         """What is to be told of the weights."""
+        self._adapters: LoadedAdapters | None = None
         self.declared: Declared | None = None
         """What the scheduler's side must know of this worker; None before the KV caches are there."""
         self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
@@ -58,6 +68,7 @@ class KVTierWorker(OffloadingConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         self._model = LoadedModel()
+        self._adapters = LoadedAdapters(self._model.holder, self.spec.config.parallel.rank)
         backends, layout = describe(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
         self.declared = Declared(backends, layout, self._model.digest())
 
@@ -69,15 +80,19 @@ class KVTierWorker(OffloadingConnectorWorker):
             if metadata.question:
                 found = None if self._model is None else self._model.digest()
                 self._weights[self.spec.config.parallel.rank] = (metadata.question, found)
+            if metadata.adapters is not None and self._adapters is not None:
+                self._adapters.obey(metadata.adapters)
 
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
         weights, self._weights = self._weights, {}
-        if made is None and not weights:
+        told = [] if self._adapters is None else self._adapters.take_told()
+        if made is None and not weights and not told:
             return None
         made = made or OffloadingWorkerMetadata()
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights)
+        adapters = {self.spec.config.parallel.rank: told} if told else {}
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -87,7 +102,10 @@ class KVTierWorker(OffloadingConnectorWorker):
         under_way = set(self._load_jobs.values())
         received = {name for name in self._ended if name not in under_way}
         for name in received:
-            if unwritten := self._ended.pop(name):
+            unwritten = self._ended.pop(name)
+            if self._adapters is not None and name in self._adapters.refused:
+                self._failed.add(name)
+            elif unwritten:
                 if self._is_one_group:
                     self._unwritten.update(unwritten)
                 else:

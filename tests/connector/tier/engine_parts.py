@@ -88,6 +88,10 @@ class Shape:
     blocks_per_chunk: int = 1
     windows: tuple[int | None, ...] = (None,)
     """The sliding window of each group of layers, None for full attention."""
+    most_loras: int = 4
+    """Adapters that are loaded at a time."""
+    is_sharing_adapters: bool = True
+    """Whether a request with an adapter finds what the GPU has, which vLLM does not forget when the adapter changes."""
     most_running: int = 16
     most_tokens: int = 4096
     """That one step computes."""
@@ -144,7 +148,11 @@ class SlowCopies(OffloadingWorker):
 
 def values_of(tokens: Iterable[int], salt: str | None = None) -> Words:
     """Return a value for each token, which all before it and the salt decide."""
-    value = hash(salt) & 0xFFFF if salt else 1
+    return values_after(hash(salt) & 0xFFFF if salt else 1, tokens)
+
+
+def values_after(value: int, tokens: Iterable[int]) -> Words:
+    """Return the values of tokens that come after one of this value."""
     found = []
     for token in tokens:
         value = (value * 6364136223846793005 + token + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF

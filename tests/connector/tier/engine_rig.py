@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_loras import SimulatedLoras
 from engine_parts import (
     BLOCK_TOKENS,
     LANES,
@@ -33,10 +34,11 @@ from engine_parts import (
     page_of,
     seen_by_model,
     token_after,
+    values_after,
     values_of,
 )
 from rig import PATIENCE_SECONDS, wait_until
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, LoRAConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.lora.request import LoRARequest
@@ -66,7 +68,6 @@ class TierUnderTest(SharedVolumeTier):
     """The tier with the system calls of a test; it reports at once."""
 
     stats_seconds = 0.0
-    skew_seconds = 0.0
 
 
 class SimulatedEngine:
@@ -78,6 +79,7 @@ class SimulatedEngine:
         self.model = torch.nn.Linear(1, 4, bias=False)
         torch.nn.init.constant_(self.model.weight, weights)
         TierUnderTest.fs = fs
+        self.lora_manager = SimulatedLoras(shape.most_loras)
         config = self._config(config_file)
         groups = [KVCacheGroupSpec([f"layer.{n}"], attention(window)) for n, window in enumerate(shape.windows)]
         size = shape.gpu_blocks * PAGE_BYTES
@@ -100,7 +102,7 @@ class SimulatedEngine:
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
         )
-        self._take_images()
+        self._take_images_and_adapters()
         connector = self.scheduler.connector
         assert isinstance(connector, KVTierConnector)
         assert connector.connector_scheduler is not None
@@ -117,11 +119,10 @@ class SimulatedEngine:
         """By request, how many tokens of its prompt were computed, again after each preemption."""
         self.pieces: list[tuple[str, int]] = []
         """Of the loads, in their order: whose it was and how many blocks."""
-        self.adapters: dict[str, str] = {}
-        """What the adapters hold that are loaded."""
         self.steps = self.preemptions = 0
         self._fresh: list[int] = []
-        self._values: dict[str, Words] = {}
+        self._values: dict[str, tuple[Words, str | None]] = {}
+        """By request, with what they were computed with last."""
         self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._observe()
@@ -135,10 +136,20 @@ class SimulatedEngine:
 
         pool.get_new_blocks = take_noting
 
-    def _take_images(self) -> None:
-        """Have the scheduler treat the model as one that takes images."""
+    def _take_images_and_adapters(self) -> None:
+        """Have the scheduler treat the model as one that takes images, and compute few adapters in a step."""
         self.scheduler.max_num_encoder_input_tokens = self.shape.most_tokens
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=self.shape.most_tokens)
+        self.scheduler.lora_config = LoRAConfig(max_loras=self.shape.most_loras)
+        manager = self.scheduler.kv_cache_manager
+        find = manager.get_computed_blocks
+
+        def find_without_adapters(request: Request, *args: Any, **kwargs: Any) -> Any:
+            blocks, *counts = find(request, *args, **kwargs)
+            is_found = request.lora_request is None or self.shape.is_sharing_adapters
+            return (blocks, *counts) if is_found else (manager.empty_kv_cache_blocks, *[0] * len(counts))
+
+        manager.get_computed_blocks = find_without_adapters  # type: ignore[method-assign]  # it calls the real one
 
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""
@@ -198,6 +209,9 @@ class SimulatedEngine:
         assert metadata is not None
         self.pieces += [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
         self.worker.handle_preemptions(metadata)
+        # As vLLM's runner does, before its forward pass and before it tells the connector what to do.
+        running = [self.scheduler.requests[name].lora_request for name in output.num_scheduled_tokens]
+        self.lora_manager.set_active_adapters({each for each in running if each is not None})
         # What is stored from a block that was given away has been copied by now.
         self.gpu[self._fresh] = RUBBISH
         self._fresh.clear()
@@ -254,11 +268,7 @@ class SimulatedEngine:
         """Return what decides values besides the tokens: the salt, and the contents of the adapter that is loaded."""
         if seed := int(self.model.weight[0, 0].item()):
             salt = f"{salt} and weights {seed}"
-        if lora is None:
-            return salt
-        if lora.lora_name not in self.adapters or lora.load_inplace:
-            self.adapters[lora.lora_name] = (Path(lora.lora_path) / "adapter_model.safetensors").read_text()
-        return f"{salt} with {self.adapters[lora.lora_name]}"
+        return salt if lora is None else f"{salt} with {self.lora_manager.contents(lora)}"
 
     def hashes_of(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
         """Return the hash of each chunk of a prompt."""
@@ -330,10 +340,7 @@ class SimulatedEngine:
         end = request.num_computed_tokens
         begin = end - count
         tokens = list(request.all_token_ids)
-        values = self._values.get(name)
-        if values is None or len(values) < len(tokens):
-            source = self.source_of(request.cache_salt, request.lora_request)
-            values = self._values[name] = values_of(seen_by_model(tokens, request.mm_features), source)
+        values = self._values_of(request, tokens, begin)
         for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
             window = self.shape.windows[group]
             first = 0 if window is None else max(0, begin - window + 1)
@@ -352,6 +359,21 @@ class SimulatedEngine:
             self.answers[name] = answer
             del self._values[name]
         return token
+
+    def _values_of(self, request: Request, tokens: Sequence[int], begin: int) -> Words:
+        """Return the values of a request that goes on from one token with the weights and the adapter of now."""
+        name, seen = request.request_id, seen_by_model(tokens, request.mm_features)
+        source = self.source_of(request.cache_salt, request.lora_request)
+        values, last = self._values.get(name, (None, None))
+        if values is None or begin == 0:
+            values = values_of(seen, source)
+        elif last != source:
+            # As vLLM has it do: what it began with one adapter and ends with another is nobody's else.
+            values = np.concatenate([values[:begin], values_of(seen[begin:], f"{source} after {values[begin - 1]}")])
+        elif len(values) < len(seen):
+            values = np.concatenate([values, values_after(int(values[-1]), seen[len(values) :])])
+        self._values[name] = values, source
+        return values
 
     def _check(self, name: str, blocks: Sequence[int], wanted: Words, first: int) -> None:
         """Compare the values from one token on."""

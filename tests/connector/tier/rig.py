@@ -135,7 +135,7 @@ class Rig:
         )
         self.primary = CPUPrimaryTierOffloadingManager(num_chunks=chunks, mmap_region=region)
         spec.region_fd = region.fd
-        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0, "skew_seconds": 0.0})
+        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})
         self.tier: SharedVolumeTier = tier_class(
             offloading_spec=spec,
             primary_kv_view=self.primary.get_kv_memoryview(),

@@ -3,24 +3,34 @@
 
 from __future__ import annotations
 
-import os
+import json
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from engine_fleet import Engines
-from engine_parts import prompt_of
+from engine_loras import WEIGHTS
+from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
-from rig import wait_until
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
 from kvtier_connector.tier import adapters
-from kvtier_connector.tier.adapters import Adapters, Lora
+from kvtier_connector.tier.adapters import Adapters, Lora, Told
+from kvtier_connector.tier.loaded_adapters import LoadedAdapters
 
 PROMPT = prompt_of(12)
-WEIGHTS = "adapter_model.safetensors"
+REST = len(PROMPT) - 12 * 16
+"""Tokens behind the last whole chunk."""
+ONE_ADAPTER = Shape(most_loras=1)
 
 
 def write(directory: Path, contents: str) -> Path:
@@ -92,20 +102,9 @@ def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_lo
     assert ask(engines.make(), "c", request_for(adapter)) == len(PROMPT)
 
 
-@pytest.mark.parametrize("lacking", ["adapter_config.json", WEIGHTS, "all"])
-def test_an_adapter_that_cannot_be_read_here_is_served_without_the_volume(adapter: Path, lacking: str) -> None:
-    reader = Adapters(skew_seconds=0)
-    if lacking == "all":
-        shutil.rmtree(adapter)
-    else:
-        (adapter / lacking).unlink()
-    reading = reader.read(Lora("math", str(adapter)))
-    wait_until(lambda: not reading.is_pending(), "the adapter is read")
-    assert reading.identity is None
-    reader.close()
-
-
-def test_a_link_that_leads_elsewhere_is_a_change(engines: Engines, adapter: Path, tmp_path: Path) -> None:
+def test_a_link_that_leads_elsewhere_is_a_change_for_an_engine_that_reads_it_then(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
     link = tmp_path / "current"
     link.symlink_to(adapter)
     other = write(tmp_path / "other", "second")
@@ -114,33 +113,225 @@ def test_a_link_that_leads_elsewhere_is_a_change(engines: Engines, adapter: Path
     (tmp_path / "next").symlink_to(other)
     (tmp_path / "next").rename(link)
     engine.scheduler.reset_prefix_cache()
-    engine.manager.reset_cache()
-    assert ask(engine, "b", request_for(link)) == len(PROMPT)
-    assert engine.metric("vllm:kvtier_disk_misses", "adapter") == 1
+    assert ask(engine, "b", request_for(link)) == REST, "it computes with what it has loaded"
+    assert ask(engines.make(), "c", request_for(link)) == len(PROMPT)
 
 
-def test_a_path_that_hangs_costs_requests_the_patience_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "PATIENCE_SECONDS", 0.05)
-    pipe = adapter / WEIGHTS
-    pipe.unlink()
-    os.mkfifo(pipe)
-    reader = Adapters(skew_seconds=-60)
-    first = reader.read(Lora("math", str(adapter)))
-    wait_until(lambda: not first.is_pending(), "nobody waits any more")
-    assert first.identity is None
-    wait_until(lambda: reader.read(Lora("law", str(adapter))).is_done, "others do without")
-    reader.close()
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="an adapter is looked at before vLLM loads it, not after")
-def test_an_adapter_that_is_rewritten_between_the_look_and_the_load_is_read_for_its_own_contents_only(
+def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as_it_was(
     engines: Engines, adapter: Path
 ) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = engines.make()
     reader.wait_until_known(12)
     reader.add("b", PROMPT, lora=request_for(adapter))
-    context = reader.side._req_status["b"].req_context
-    wait_until(lambda: not reader.manager.request(context).is_pending, "the adapter was looked at")
+    reader.step()
+    assert reader.lora_manager.reads == 1
     write(adapter, "second")
     reader.run()
+    assert reader.computed["b"] == REST
+    assert reader.lora_manager.reads == 1
+
+
+def waiting_for_copies(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPTER) -> SimulatedEngine:
+    """Return an engine that has room for one adapter and a request whose chunks are on their way to the GPU."""
+    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
+    reader = engines.make(shape)
+    reader.wait_until_known(12)
+    reader.copies.lag = math.inf
+    reader.add("b", PROMPT, lora=request_for(adapter))
+    reader.run(lambda: reader.copies.waiting > 0)
+    return reader
+
+
+def have_copied(engine: SimulatedEngine) -> None:
+    engine.copies.lag = 0
+    engine.run()
+
+
+def test_a_request_that_was_loaded_is_computed_with_the_adapter_of_its_blocks_though_that_had_to_make_room(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    reader = waiting_for_copies(engines, adapter)
+    reader.add("other", prompt_of(3, seed=7), lora=request_for(write(tmp_path / "law", "law"), "law"))
+    reader.run(lambda: "other" in reader.answers)
+    assert request_for(adapter).lora_int_id not in reader.lora_manager.list_adapters()
+    write(adapter, "second")
+    have_copied(reader)
+    assert reader.computed["b"] == REST
+    # Nobody needs the earlier contents any more: vLLM reads the files when it needs them again.
+    reader.scheduler.reset_prefix_cache()
+    assert ask(reader, "other again", request_for(tmp_path / "law", "law")) == len(PROMPT)
+    assert ask(reader, "c", request_for(adapter)) == len(PROMPT)
+    assert "second" in str(reader.source_of(None, request_for(adapter)))
+
+
+def test_a_request_that_was_loaded_is_computed_with_the_adapter_of_its_blocks_though_that_is_replaced_in_place(
+    engines: Engines, adapter: Path
+) -> None:
+    reader = waiting_for_copies(engines, adapter)
+    write(adapter, "second")
+    reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
+    have_copied(reader)
+    assert reader.computed["b"] == REST
+    reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
+    reader.scheduler.reset_prefix_cache()
+    assert ask(reader, "c", request_for(adapter)) == len(PROMPT)
+    assert reader.source_of(None, request_for(adapter)) == "None with second"
+
+
+def test_chunks_of_earlier_contents_are_not_computed_upon_when_they_are_on_the_gpu(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
+    law = request_for(write(tmp_path / "law", "law"), "law")
+    reader = engines.make(ONE_ADAPTER)
+    reader.wait_until_known(12)
+    assert ask(reader, "known", request_for(adapter)) == REST
+    assert ask(reader, "made room", law) == len(PROMPT)
+    write(adapter, "second")
+    reader.scheduler.reset_prefix_cache()
+    reader.manager.reset_cache()
+    before = reader.metric("vllm:kvtier_disk_read_blocks")
+    assert ask(reader, "b", request_for(adapter)) == len(PROMPT)
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == before + 12, "it was found out when they had been read"
+    assert ask(reader, "c", request_for(adapter)) < len(PROMPT), "the GPU has what it computed itself"
+    assert ask(engines.make(), "d", request_for(adapter)) == len(PROMPT)
+
+
+def test_a_request_whose_adapter_is_gone_when_its_chunks_are_there_is_not_loaded_over_and_over(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
+    reader = engines.make(ONE_ADAPTER)
+    reader.wait_until_known(12)
+    assert ask(reader, "known", request_for(adapter)) == REST
+    assert ask(reader, "made room", request_for(write(tmp_path / "law", "law"), "law")) == len(PROMPT)
+    reader.scheduler.reset_prefix_cache()
+    shutil.move(adapter, tmp_path / "gone")
+    reader.add("b", PROMPT, lora=request_for(adapter))
+    # As without a cache, the engine cannot compute what it cannot load.
+    with pytest.raises(FileNotFoundError):
+        reader.run()
+    shutil.move(tmp_path / "gone", adapter)
+
+
+def test_what_is_computed_while_an_adapter_is_replaced_is_stored_for_nobody(engines: Engines, adapter: Path) -> None:
+    writer = engines.make(Shape(most_tokens=32))
+    writer.add("a", PROMPT, lora=request_for(adapter))
+    writer.run(lambda: writer.computed["a"] >= 64)
+    write(adapter, "second")
+    writer.lora_manager.add_adapter(request_for(adapter, inplace=True))
+    writer.run()
+    for contents in ("first", "second"):
+        write(adapter, contents)
+        assert ask(engines.make(), contents, request_for(adapter)) > len(PROMPT) - 6 * 16
+
+
+def test_requests_of_many_adapters_are_loaded_for_a_few_at_a_time(
+    engines: Engines, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(adapters, "MOST_KEPT", 1)
+    law = write(tmp_path / "law", "law")
+    assert ask(engines.make(), "a", request_for(law, "law")) == len(PROMPT)
+    reader = waiting_for_copies(engines, adapter, Shape())
+    reader.add("law", PROMPT, lora=request_for(law, "law"))
+    reader.run(lambda: "law" in reader.answers)
+    assert reader.computed["law"] == len(PROMPT)
+    have_copied(reader)
+    assert reader.computed["b"] == REST
+
+
+def told(question: int, digest: str | None) -> list[Told]:
+    return [Told(question, 427, "math", "/there", digest)]
+
+
+def test_all_ranks_must_know_an_adapter_and_other_numbers_of_ranks_that_hold_the_same_agree() -> None:
+    lora = Lora(request_for(Path("/there")))
+    one, two, apart = Adapters(1), Adapters(2), Adapters(2)
+    readings = [each.read(lora) for each in (one, two, apart)]
+    one.take({0: told(1, "same")})
+    two.take({0: told(1, "same")})
+    assert readings[0].identity is not None
+    assert readings[1].identity is None
+    assert readings[1].is_pending()
+    two.take({1: told(1, "same")})
+    assert readings[1].identity == readings[0].identity
+    apart.take({0: told(1, "same"), 1: told(1, "other")})
+    assert readings[2].identity not in {None, readings[0].identity}
+
+
+def test_an_adapter_that_cannot_be_loaded_now_is_asked_for_again() -> None:
+    known = Adapters(1)
+    lora = Lora(request_for(Path("/there")))
+    reading = known.read(lora)
+    assert known.give_orders([]) is not None
+    known.take({0: told(1, None)})
+    assert not reading.is_pending()
+    assert reading.identity is None
+    assert known.read(lora).is_pending()
+    known.take({0: told(2, "now")})
+    assert reading.identity is not None
+
+
+@pytest.mark.parametrize("second", ["other", None])
+def test_an_adapter_that_was_loaded_with_other_contents_stays_unknown(second: str | None) -> None:
+    known = Adapters(1)
+    reading = known.read(Lora(request_for(Path("/there"))))
+    known.take({0: told(1, "one")})
+    known.take({0: told(0, second)})
+    known.take({0: told(0, "one")})
+    assert reading.identity is None
+    assert not known.read(Lora(request_for(Path("/there")))).is_pending()
+
+
+def real_loader() -> tuple[Any, LoadedAdapters]:
+    """Return vLLM's own loading of adapters, and what stands before it."""
+
+    class Manager:
+        def _load_adapter(self, request: LoRARequest) -> LoRAModel:
+            helper = PEFTHelper.from_local_dir(request.lora_path, 4096)
+            return LoRAModel.from_local_checkpoint(
+                request.lora_path, {"q_proj"}, helper, lora_model_id=request.lora_int_id, device="cpu"
+            )
+
+        def list_adapters(self) -> set[int]:
+            return set()
+
+    holder = SimpleNamespace(lora_manager=Manager())
+    return holder.lora_manager, LoadedAdapters(holder, 0)
+
+
+def write_real(directory: Path, value: float, *, alpha: int = 16) -> Path:
+    directory.mkdir(exist_ok=True)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    parts = {f"{name}.lora_A.weight": (8, 64), f"{name}.lora_B.weight": (64, 8)}
+    safetensors.torch.save_file(
+        {part: torch.full(form, value) for part, form in parts.items()}, directory / "new.safetensors"
+    )
+    # In the same file, which vLLM may have mapped.
+    with (directory / WEIGHTS).open("r+b" if (directory / WEIGHTS).exists() else "wb") as file:
+        file.write((directory / "new.safetensors").read_bytes())
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_weights_in_memory_stay_what_was_told_of_them_though_their_file_is_written_over(tmp_path: Path) -> None:
+    manager, loaded = real_loader()
+    place = write_real(tmp_path / "adapter", 1.0)
+    model = manager._load_adapter(request_for(place))
+    (layer,) = model.loras.values()
+    write_real(place, 2.0)
+    assert torch.equal(layer.lora_a, torch.full((8, 64), 1.0))
+    assert layer.scaling == 1
+    assert torch.equal(layer.lora_b, torch.full((64, 8), 2.0)), "alpha over rank is in the weights"
+    again = manager._load_adapter(request_for(place))
+    first, second = loaded.take_told()
+    assert first.digest != second.digest
+    write_real(place, 1.0)
+    manager._load_adapter(request_for(place))
+    assert loaded.take_told()[0].digest == first.digest
+    write_real(place, 1.0, alpha=32)
+    manager._load_adapter(request_for(place))
+    assert loaded.take_told()[0].digest != first.digest
+    assert again is not model

@@ -40,8 +40,10 @@ SHAPES = {
     "small": Shape(gpu_blocks=40, cpu_chunks=8),
     "long chunks": Shape(blocks_per_chunk=3, cpu_chunks=10),
     "answers too": Shape(prompt_only=False, cpu_chunks=20),
+    "few adapters": Shape(most_loras=1, is_sharing_adapters=False, cpu_chunks=20),
+    "adapters in pieces": Shape(most_loras=2, is_sharing_adapters=False, most_tokens=48, prompt_only=False),
 }
-ADAPTERS = ("math", "law")
+ADAPTERS = ("math", "law", "art")
 PARAMS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -88,7 +90,6 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.engines = Engines(Rigs(self.directory))
-        self.contents = dict.fromkeys(ADAPTERS, 0)
         self.asked: list[Wanted] = []
         self.count = self.turn = 0
 
@@ -177,19 +178,17 @@ class Machine(RuleBasedStateMachine):
         self.engine.run()
         threading.Event().wait(0.05)
 
-    @rule(adapter=st.sampled_from(ADAPTERS))
-    def rewrite(self, adapter: str) -> None:
-        # Not while requests wait for their first step: that is a case of its own, in the tests of adapters.
-        self.engine.run()
-        self.contents[adapter] += 1
-        write(self.directory / adapter, f"{adapter} {self.contents[adapter]}")
+    @rule(adapter=st.sampled_from(ADAPTERS), contents=st.integers(0, 2))
+    def rewrite(self, adapter: str, contents: int) -> None:
+        write(self.directory / adapter, f"{adapter} {contents}")
 
     @rule(adapter=st.sampled_from(ADAPTERS))
     def load_in_place(self, adapter: str) -> None:
-        self.engine.run()
-        # What the GPU has of the old contents is vLLM's affair; what the CPU tier has is ours.
-        self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        self.engine.adapters.pop(adapter, None)
+        if self.shape.is_sharing_adapters:
+            # What the GPU has of the old contents is vLLM's affair; what the CPU tier has is ours.
+            self.engine.run()
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.engine.lora_manager.add_adapter(request_for(self.directory / adapter, adapter, inplace=True))
 
     @rule(seed=st.integers(0, 2))
     def replace_weights(self, seed: int) -> None:
