@@ -52,9 +52,9 @@ def prompts(vocabulary: int) -> list[tuple[int, ...]]:
 
 
 def sharing(vocabulary: int, length: int) -> list[tuple[int, ...]]:
-    """Return three prompts that have two thirds in common."""
+    """Return four prompts that have two thirds in common."""
     common = tokens(length * 2 // 3, vocabulary, seed=900)
-    return [common + tokens(length - len(common), vocabulary, seed=901 + number) for number in range(3)]
+    return [common + tokens(length - len(common), vocabulary, seed=901 + number) for number in range(4)]
 
 
 def plain(made: Sequence[tuple[int, ...]], **settings: Any) -> list[Request]:

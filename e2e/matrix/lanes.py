@@ -163,7 +163,7 @@ def _table(classes: Sequence[ModelClass], rows: Mapping[str, Mapping[str, Any]],
         if "prompts" in row:
             numbers = (
                 f"{row['same_tokens']:4} {row['prompts']:2}  {row['largest_difference']:<8g} "
-                f"{row['external_tokens']:11.0f} {row['pair_tokens']:4} {row['third_tokens']:4} {row['pair_common']:4}"
+                f"{row['external_tokens']:11.0f} {row['pair_tokens']:4} {row['later_tokens']:4} {row['pair_common']:4}"
             )
         said = "" if numbers else (str(row.get("message", "")).strip().splitlines() or [""])[-1]
         lines.append(

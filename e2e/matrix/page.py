@@ -22,8 +22,9 @@ beginnings, and answers each again from its own prefix cache. A second engine, i
 volume. *Same answers* counts prompts whose tokens are those of the first engine's own hit; *difference* is the largest
 between log-probabilities, 0 where they agree to the last bit; *from disk* counts tokens that came from the volume, and
 the files read for them. *In common* is what the second of two prompts finds of the two thirds that it shares with the
-first, and a third one where that is nothing. Engines of other numbers of ranks add up in another order, with or without
-a volume, and so may take either of two tokens that are about equally probable: *ties*.
+first; *later*, where that is nothing, what is found once an engine has computed two such prompts itself. Engines of
+other numbers of ranks add up in another order, with or without a volume, and so may take either of two tokens that are
+about equally probable: *ties*.
 
 `make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU;
 `python -m e2e.matrix --device cuda --jobs 8` runs several rows at a time on all GPUs of a machine.
@@ -42,9 +43,9 @@ volume is what the first engine left there for prompts of {tokens:,} tokens, of 
 
 A state is kept at the end of a step, and vLLM computes a prompt that is alone in one step, whatever
 `--long-prefill-token-threshold` says: so after a prompt that came alone the next one that shares its beginning finds no
-state there. While it is computed, a state is kept where the two part, and later prompts go on from that. Where the
-second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there, for all requests
-together.
+state there. When an engine computes a second such prompt, it keeps a state where the two part, and later ones go on from
+that. Where the second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there, for all
+requests together.
 
 | Class | Flags | In common | Volume |
 |---|---|---|---|
@@ -154,9 +155,9 @@ def _line(each: ModelClass, row: Mapping[str, Any] | None) -> str:
 
 
 def _in_common(row: Mapping[str, Any]) -> str:
-    third = row.get("third_tokens", 0)
-    later = f", a third prompt {third:,}" if not row["pair_tokens"] and third else ""
-    return f"{row['pair_tokens']:,} of {row['pair_common']:,}{later}"
+    later = row.get("later_tokens", 0)
+    also = f", later {later:,}" if not row["pair_tokens"] and later else ""
+    return f"{row['pair_tokens']:,} of {row['pair_common']:,}{also}"
 
 
 def _result(row: Mapping[str, Any]) -> str:

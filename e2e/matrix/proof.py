@@ -244,8 +244,8 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
         "stranger_blocks": read["counts"]["strangers"].get(_READ, 0),
         "preemptions": read["counts"]["disk"].get(_PREEMPTIONS, 0),
         "pair_tokens": read["answers"]["pair"][0]["cached_tokens"],
-        # What the second one has computed it finds in its own engine.
-        "third_tokens": read["answers"]["pair"][-1]["cached_tokens"],
+        # After two more that the second engine has computed itself.
+        "later_tokens": read["answers"]["pair"][-1]["cached_tokens"],
         "pair_common": model.pair_tokens * 2 // 3,
         "seconds": [made["seconds"], read["seconds"]],
     }

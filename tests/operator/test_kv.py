@@ -99,6 +99,12 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
     assert (found.token_bytes, found.attention_groups, found.state_groups) == (token_bytes, attention, states)
 
 
+def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
+    layout = make_layout([], tensor_parallel=1, is_cpu_build=True)
+    latent = kv({"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, layout)
+    assert latent.block_tokens == kv(DENSE, layout).block_tokens == 128
+
+
 @pytest.mark.parametrize(
     ("args", "tp", "token_bytes"),
     [

@@ -33,9 +33,10 @@ _PACKED_LATENTS: Final[Mapping[str, int]] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 
 _MODEL_BYTES: Final[Mapping[str, int]] = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 2, "auto": 2}
 _FLAG_BYTES: Final[Mapping[str, int]] = {**_MODEL_BYTES, "float32": 4, "float": 4}
 
-_BLOCK_TOKENS: Final = {"device": 16, "cpu": 128, "cpu latent": 16}
-"""vLLM's own block size on accelerators and on its CPU build, and there with MLA, where nothing asks for another. Some
-attention kernels of some accelerators want larger ones: then files are as many times larger."""
+_BLOCK_TOKENS: Final = {"device": 16, "cpu": 128}
+"""vLLM's own block size on accelerators and on its CPU build, where nothing asks for another. Some attention kernels of
+some accelerators want larger ones: then files are as many times larger. The CPU build has 16 with MLA on nodes without
+AMX and 128 on those with it: a file of whole blocks of 128 tokens is one of whole blocks on both."""
 
 _MLA_STATE_ALIGNMENT: Final = 128
 
@@ -260,8 +261,7 @@ def _is_fp8_checkpoint(quantization: object) -> bool:
 def _block_tokens(config: Mapping[str, Any], layout: Layout, *, has_states: bool) -> int | None:
     """Return the tokens of one block: a page of attention must hold a state, so states make blocks large."""
     is_latent = bool(config.get("kv_lora_rank"))
-    kind = "device" if not layout.is_cpu_build else "cpu latent" if is_latent else "cpu"
-    usual = layout.block_tokens or _BLOCK_TOKENS[kind]
+    usual = layout.block_tokens or _BLOCK_TOKENS["cpu" if layout.is_cpu_build else "device"]
     if not has_states:
         return usual * layout.decode_context_parallel
     if layout.is_cpu_build:

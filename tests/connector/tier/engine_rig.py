@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from engine_config import engine_config
 from engine_loras import SimulatedLoras
 from engine_parts import (
     BLOCK_TOKENS,
@@ -30,7 +30,6 @@ from engine_parts import (
     answer_of,
     attention,
     images_of,
-    model_config,
     page_of,
     seen_by_model,
     token_after,
@@ -38,7 +37,7 @@ from engine_parts import (
     values_of,
 )
 from rig import PATIENCE_SECONDS, wait_until
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, LoRAConfig, SchedulerConfig, VllmConfig
+from vllm.config import LoRAConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.lora.request import LoRARequest
@@ -80,7 +79,7 @@ class SimulatedEngine:
         torch.nn.init.constant_(self.model.weight, weights)
         TierUnderTest.fs = fs
         self.lora_manager = SimulatedLoras(shape.most_loras)
-        config = self._config(config_file)
+        config = engine_config(shape, config_file)
         groups = [KVCacheGroupSpec([f"layer.{n}"], attention(window)) for n, window in enumerate(shape.windows)]
         size = shape.gpu_blocks * PAGE_BYTES
         # Groups share the memory, as vLLM has them do: a block belongs to one of them at a time.
@@ -383,39 +382,3 @@ class SimulatedEngine:
             wrong = int((held != wanted).any(axis=1).argmax())
             kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
             raise AssertionError(f"{name}: token {first + wrong} of {first + len(wanted)} computed holds {kind}")
-
-    def _config(self, config_file: Path) -> VllmConfig:
-        shape = self.shape
-        cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-        cache.num_gpu_blocks = shape.gpu_blocks
-        model = model_config()
-        return VllmConfig(
-            model_config=model,
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=shape.most_running,
-                max_num_batched_tokens=shape.most_tokens,
-                max_model_len=model.max_model_len,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="KVTierConnector",
-                kv_connector_module_path="kvtier_connector.tier.connector",
-                kv_role="kv_both",
-                kv_load_failure_policy=shape.load_failure_policy,
-                engine_id=f"test-{uuid.uuid4().hex}",
-                kv_connector_extra_config={
-                    "spec_name": "KVTierSpec",
-                    "spec_module_path": "kvtier_connector.tier.spec",
-                    "cpu_bytes_to_use": shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
-                    "blocks_per_chunk": shape.blocks_per_chunk,
-                    "offload_prompt_only": shape.prompt_only,
-                    "secondary_tiers": [
-                        {"type": "TierUnderTest", "module_path": "engine_rig", "config_file": str(config_file)}
-                    ],
-                },
-            ),
-        )

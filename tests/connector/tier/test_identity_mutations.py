@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_fleet import Engines
-from engine_parts import Shape, prompt_of
+from engine_parts import prompt_of
 from engine_rig import SimulatedEngine
 from rig import DECLARED, TOKENS_PER_BLOCK, offloading_config, wait_until
-from test_adapters import request_for, waiting_for_copies, write
+from test_adapters import request_for, write
 from test_facts import DIFFERENCES, engine_config
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingModelConfig
@@ -33,7 +32,6 @@ from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header, e
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
 from kvtier_connector.tier import adapters, facts, requests, site
-from kvtier_connector.tier.loaded_adapters import LoadedAdapters
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.tier import SharedVolumeTier
 from kvtier_connector.tier.weights import Weights
@@ -298,81 +296,6 @@ def test_what_an_adapter_is_called_where_it_lies_and_what_it_holds_are_in_the_na
     reader.wait_until_known(1)
     lora = request_for(second, "law" if part == "name" else "math")
     assert computes_all(reader, "second", lora=lora) is is_whole
-
-
-def without_check(patch: pytest.MonkeyPatch) -> None:
-    obey = LoadedAdapters.obey
-
-    def obey_unchecked(loaded: LoadedAdapters, orders: adapters.Orders) -> None:
-        obey(loaded, orders)
-        loaded.refused.clear()
-
-    patch.setattr(LoadedAdapters, "obey", obey_unchecked)
-
-
-def without_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(adapters.Adapter, "note", note_last)
-
-
-def note_last(adapter: adapters.Adapter, rank: int, digest: str | None, _: int) -> None:
-    adapter.digests[rank] = digest or ""
-    adapter.identity = adapters._identify(adapter.name, adapter.path, adapter.digests)
-
-
-@pytest.mark.parametrize("leave_out", [None, without_check])
-def test_chunks_of_earlier_contents_are_computed_upon_only_if_the_worker_does_not_check(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Break | None
-) -> None:
-    if leave_out is not None:
-        leave_out(monkeypatch)
-    first, law = write(tmp_path / "first", "one"), write(tmp_path / "law", "law")
-    engine = engines.make(Shape(most_loras=1))
-    assert computes_all(engine, "first", lora=request_for(first))
-    engine.add("made room", OTHER, lora=request_for(law, "law"))
-    engine.run()
-    write(first, "two")
-    engine.scheduler.reset_prefix_cache()
-    engine.add("second", PROMPT, lora=request_for(first))
-    with nullcontext() if leave_out is None else pytest.raises(AssertionError, match="holds other bytes"):
-        engine.run()
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_request_that_waits_is_computed_with_other_weights_only_if_nobody_keeps_those_of_its_blocks(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
-) -> None:
-    first = write(tmp_path / "first", "one")
-    engine = waiting_for_copies(engines, first)
-    side = engine.worker.connector_worker
-    assert side is not None
-    assert side._adapters is not None
-    if not is_whole:
-        for held in side._adapters._held.values():
-            held.needed_by.clear()
-    write(first, "two")
-    engine.lora_manager.add_adapter(request_for(first, inplace=True))
-    engine.copies.lag = 0
-    with nullcontext() if is_whole else pytest.raises(AssertionError, match="holds other bytes"):
-        engine.run()
-
-
-@pytest.mark.parametrize("leave_out", [None, without_memory])
-def test_the_cpu_tier_serves_blocks_of_earlier_contents_only_if_nobody_remembers_that_there_were_others(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Break | None
-) -> None:
-    if leave_out is not None:
-        leave_out(monkeypatch)
-    first = write(tmp_path / "first", "one")
-    engine = engines.make()
-    assert computes_all(engine, "first", lora=request_for(first))
-    write(first, "two")
-    engine.lora_manager.add_adapter(request_for(first, inplace=True))
-    engine.add("told", OTHER)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    engine.add("second", PROMPT, lora=request_for(first))
-    with nullcontext() if leave_out is None else pytest.raises(AssertionError, match="holds other bytes"):
-        engine.run()
 
 
 def without_epoch(patch: pytest.MonkeyPatch) -> None:
