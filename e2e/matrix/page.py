@@ -43,9 +43,9 @@ volume is what the first engine left there for prompts of {tokens:,} tokens, of 
 
 A state is kept at the end of a step, and vLLM computes a prompt that is alone in one step, whatever
 `--long-prefill-token-threshold` says: so after a prompt that came alone the next one that shares its beginning finds no
-state there. When an engine computes a second such prompt, it keeps a state where the two part, and later ones go on from
-that. Where the second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there, for all
-requests together.
+state there. When an engine computes a second such prompt, it keeps a state where the two part, and later ones go on
+from that. Where the second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there,
+for all requests together.
 
 | Class | Flags | In common | Volume |
 |---|---|---|---|

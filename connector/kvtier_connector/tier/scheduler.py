@@ -11,7 +11,6 @@ are left out of vLLM's two walks over everything that runs, since they have noth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
@@ -33,24 +32,14 @@ from vllm.v1.request import Request
 
 from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.tier.adapters import Lora, Orders
+from kvtier_connector.tier.adapters import Lora
+from kvtier_connector.tier.exchange import KVTierMetadata
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
-
-
-@dataclass
-class KVTierMetadata(OffloadingConnectorMetadata):
-    """What a step tells the workers; each of ``load_jobs`` is a piece of a load."""
-
-    ended_loads: dict[str, list[int]] = field(default_factory=dict)
-    """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
-    question: int = 0
-    """If it is not 0, the workers are to tell which weights they have, and say to which question."""
-    adapters: Orders | None = None
 
 
 class KVTierScheduler(OffloadingConnectorScheduler):

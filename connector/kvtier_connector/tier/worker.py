@@ -6,44 +6,19 @@ vLLM's own side, which takes each load job for a whole request. Called from one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 
-from kvtier_connector.tier.adapters import Told
+from kvtier_connector.tier.exchange import KVTierMetadata, KVTierWorkerMetadata
 from kvtier_connector.tier.loaded_adapters import LoadedAdapters
 from kvtier_connector.tier.packing import Declared, describe
-from kvtier_connector.tier.scheduler import KVTierMetadata
 from kvtier_connector.tier.weights import LoadedModel
-
-
-@dataclass
-class KVTierWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's, with the digests of the weights that were asked for, and of adapters."""
-
-    weights: dict[int, tuple[int, str | None]] = field(default_factory=dict)
-    """By rank, the number of the question and the answer."""
-    adapters: dict[int, list[Told]] = field(default_factory=dict)
-    """By rank, what is told of adapters."""
-
-    @override
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
-        assert isinstance(other, KVTierWorkerMetadata)
-        merged = OffloadingWorkerMetadata.aggregate(self, other)
-        assert isinstance(merged, OffloadingWorkerMetadata)
-        return KVTierWorkerMetadata(
-            merged.completed_jobs,
-            merged.transfer_stats,
-            {**self.weights, **other.weights},
-            {**self.adapters, **other.adapters},
-        )
 
 
 class KVTierWorker(OffloadingConnectorWorker):
