@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import backends, journal, models, traffic_report, volumes, workloads
+from e2e.bench import backends, journal, models, traffic_report, volumes
 from e2e.bench.engine_gpu import GRAPHS
 from e2e.bench.engines import Engine, EngineFailed
-from e2e.bench.workloads import Cell, Sizes
+
+from kvtier_cli.bench import workloads
+from kvtier_cli.bench.workloads import Cell, Sizes
 
 GIB = 1 << 30
 GPU_BLOCK_TOKENS = 16

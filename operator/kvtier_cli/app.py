@@ -53,6 +53,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "warm": Verb(
         _TIERS, "warm:warm", "fill a tier with the blocks of a list of prompts, and prove that they are there"
     ),
+    "bench": Verb(
+        _TIERS, "bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
+    ),
     "inspect": Verb(_VOLUME, "volume:inspect", "count what is there, by generation, tenant and age"),
     "check": Verb(_VOLUME, "volume:check", "verify every byte"),
     "purge": Verb(_VOLUME, "volume:purge", "remove blocks by age, generation, tenant, prefix or adapter"),

@@ -11,7 +11,8 @@ from e2e.bench import journal
 from e2e.bench.engines import EngineFailed
 from e2e.bench.models import TINY
 from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
-from e2e.bench.workloads import TINY_SIZES
+
+from kvtier_cli.bench.workloads import TINY_SIZES
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 512
