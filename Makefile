@@ -6,7 +6,7 @@ VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-vllm test-backends test-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-vllm test-backends test-netfs stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test-netfs: venv ## network file systems with servers that fail, and the store's
 	$(RUN) pytest tests/connector/netfs --timeout 300
 	for kind in $(NETFS); do PYTHONPATH=e2e/netfs $(RUN) kvtier_netfs $$kind -- .venv/bin/python -m pytest tests/connector/store \
 	    tests/connector/janitor tests/connector/faults/test_killed.py --basetemp {a}/suites --timeout 300 || [ $$? = 77 ] || exit 1; done
+
+stress-netfs: venv ## engines, a janitor and servers on two mounts, killed at random for SECONDS (600), with a stall of 30 s
+	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.netfs_stress --seconds $(or $(SECONDS),600) --kind $(or $(KIND),glusterfs-distribute)
 
 check: venv lint types imports fresh docs ## what CI checks besides the tests
 

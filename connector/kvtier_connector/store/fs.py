@@ -12,6 +12,7 @@ import errno
 import functools
 import mmap
 import os
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -103,9 +104,11 @@ class FileSystem:
     def mkdir(self, path: str) -> None:
         """Make a directory with mode 2770, whatever the process's umask takes away."""
         os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
-        # The system never sets the set-group-ID bit at once. Some network file systems refuse to change a mode.
+        # The system never sets the set-group-ID bit at once, but takes it over from the directory above; a client knows
+        # that from the answer, and to change a mode asks every server of some. Others refuse to change one.
         with contextlib.suppress(OSError):
-            os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
+            if stat.S_IMODE(os.lstat(path).st_mode) != DIRECTORY_MODE:
+                os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""

@@ -7,6 +7,9 @@ from typing import Final
 
 from kvtier_netfs.gluster import GlusterDistribute, GlusterReplica
 from kvtier_netfs.moosefs import MooseFs
+from kvtier_netfs.quotas import BtrfsQuota, XfsQuota
 from kvtier_netfs.volume import SharedVolume
 
-KINDS: Final[dict[str, type[SharedVolume]]] = {kind.name: kind for kind in (GlusterDistribute, GlusterReplica, MooseFs)}
+KINDS: Final[dict[str, type[SharedVolume]]] = {
+    kind.name: kind for kind in (GlusterDistribute, GlusterReplica, MooseFs, XfsQuota, BtrfsQuota)
+}

@@ -159,16 +159,23 @@ class SharedVolume(ABC):
     def _up(self) -> None:
         """Start servers and mount; note how each step is undone."""
 
-    def _image(self, name: str, *, mib: int, options: str = "") -> Path:
-        """Mount an xfs of its own on a loop device."""
+    def _image(
+        self, name: str, *, mib: int, options: str = "", format_with: Sequence[str] = ("mkfs.xfs", "-q", "-f")
+    ) -> Path:
+        """Mount a file system of its own, xfs unless another is made, on a loop device."""
         image, directory = self.base / f"{name}.img", self.base / name
         directory.mkdir()
         with image.open("wb") as file:
             file.truncate(mib << 20)
-        run("mkfs.xfs", "-q", "-f", str(image))
+        run(*format_with, str(image))
         run("mount", "-o", ",".join(part for part in ("loop", "noatime", options) if part), str(image), str(directory))
         self._undo.callback(unmount, directory)
         return directory
+
+    def _bind(self, source: Path, directory: Path) -> None:
+        """Let a directory be seen at another place."""
+        run("mount", "--bind", str(source), str(directory))
+        self._undo.callback(unmount, directory)
 
     def _serve(self, name: str, command: Sequence[str]) -> None:
         self.servers.add(name, command)

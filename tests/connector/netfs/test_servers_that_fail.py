@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
 from conftest import mounted
 from crews import ROW_BYTES, ROWS, CrewUnderTest
 from crews import payload as row_of
+from e2e.bench.netfs_stress import stress
 from nodes import Nodes, nodes_on, wait_until
 from store_contract import key, pages, payload
 
@@ -23,14 +28,15 @@ from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import is_partial
 from kvtier_netfs.gluster import GlusterDistribute, GlusterReplica
 from kvtier_netfs.moosefs import MooseFs
-from kvtier_netfs.volume import SharedVolume
+from kvtier_netfs.quotas import BtrfsQuota, XfsQuota
+from kvtier_netfs.volume import SharedVolume, UnavailableError
 
 MIB = 1 << 20
 BLOCKS = 24
 SMALL_DISK_MIB = 320
 """No xfs is smaller."""
 LEFT_MIB = 32
-STOPPED_SECONDS = 20.0
+STOPPED_SECONDS = 30.0
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
 pytestmark = pytest.mark.netfs
@@ -58,6 +64,8 @@ def crew_of_b(nodes: Nodes) -> Iterator[CrewUnderTest]:
 def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
     nodes: Nodes, crew_of_b: CrewUnderTest
 ) -> None:
+    if not nodes.volume.serving:
+        pytest.skip(f"{nodes.volume.name} has no servers")
     crew, rows, servers = crew_of_b, ROWS // 2, nodes.volume.servers
     crew.write(*range(rows))
     rounds = 0
@@ -81,6 +89,16 @@ def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
         servers.resume(*nodes.volume.serving)
     wait_until(lambda: load_all() == {HIT}, "the volume is used again")
     assert all(crew.row(index) == row_of(index) for index in range(rows))
+
+
+def test_engines_janitor_and_servers_that_are_killed_at_random_lose_double_and_spoil_nothing() -> None:
+    try:
+        run = stress(GlusterDistribute.name, seconds=40.0, seed=3)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert run.problems == []
+    assert (run.stalls, run.pinned_stores > 0, run.compressed_at_end > 0) == (1, True, True)
+    assert run.engine_kills + run.janitor_kills + run.server_kills > 0
 
 
 def outcomes(store: BlockStore, numbers: range) -> list[Outcome]:
@@ -198,8 +216,11 @@ def test_a_volume_that_says_only_at_the_close_that_it_is_full_keeps_what_it_took
         assert_kept(nodes, stored)
 
 
-def test_a_quota_that_is_used_up_keeps_what_was_stored(tmp_path: Path) -> None:
-    with mounted(MooseFs, tmp_path / "volume") as volume, nodes_on(volume, "tier") as nodes:
+@pytest.mark.parametrize("kind", [MooseFs, XfsQuota, BtrfsQuota])
+def test_a_quota_that_is_used_up_keeps_what_was_stored(
+    tmp_path: Path, kind: type[MooseFs | XfsQuota | BtrfsQuota]
+) -> None:
+    with mounted(kind, tmp_path / "volume") as volume, nodes_on(volume, "tier") as nodes:
         volume.set_quota(nodes.a, 40 * MIB)
         stored = fill(BlockStore(nodes.a), 100)
         assert len(stored) > 20

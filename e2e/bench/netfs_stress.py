@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and a janitor on two mounts of a network file system, and everything killed now and then, its servers too.
+
+``make stress-netfs``. Four engines, two a mount, move blocks with real movers, two of them compressed. Engines, the
+janitor and servers are ended with SIGKILL at random, and servers come back; half-way all servers stop for 30 s. What
+must hold: no row gets a byte that its block does not have; no engine ends by itself; at the end, with all servers back,
+every engine reads again, each block that an engine heard was stored and that is pinned is there, no name is on two
+servers, the blocks take no more than the budget, and `kvtier check` finds nothing. Exit code 1 says what did not hold,
+77 that this machine cannot mount it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from e2e.bench.netfs_engine import BLOCK_BYTES, BUDGET_BLOCKS, CHAIN, ROW_BYTES, Told, content, key
+
+from kvtier_connector.contract_janitor import JanitorConfig, encode
+from kvtier_connector.janitor.pins import write_pins
+from kvtier_connector.store import check
+from kvtier_connector.store.blockstore import BlockStore, Hit
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import block_path
+from kvtier_netfs.gluster import GlusterDistribute
+from kvtier_netfs.kinds import KINDS
+from kvtier_netfs.volume import SharedVolume, UnavailableError
+
+PINNED = 12
+"""Chains that the janitor may not evict."""
+ENGINES = 4
+STALL_SECONDS = 30.0
+RECOVERY_SECONDS = 120.0
+_SERVER_SHARE, _JANITOR_SHARE = 0.25, 0.4
+
+
+@dataclass
+class Run:
+    """What a run saw."""
+
+    kind: str
+    seconds: float
+    engine_kills: int = 0
+    janitor_kills: int = 0
+    server_kills: int = 0
+    stalls: int = 0
+    loads: int = 0
+    stores: int = 0
+    pinned_stores: int = 0
+    blocks_at_end: int = 0
+    compressed_at_end: int = 0
+    bytes_at_end: int = 0
+    max_bytes: int = 0
+    recovered_seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Stress:
+    """One run on one volume. One thread."""
+
+    def __init__(self, volume: SharedVolume, data: Path, run: Run, seed: int) -> None:
+        """Claim the directory of a tier, and pin what must stay."""
+        self.result = run
+        self._volume = volume
+        self._data = data
+        self._source = random.Random(seed)
+        self._roots = [mount / "ns.stress" / "aa" for mount in (volume.a, volume.b)]
+        claim(self._roots[0], {"bench": "stress"}, "aa")
+        write_pins(self._roots[0].parent, {f"p{chain}": key(chain, CHAIN - 1).hash for chain in range(PINNED)})
+        run.max_bytes = BUDGET_BLOCKS * BLOCK_BYTES
+        self._config = data / "janitor.json"
+        self._config.write_text(
+            encode(
+                JanitorConfig(
+                    tier="ns/stress",
+                    tier_dir=str(self._roots[1].parent),
+                    current="aa",
+                    max_bytes=run.max_bytes,
+                    sweep_seconds=1.0,
+                    http_port=0,
+                )
+            )
+        )
+        self._output = (data / "output").open("w")
+        self._engines = [self._start_engine(number) for number in range(ENGINES)]
+        self._janitor = self._start_janitor()
+        self._down: dict[str, float] = {}
+
+    def go_on(self) -> None:
+        """Kill one thing or another until the time is over, with a stall of all servers half-way."""
+        began = time.monotonic()
+        half, ends, next_kill = began + self.result.seconds / 2, began + self.result.seconds, began + 3.0
+        while (now := time.monotonic()) < ends:
+            for name in [name for name, back in self._down.items() if back <= now]:
+                self._volume.servers.start(name)
+                del self._down[name]
+            if not self.result.stalls and now >= half and not self._down:
+                self._volume.servers.pause(*self._volume.serving)
+                time.sleep(STALL_SECONDS)
+                self._volume.servers.resume(*self._volume.serving)
+                self.result.stalls += 1
+            elif now >= next_kill:
+                next_kill = now + self._source.uniform(0.5, 4.0)
+                self._kill(now)
+            self._look_after_engines()
+            time.sleep(0.1)
+        for name in self._down:
+            self._volume.servers.start(name)
+
+    def _kill(self, now: float) -> None:
+        draw = self._source.random()
+        if draw < _SERVER_SHARE:
+            up = [name for name in self._volume.serving if name not in self._down]
+            if up:
+                name = self._source.choice(up)
+                self._volume.servers.kill(name)
+                self._down[name] = now + self._source.uniform(1.0, 8.0)
+                self.result.server_kills += 1
+        elif draw < _JANITOR_SHARE:
+            self._janitor.kill()
+            self._janitor.wait()
+            self._janitor = self._start_janitor()
+            self.result.janitor_kills += 1
+        else:
+            number = self._source.randrange(ENGINES)
+            self._engines[number].kill()
+            self._engines[number].wait()
+            self._engines[number] = self._start_engine(number)
+            self.result.engine_kills += 1
+
+    def _look_after_engines(self) -> None:
+        for number, engine in enumerate(self._engines):
+            if engine.poll() is not None:
+                self.result.problems.append(f"engine {number} ended by itself with {engine.returncode}")
+                self._engines[number] = self._start_engine(number)
+
+    def wait_for_recovery(self) -> None:
+        """Wait until each engine has read a block again, and the janitor has made room."""
+        began = time.monotonic()
+        before = [self._count(number, "loaded") for number in range(ENGINES)]
+        while time.monotonic() - began < RECOVERY_SECONDS:
+            has_read = all(self._count(number, "loaded") > before[number] for number in range(ENGINES))
+            if has_read and self._used_bytes() <= self.result.max_bytes:
+                self.result.recovered_seconds = round(time.monotonic() - began, 1)
+                return
+            time.sleep(0.5)
+        self.result.problems.append(f"{RECOVERY_SECONDS:g} s after all servers were back, not every engine reads")
+
+    def close(self) -> None:
+        """End what runs."""
+        for engine in self._engines:
+            engine.kill()
+            engine.wait()
+        time.sleep(2.0)
+        self._janitor.send_signal(signal.SIGTERM)
+        self._janitor.wait(60)
+        self._output.close()
+
+    def judge(self) -> None:
+        """Say what does not hold at the end."""
+        run, notes = self.result, [self._notes(number) for number in range(ENGINES)]
+        run.loads = sum(text.count("loaded ") for text in notes)
+        run.stores = sum(text.count("stored ") for text in notes)
+        run.problems += [f"a wrong byte was read: {line}" for text in notes for line in _lines(text, "wrong")]
+        pinned = {key(chain, position) for chain in range(PINNED) for position in range(CHAIN)}
+        heard = {line for text in notes for line in _lines(text, "stored")}
+        kept = [each for each in pinned if each.hash.hex() in heard]
+        run.pinned_stores = len(kept)
+        reader, buffer = BlockStore(self._roots[0]), memoryview(mmap.mmap(-1, ROW_BYTES))
+        for each in kept:
+            if not isinstance(found := reader.get(each, buffer), Hit):
+                run.problems.append(f"{block_path(each)} was stored and pinned, and is lost: {found}")
+            elif bytes(buffer) != content(each):
+                run.problems.append(f"{block_path(each)} is not what was stored")
+        for root in self._roots:
+            report = check.inspect_all(root.parent)
+            run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
+        run.blocks_at_end, run.compressed_at_end = report.blocks, report.compressed
+        run.bytes_at_end = self._used_bytes()
+        if run.bytes_at_end > run.max_bytes:
+            run.problems.append(f"{run.bytes_at_end} bytes are used of {run.max_bytes}")
+        run.problems += [f"{name} is on {count} servers" for name, count in self._copies().items() if count > 1]
+        output = (self._data / "output").read_text()
+        if "Traceback" in output:
+            run.problems.append(output[output.index("Traceback") :][:2000])
+
+    def _copies(self) -> dict[str, int]:
+        """Count on how many servers of a distributed volume each block's bytes are."""
+        found: dict[str, int] = {}
+        if type(self._volume) is GlusterDistribute:
+            for number in range(len(self._volume.serving)):
+                for path in (self._volume.brick(number) / "ns.stress").rglob("*.kvb"):
+                    # A pointer to the other server has no bytes.
+                    if path.stat().st_size:
+                        found[path.name] = found.get(path.name, 0) + 1
+        return found
+
+    def _used_bytes(self) -> int:
+        return sum(path.stat().st_size for path in _files(self._roots[1] / "blocks"))
+
+    def _start_engine(self, number: int) -> subprocess.Popen[bytes]:
+        told = Told(
+            root=str(self._roots[number % 2]),
+            log=str(self._data / f"engine{number}.log"),
+            seed=self._source.getrandbits(31),
+            compression="Always" if number >= ENGINES // 2 else "Off",
+        )
+        command = [sys.executable, "-m", "e2e.bench.netfs_engine", json.dumps(asdict(told))]
+        return subprocess.Popen(command, stdout=self._output, stderr=self._output)
+
+    def _start_janitor(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvtier_connector.janitor", "--config", str(self._config)]
+        return subprocess.Popen(command, stdout=self._output, stderr=self._output)
+
+    def _notes(self, number: int) -> str:
+        path = self._data / f"engine{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def _count(self, number: int, what: str) -> int:
+        return self._notes(number).count(f"{what} ")
+
+
+def _lines(text: str, what: str) -> Iterator[str]:
+    return (line.partition(" ")[2] for line in text.splitlines() if line.startswith(f"{what} "))
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for path in directory.rglob("*.kvb"):
+        if path.exists():
+            yield path
+
+
+def stress(kind: str, seconds: float, seed: int) -> Run:
+    """Run it, and return what was seen; raise UnavailableError where this machine cannot mount the file system."""
+    run = Run(kind, seconds)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-stress-", ignore_cleanup_errors=True) as data,
+        KINDS[kind](Path(data) / "volume") as volume,
+    ):
+        what = Stress(volume, Path(data), run, seed)
+        try:
+            what.go_on()
+            what.wait_for_recovery()
+        finally:
+            what.close()
+        what.judge()
+    return run
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
+    parser.add_argument("--kind", choices=KINDS, default=GlusterDistribute.name)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    try:
+        run = stress(options.kind, options.seconds, options.seed)
+    except UnavailableError as error:
+        print(f"{options.kind}: {error}", file=sys.stderr)
+        return 77
+    print(json.dumps(asdict(run), indent=2))
+    return 1 if run.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
