@@ -21,9 +21,15 @@ JANITOR_CONFIG_FILE = "janitor.json"
 JANITOR_PORT = 9400
 """Where /metrics, /healthz and /usage are served."""
 
+BLOCKS_LAYOUT = "kvtier"
+"""Of the files of kvtier's own connector."""
+
+VLLM_FS_LAYOUT = "vllm-fs"
+"""Of the files of vLLM's own fs tier."""
+
 FIXED_FIELDS = (
     "tier", "tier_dir", "lease_name", "lease_namespace", "identity", "http_port", "threads", "events_port",
-    "events_replay_port", "events_topic", "events_integer_hashes", "block_tokens",
+    "events_replay_port", "events_topic", "events_integer_hashes", "block_tokens", "layout",
 )  # fmt: skip
 """A change of one of these is honoured by a new process; every other field is honoured by the running one."""
 
@@ -95,6 +101,8 @@ class JanitorConfig:
     """Whether a hash in them is a number of 64 bits, as vLLM's by default, and not all its bytes."""
     block_tokens: int = 0
     """Tokens of one file, for the events; 0 where that is not known."""
+    layout: str = BLOCKS_LAYOUT
+    """How the files of the tier lie: ``kvtier``, or ``vllm-fs`` for those of vLLM's own fs tier."""
     threads: int = 8
     """Files that are removed or looked at at once, since a network volume answers each after a while."""
 
@@ -137,6 +145,11 @@ class JanitorConfig:
             (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
             (0 <= self.events_replay_port <= _MOST_PORT, "events_replay_port", f"must be between 0 and {_MOST_PORT}"),
             (self.block_tokens >= 0, "block_tokens", "must be 0 or more"),
+            (
+                self.layout in {BLOCKS_LAYOUT, VLLM_FS_LAYOUT},
+                "layout",
+                f"must be {BLOCKS_LAYOUT} or {VLLM_FS_LAYOUT}",
+            ),
             (1 <= self.threads <= _MOST_THREADS, "threads", f"must be between 1 and {_MOST_THREADS}"),
         )
         documents.refuse_unusable(self, claims, file=JANITOR_CONFIG_FILE)

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier_connector.contract_janitor import FIXED_FIELDS, JanitorConfig, decode
+from kvtier_connector.contract_janitor import FIXED_FIELDS, VLLM_FS_LAYOUT, JanitorConfig, decode
 from kvtier_connector.contract_usage import Usage
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.election import Leader
 from kvtier_connector.janitor.feed import Feed
+from kvtier_connector.janitor.fs_keeper import FsKeeper
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.report import Report, usage_document
 
@@ -29,6 +30,12 @@ HANG_SECONDS = 30.0
 """A step that takes longer waits for the volume."""
 STUCK_SECONDS = 60.0
 """A loop that did not turn for so long is stuck."""
+
+
+def keeper_of(config: JanitorConfig, may_act: Callable[[], bool]) -> Keeper | FsKeeper:
+    """Return the keeper that knows the files of the tier."""
+    kind = FsKeeper if config.layout == VLLM_FS_LAYOUT else Keeper
+    return kind(config, may_act=may_act)
 
 
 class Loop:
@@ -45,7 +52,7 @@ class Loop:
         leader: Leader,
         config_file: Path | None = None,
         feed: Feed | None = None,
-        make_keeper: Callable[[JanitorConfig, Callable[[], bool]], Keeper] | None = None,
+        make_keeper: Callable[[JanitorConfig, Callable[[], bool]], Keeper | FsKeeper] | None = None,
         now: Callable[[], float] = time.monotonic,
         hang_seconds: float = HANG_SECONDS,
         tick_seconds: float = TICK_SECONDS,
@@ -66,7 +73,7 @@ class Loop:
         self._leader = leader
         self._config_file = config_file
         self._feed = feed
-        self._make_keeper = make_keeper or (lambda config, may_act: Keeper(config, may_act=may_act))
+        self._make_keeper = make_keeper or keeper_of
         self._now = now
         self._hang_seconds = hang_seconds
         self._tick_seconds = tick_seconds
@@ -166,15 +173,17 @@ class Loop:
         self._step_began = self._now()
         try:
             keeper.open()
-            if self._feed is not None:
-                self._feed.begin(keeper.ledger, keeper.config.current)
+            # What the files of vLLM's own tier hold, their names do not say to anybody else.
+            feed = self._feed if isinstance(keeper, Keeper) else None
+            if feed is not None and isinstance(keeper, Keeper):
+                feed.begin(keeper.ledger, keeper.config.current)
             while not self._stop.is_set() and self._leader.is_leader():
                 if keeper.config != self._config:
                     keeper.configure(self._config)
                 self._step_began = self._now()
                 pause = keeper.step()
-                if self._feed is not None:
-                    self._feed.publish(keeper.config.current)
+                if feed is not None:
+                    feed.publish(keeper.config.current)
                 self._step_began = None
                 self._report, self._failure = keeper.report, ""
                 self._wait(pause, keeper)
@@ -183,7 +192,7 @@ class Loop:
             keeper.close()
             self._step_began = None
 
-    def _wait(self, seconds: float, keeper: Keeper) -> None:
+    def _wait(self, seconds: float, keeper: Keeper | FsKeeper) -> None:
         ends = self._now() + seconds
         while (rest := ends - self._now()) > 0 and self._leader.is_leader() and keeper.config == self._config:
             if self._stop.wait(min(rest, self._tick_seconds)):

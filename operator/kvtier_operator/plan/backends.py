@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from kvtier_connector import contract_janitor
 from kvtier_operator.api import connector_spec as kinds
 from kvtier_operator.api.connector_spec import Connector
 
@@ -30,7 +31,12 @@ def file_bytes(connector: Connector, cpu_bytes: int) -> int:
 
 def has_janitor(connector: Connector) -> bool:
     """Tell whether blocks lie on the volume that nobody else removes."""
-    return connector.is_ours and connector.blocks_of is None
+    return connector.uses_volume and connector.blocks_of is None
+
+
+def layout(connector: Connector) -> str:
+    """Return how the files on the volume lie."""
+    return contract_janitor.BLOCKS_LAYOUT if connector.is_ours else contract_janitor.VLLM_FS_LAYOUT
 
 
 def cleaner(connector: Connector) -> str:

@@ -61,6 +61,7 @@ def make_janitor(
             quotas=spec.disk.tenants.quota_bytes,
             default_quota_bytes=spec.disk.tenants.default_bytes,
             **_events(spec, tier, chunk_tokens),
+            layout=backends.layout(spec.connector),
             lease_name=names.janitor(tier),
             lease_namespace=tier.namespace,
         )
@@ -72,7 +73,7 @@ def make_janitor(
 
 def _events(spec: TierSpec, tier: TierRef, chunk_tokens: int | None) -> dict[str, Any]:
     """Return the settings of KV events; none where nobody wants any."""
-    if spec.kv_events is None:
+    if spec.kv_events is None or not spec.connector.is_ours:
         return {}
     return {
         "events_port": EVENTS_PORT,

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The janitor of vLLM's own fs tier: real files, laid out as vLLM's FileMapper names them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig
+from kvtier_connector.janitor.fs_keeper import FsKeeper
+from kvtier_connector.janitor.loop import keeper_of
+from kvtier_connector.store.fs import LOCAL, FileSystem
+
+CURRENT, OLD, OLDER = "0123456789abcdef", "1111111111111111", "2222222222222222"
+SIZE = 4096
+
+
+class Volume:
+    """A tier's directory with files of vLLM's tier in it."""
+
+    def __init__(self, tier_dir: Path) -> None:
+        self.dir = tier_dir
+
+    def store(self, number: int, *, age: float, generation: str = CURRENT, read: float | None = None) -> Path:
+        name = f"{number:064x}"
+        rank = self.dir / generation / "meta-llama_Llama_0123456789ab_r0"
+        path = rank / name[-3:] / f"{name[-5:-3]}_g0" / f"{name}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * SIZE)
+        now = time.time()
+        os.utime(path, (now - (age if read is None else read), now - age))
+        return path
+
+    def config(self, **changes: Any) -> JanitorConfig:
+        settings = {
+            "tier": "serving/llama",
+            "tier_dir": str(self.dir),
+            "current": CURRENT,
+            "layout": VLLM_FS_LAYOUT,
+            "sweep_seconds": 0.01,
+            **changes,
+        }
+        return JanitorConfig(**settings)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Volume:
+    directory = tmp_path / "serving.llama"
+    directory.mkdir()
+    return Volume(directory)
+
+
+def sweep(keeper: FsKeeper) -> None:
+    keeper._next_walk = 0.0
+    while keeper.step() == 0:
+        pass
+
+
+def test_files_of_vllms_tier_get_the_keeper_that_knows_them(volume: Volume) -> None:
+    assert isinstance(keeper_of(volume.config(), lambda: True), FsKeeper)
+
+
+def test_what_lies_there_is_counted_by_generation(volume: Volume) -> None:
+    for number in range(3):
+        volume.store(number, age=10)
+    volume.store(7, age=20, generation=OLD)
+    keeper = FsKeeper(volume.config())
+    sweep(keeper)
+    assert keeper.report is not None
+    usage = keeper.report.usage
+    assert (usage.is_counted, usage.blocks, usage.used_bytes) == (True, 4, 4 * SIZE)
+    assert [(each.digest, each.blocks) for each in usage.generations] == [(CURRENT, 3), (OLD, 1)]
+    assert usage.volume_bytes > usage.volume_free_bytes > 0
+
+
+def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) -> None:
+    files = [volume.store(number, age=1000 - number) for number in range(20)]
+    # Written first of all, and read a moment ago.
+    files.append(volume.store(99, age=5000, read=1))
+    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5))
+    sweep(keeper)
+    left = [path for path in files if path.exists()]
+    assert left == files[-10:]
+    assert keeper.report is not None
+    assert keeper.report.evicted_blocks == {"budget": 11}
+    assert keeper.report.usage.used_bytes == 10 * SIZE
+
+
+def test_within_the_budget_nothing_goes(volume: Volume) -> None:
+    files = [volume.store(number, age=1000 - number) for number in range(10)]
+    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE))
+    sweep(keeper)
+    assert all(path.exists() for path in files)
+
+
+def test_what_is_too_old_goes_however_often_it_is_read(volume: Volume) -> None:
+    old, young = volume.store(1, age=7200, read=1), volume.store(2, age=60)
+    keeper = FsKeeper(volume.config(ttl_seconds=3600.0))
+    sweep(keeper)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_earlier_generations_go_before_the_current_one(volume: Volume) -> None:
+    current = [volume.store(number, age=5000) for number in range(5)]
+    earlier = [volume.store(number, age=10, generation=OLD) for number in range(5)]
+    keeper = FsKeeper(volume.config(max_bytes=8 * SIZE, high_watermark=0.9, low_watermark=0.7))
+    sweep(keeper)
+    assert all(path.exists() for path in current)
+    assert not any(path.exists() for path in earlier)
+
+
+def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idle(volume: Volume) -> None:
+    volume.store(1, age=10)
+    volume.store(2, age=4000, generation=OLD)
+    volume.store(3, age=9000, generation=OLDER)
+    (volume.dir / "notes").mkdir()
+    keeper = FsKeeper(volume.config(keep_previous=1, generation_idle_seconds=3600.0))
+    sweep(keeper)
+    assert not list((volume.dir / OLDER).rglob("*"))
+    assert list((volume.dir / OLD).rglob("*.bin"))
+    assert (volume.dir / "notes").is_dir()
+
+
+def test_a_generation_in_use_stays(volume: Volume) -> None:
+    volume.store(1, age=10)
+    path = volume.store(2, age=30, generation=OLD)
+    keeper = FsKeeper(volume.config(keep_previous=0, generation_idle_seconds=3600.0))
+    sweep(keeper)
+    assert path.exists()
+
+
+def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
+    block = volume.store(1, age=10_000)
+    strange = [block.with_name("notes.txt"), block.with_name("abc.bin"), block.parents[1] / "x.bin"]
+    config = volume.dir / CURRENT / "meta-llama_Llama_0123456789ab" / "config.json"
+    config.parent.mkdir(parents=True)
+    partial = block.with_name(f"{block.name}_123.tmp")
+    for path in (*strange, config, partial):
+        path.write_text("x")
+        os.utime(path, (0, 0))
+    outside = volume.dir.parent / "outside.bin"
+    outside.write_text("x")
+    link = block.with_name(f"{5:064x}.bin")
+    link.symlink_to(outside)
+    keeper = FsKeeper(volume.config(ttl_seconds=60.0))
+    sweep(keeper)
+    assert not block.exists()
+    assert not partial.exists()
+    assert all(path.exists() for path in (*strange, config, outside))
+    assert link.is_symlink()
+
+
+def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
+    path = volume.store(1, age=1000)
+
+    class ReadMeanwhile(FileSystem):
+        def stat(self, path: str) -> os.stat_result:
+            os.utime(path, (time.time(), 0))
+            return super().stat(path)
+
+    keeper = FsKeeper(volume.config(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile())
+    sweep(keeper)
+    assert path.exists()
+    assert keeper.report is not None
+    assert keeper.report.spared_blocks == 1
+
+
+def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
+    path = volume.store(1, age=1000)
+    keeper = FsKeeper(volume.config(ttl_seconds=60.0), may_act=lambda: False)
+    sweep(keeper)
+    assert path.exists()
+
+
+def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> None:
+    volume.store(1, age=10)
+
+    class Refusing(FileSystem):
+        is_refusing = True
+
+        def scandir(self, path: str) -> list[os.DirEntry[str]]:
+            if self.is_refusing:
+                raise PermissionError(13, "Permission denied", path)
+            return super().scandir(path)
+
+    fs = Refusing()
+    keeper = FsKeeper(volume.config(), fs=fs)
+    keeper.step()
+    assert keeper.report is not None
+    assert "Permission denied" in keeper.report.problems["walk"]
+    fs.is_refusing = False
+    sweep(keeper)
+    assert keeper.report.problems == {}
+    assert keeper.report.usage.blocks == 1
+
+
+def test_a_tier_that_nothing_was_stored_of_is_empty_and_no_problem(tmp_path: Path) -> None:
+    keeper = FsKeeper(Volume(tmp_path / "serving.new").config())
+    sweep(keeper)
+    assert keeper.report is not None
+    assert (keeper.report.usage.is_counted, keeper.report.usage.blocks, keeper.report.problems) == (True, 0, {})
+
+
+def test_another_budget_is_followed_at_once(volume: Volume) -> None:
+    files = [volume.store(number, age=1000 - number) for number in range(10)]
+    keeper = FsKeeper(volume.config(), fs=LOCAL)
+    sweep(keeper)
+    keeper.configure(volume.config(max_bytes=5 * SIZE))
+    while keeper.step() == 0:
+        pass
+    assert sum(path.exists() for path in files) < 5
