@@ -6,7 +6,7 @@ VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-vllm test-backends test-netfs stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-random test-vllm test-backends test-netfs stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,12 +18,15 @@ demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the pr
 	@exec $(RUN) kvtier_demo --data "$(DATA)/demo"
 
 test: venv ## every test that needs no GPU and no Docker
-	@# Engines take both processors each; everything else waits more than it computes.
-	$(RUN) pytest tests -m "not gpu and not engine and not netfs" --numprocesses 2 --dist loadfile
-	$(RUN) pytest tests -m "engine and not gpu"
+	@# Half the time of all but the engines goes by waiting, so there are more of them than processors.
+	$(RUN) pytest tests -m "not gpu and not engine and not netfs" --numprocesses 4 --dist loadfile
+	$(RUN) pytest tests -m "engine and not gpu" --numprocesses 2 --dist loadfile
 
 test-quick: venv ## what needs no server, no process and no vLLM: under two minutes
 	$(RUN) pytest tests -m "not gpu and not engine and not netfs and not live" --ignore=tests/connector/tier --numprocesses 2 --dist loadfile
+
+test-random: venv ## tests that draw their examples, with examples of their own; a failure prints how to have it again
+	$(RUN) pytest tests -m "hypothesis and not gpu" --hypothesis-profile=random --numprocesses 2 --dist loadfile
 
 test-vllm: venv ## the tier's tests and real engines with another release of vLLM: VLLM=0.33.0
 	release=$$(.venv/bin/python .ci/vllm_release.py $(VLLM)) && export PYTHONPATH="$$release" && \

@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent / "kit"))
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import HealthCheck, settings
 
-    # No test is about time, and another one may take the processor meanwhile.
-    settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("kvtier")
+    # No test is about time, and another one may take the processor meanwhile. The examples are the same each time, so
+    # that a run that fails says something about the change; `make test-random` draws others.
+    settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("random", settings.get_profile("same"), derandomize=False, print_blob=True)
+    settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,7 @@ from objects import GROUP, WIDGET_SCHEMA, Define, Http, Json, Kubectl, Until, Wa
 from plain_http import PlainHttp
 from targets import Target, embedded, of_assets, of_kubeconfig
 
-SECONDS = 30.0
+SECONDS = 60.0
 WIDGETS = f"/apis/{GROUP}/v1"
 
 

@@ -44,7 +44,7 @@ class Client:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": content_type, "User-Agent": "test"},
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             found: dict[str, Any] = json.load(response)
             return found
 

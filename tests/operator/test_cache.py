@@ -194,7 +194,7 @@ def informed(source: Lists, shelf: Shelf) -> Iterator[Informer]:
         yield informer
     finally:
         informer.stop()
-        informer.join(5)
+        informer.join(60)
 
 
 def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(shelf: Shelf) -> None:
@@ -228,7 +228,7 @@ def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(sh
     source.lists = [ClusterForbidden("403"), ClusterForbidden("403"), [config(4)]]
     source.watches = [[]] * 99
     with informed(source, shelf) as informer:
-        assert informer.wait(5)
+        assert informer.wait(60)
         assert isinstance(informer.refusal(), ClusterForbidden)
         assert informer.trouble() == (0.0, "")
         until(lambda: informer.refusal() is None)

@@ -21,7 +21,7 @@ from kvtier_operator.kube.health import Health
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -103,5 +103,5 @@ def test_tiers_that_may_not_be_read_any_more_are_told_of_and_looked_after_again_
         body["metadata"]["namespace"] = "default"
         kubectl.apply_tier(body)
         api.server.faults.clear()
-        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"), seconds=45)
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"), seconds=90)
         until(lambda: health.problems("/readyz") == {})

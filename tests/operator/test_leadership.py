@@ -21,7 +21,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
 LEASES = "/apis/coordination.k8s.io/v1"
-SLOW = 40.0
+SLOW = 90.0
 Spawn = Callable[[], "subprocess.Popen[bytes]"]
 
 

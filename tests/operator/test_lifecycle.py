@@ -83,18 +83,24 @@ def test_an_idle_operator_leaves_everything_untouched_and_unmarked(api: ApiServe
     with running(resync_seconds=0.2) as metrics:
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
-        passes = until(lambda: ok_passes(metrics))
-        until(lambda: ok_passes(metrics) > passes + 3)
-        versions = [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
-        writes = len([call for call in agents(api, "patch") if "/status" in call])
-        passes = ok_passes(metrics)
-        until(lambda: ok_passes(metrics) > passes + 5)
-        assert versions == [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
-        assert len([call for call in agents(api, "patch") if "/status" in call]) == writes
+
+        def state() -> tuple[list[str], int]:
+            versions = [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
+            return versions, len([call for call in agents(api, "patch") if "/status" in call])
+
+        # What was on its way when the tier became Ready may still come; an operator that writes for ever never rests.
+        until(lambda: is_unchanged(metrics, state))
     found = kubectl.get(TIERS, "kvcachetiers", "llama")
     assert found is not None
     assert not {"finalizers", "annotations"} & found["metadata"].keys()
     assert all("finalizers" not in (kubectl.get(*child) or {})["metadata"] for child in CHILDREN)
+
+
+def is_unchanged(metrics: Any, state: Callable[[], object], *, passes: int = 5) -> bool:
+    """Tell whether so many passes have left a state as it was."""
+    before, done = state(), ok_passes(metrics)
+    until(lambda: ok_passes(metrics) > done + passes)
+    return state() == before
 
 
 def ok_passes(metrics: Any) -> float:
@@ -191,7 +197,7 @@ def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Cl
     api.server.faults.append(fault)
     with running():
         kubectl.apply_tier(body())
-        until(kubectl.is_ready, seconds=40)
+        until(kubectl.is_ready, seconds=90)
     assert len(refused) == 2
 
 
@@ -262,7 +268,7 @@ def test_a_namespace_that_may_not_be_read_holds_up_no_other(api: ApiServerThread
         kubectl.apply_tier(body())
         until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         api.server.faults.clear()
-        until(lambda: kubectl.call("GET", f"{APPS}/namespaces/other/deployments")["items"], seconds=45)
+        until(lambda: kubectl.call("GET", f"{APPS}/namespaces/other/deployments")["items"], seconds=90)
 
 
 def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, kubectl: Client) -> None:

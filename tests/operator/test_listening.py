@@ -60,7 +60,7 @@ def free_port() -> int:
 
 def is_answered(host: str, port: int, path: str = "/") -> bool:
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=60) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

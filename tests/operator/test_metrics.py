@@ -16,7 +16,7 @@ def test_passes_and_writes_are_served_until_stopped() -> None:
     metrics = OperatorMetrics()
     stop = metrics.serve(port)
     metrics.count_pass(outcome="ok", seconds=0.2, written_kinds=("Service", "Service"))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text = response.read().decode()
     stop()
     assert 'kvtier_operator_reconcile_total{outcome="ok"} 1.0' in text

@@ -28,7 +28,7 @@ def queue(
     try:
         yield found
     finally:
-        assert found.close(timeout=10)
+        assert found.close(timeout=60)
 
 
 def test_every_key_is_worked_on() -> None:
@@ -77,11 +77,11 @@ def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_los
 
     with queue(work, workers=4) as found:
         found.add("a")
-        assert entered.acquire(timeout=10)
+        assert entered.acquire(timeout=60)
         for _ in range(10):
             found.add("a")
         release.release()
-        assert entered.acquire(timeout=10)  # the additions made one more pass
+        assert entered.acquire(timeout=60)  # the additions made one more pass
         release.release()
         assert not entered.acquire(timeout=0.1)  # and only one
     assert overlaps == []
@@ -137,7 +137,7 @@ def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
 
     def work(key: str, attempt: int) -> Done:
         entered.set()
-        release.wait(10)
+        release.wait(60)
         ended.append(key)
         return Done()
 
@@ -145,10 +145,10 @@ def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
     found.start()
     found.add("a")
     found.add("b")
-    assert entered.wait(10)
+    assert entered.wait(60)
     assert found.close(timeout=0) is False
     release.set()
-    assert found.close(timeout=10) is True
+    assert found.close(timeout=60) is True
     assert ended == ["a"]
 
 
@@ -157,13 +157,13 @@ def test_a_queue_that_does_not_move_shows_it() -> None:
 
     def work(key: str, attempt: int) -> Done:
         entered.set()
-        release.wait(10)
+        release.wait(60)
         return Done()
 
     with queue(work, workers=1) as found:
         assert found.seconds_overdue() == 0
         found.add("stuck")
-        assert entered.wait(10)
+        assert entered.wait(60)
         found.add("waits")
         until(lambda: found.seconds_overdue() > 0)
         release.set()
@@ -191,21 +191,21 @@ def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() 
     def work(key: int, _attempt: int) -> Done:
         if key < 0:
             is_full.set()
-            may_go.wait(10)
+            may_go.wait(60)
         order.append(key)
         return Done(is_gone=True)
 
     queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
     queue.start()
     queue.add(-1)
-    assert is_full.wait(10)
+    assert is_full.wait(60)
     for key in range(20):
         queue.add_patiently(key)
     for key in (100, 5, 101):
         queue.add(key)
     may_go.set()
     until(lambda: len(order) == 23)
-    assert queue.close(timeout=10)
+    assert queue.close(timeout=60)
     pressing = [order.index(key) for key in (100, 5, 101)]
     assert max(pressing) <= 4
     assert sorted(order) == [-1, *range(20), 100, 101]
@@ -216,7 +216,7 @@ def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
     may_go = threading.Event()
 
     def work(key: int, _attempt: int) -> Done:
-        may_go.wait(10)
+        may_go.wait(60)
         order.append(key)
         return Done(is_gone=True)
 
@@ -228,5 +228,5 @@ def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
     queue.start()
     may_go.set()
     until(lambda: len(order) >= 2 and queue.depth() == 0)
-    assert queue.close(timeout=10)
+    assert queue.close(timeout=60)
     assert order == [1, 2]

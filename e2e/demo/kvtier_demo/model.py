@@ -18,7 +18,7 @@ latency throughput storage cluster operator claim policy budget digest header ch
 _WORDS = _TEXT.split()
 
 
-def make_model(directory: Path) -> None:
+def make_model(directory: Path, *, layers: int = 8) -> None:
     """Write a model that vLLM loads from ``directory``; a complete one is left alone."""
     if (directory / "model.safetensors").exists():
         return
@@ -26,7 +26,7 @@ def make_model(directory: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_tokenizer(partial)
-    _write_weights(partial)
+    _write_weights(partial, layers)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
@@ -58,7 +58,7 @@ def _write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def _write_weights(directory: Path) -> None:
+def _write_weights(directory: Path, layers: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -69,7 +69,7 @@ def _write_weights(directory: Path) -> None:
         vocab_size=VOCABULARY,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=4096,

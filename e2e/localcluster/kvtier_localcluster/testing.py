@@ -66,7 +66,7 @@ def claim(name: str, **fields: Any) -> Json:
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
-def until(question: Callable[[], Result], seconds: float = 15) -> Result:
+def until(question: Callable[[], Result], seconds: float = 60) -> Result:
     """Return the first answer that is true, asking until a deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := question()):
@@ -79,7 +79,7 @@ def until(question: Callable[[], Result], seconds: float = 15) -> Result:
 def fetch(url: str) -> str | None:
     """Return what an address answers, or None."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - tests ask http addresses of pods only
+        with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310 - tests ask http addresses of pods only
             return str(answer.read().decode())
     except urllib.error.HTTPError as problem:
         problem.close()

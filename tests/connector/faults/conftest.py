@@ -6,9 +6,6 @@ A test never calls into a mount that hangs from its own thread: it uses a thread
 
 from __future__ import annotations
 
-import contextlib
-import ctypes.util
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,51 +17,17 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / each) for each in ("store", "tier"))]
 
-from faulty_mounts import WAIT_SECONDS, FaultyVolume, wait_for  # noqa: E402 - found through the lines above
+from faulty_mounts import FaultyVolume, mounted, why_no_fuse  # noqa: E402 - found through the lines above
 
-PASS_THROUGH = Path(__file__).parent / "passthrough.py"
 MIB = 1 << 20
-
-
-def why_no_fuse() -> str:
-    if os.geteuid() != 0:
-        return "only root can mount here"
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "there is no /dev/fuse"
-    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
-        return "there is no fusermount: install fuse3"
-    if ctypes.util.find_library("fuse") is None:
-        return "there is no libfuse.so.2: install libfuse2"
-    if importlib.util.find_spec("mfusepy") is None:
-        return "mfusepy is not installed"
-    return ""
 
 
 @pytest.fixture
 def faulty_volume(tmp_path: Path) -> Iterator[FaultyVolume]:
     if reason := why_no_fuse():
         pytest.skip(reason)
-    source, mountpoint, control = (tmp_path / name for name in ("source", "volume", "control"))
-    for directory in (source, mountpoint, control):
-        directory.mkdir()
-    with (tmp_path / "fuse.log").open("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(PASS_THROUGH), str(source), str(mountpoint), str(control)], stdout=log, stderr=log
-        )
-        volume = FaultyVolume(mountpoint, control)
-        try:
-            wait_for(lambda: os.path.ismount(mountpoint) or process.poll() is not None, "the mount")
-            if process.poll() is not None:
-                log.seek(0)
-                pytest.skip(f"FUSE does not work here: {log.read()[-500:]}")
-            yield volume
-        finally:
-            volume.clear()
-            subprocess.run(["umount", "--lazy", str(mountpoint)], check=False, capture_output=True)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(WAIT_SECONDS)
-            process.kill()
-            process.wait()
+    with mounted(tmp_path) as volume:
+        yield volume
 
 
 @pytest.fixture

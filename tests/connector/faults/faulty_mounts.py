@@ -4,16 +4,24 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from waiting import until
 
-WAIT_SECONDS = 20.0
+PASS_THROUGH = Path(__file__).parent / "passthrough.py"
+WAIT_SECONDS = 60.0
 wait_for = functools.partial(until, seconds=WAIT_SECONDS)
 
 
@@ -86,3 +94,44 @@ class FaultyVolume:
             yield
         finally:
             self.clear()
+
+
+def why_no_fuse() -> str:
+    """Return why nothing can be mounted here; empty where it can."""
+    if os.geteuid() != 0:
+        return "only root can mount here"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "there is no /dev/fuse"
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
+        return "there is no fusermount: install fuse3"
+    if ctypes.util.find_library("fuse") is None:
+        return "there is no libfuse.so.2: install libfuse2"
+    if importlib.util.find_spec("mfusepy") is None:
+        return "mfusepy is not installed"
+    return ""
+
+
+@contextlib.contextmanager
+def mounted(place: Path) -> Iterator[FaultyVolume]:
+    """Mount a directory of this place over another one of it; skip the test where FUSE does not work after all."""
+    source, mountpoint, control = (place / name for name in ("source", "volume", "control"))
+    for directory in (source, mountpoint, control):
+        directory.mkdir()
+    with (place / "fuse.log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(PASS_THROUGH), str(source), str(mountpoint), str(control)], stdout=log, stderr=log
+        )
+        volume = FaultyVolume(mountpoint, control)
+        try:
+            wait_for(lambda: os.path.ismount(mountpoint) or process.poll() is not None, "the mount")
+            if process.poll() is not None:
+                log.seek(0)
+                pytest.skip(f"FUSE does not work here: {log.read()[-500:]}")
+            yield volume
+        finally:
+            volume.clear()
+            subprocess.run(["umount", "--lazy", str(mountpoint)], check=False, capture_output=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(WAIT_SECONDS)
+            process.kill()
+            process.wait()

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("engine_faults_script.py")
 
 
 def run_engine(directory: Path, volume: FaultyVolume) -> dict[str, Any]:
-    make_model(directory / "model")
+    make_model(directory / "model", layers=2)
     config = write_config(
         directory,
         volume.path,

@@ -173,7 +173,7 @@ def test_an_engine_ends_although_the_volume_hangs(
         rig.end_step()
         closing = threading.Thread(target=rig.tier.shutdown)
         closing.start()
-        closing.join(15)
+        closing.join(60)
         assert not closing.is_alive()
 
 

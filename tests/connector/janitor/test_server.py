@@ -21,7 +21,7 @@ def has_ipv6() -> bool:
 
 def is_answered(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

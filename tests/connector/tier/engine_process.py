@@ -49,6 +49,8 @@ def run_script(script: Path, *arguments: str, timeout_seconds: float) -> dict[st
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # One process to start instead of two; the demo runs engines as vLLM serves them.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Threads that wait for each other are slow where something else takes a processor.
+            "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         },
         capture_output=True,

@@ -1,74 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one vLLM engine with the disk tier, asks it for one prompt in the named ways, prints the answers as JSON.
+"""Runs one vLLM engine with the disk tier, does in turn what it is told, and prints the answers as JSON.
 
 A process of its own for each engine: only a new process proves that nothing but the volume carried the blocks over.
+What is told is the name of a prompt to ask for (`PROMPTS`, or ``adapter``: the first of them with the LoRA adapter), or
+
+    salted=LABEL, adapter=LABEL, ...   the same under another name in the answers
+    reset                              empty the GPU's cache, not the CPU tier
+    rekey                              encrypt with the key k2; done once a new block is
+    update                             replace the weights in place as vLLM does, with the caches reset first
+    blocks                             wait until the volume has as many blocks as were computed so far
+    damage                             wait for that, and flip a byte of each that came since it was waited for before
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_under_test import ask, make_llm, read_metrics, tell
+from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
 from vllm.config.kv_events import KVEventsConfig
+from vllm.lora.request import LoRARequest
+
+from kvtier_connector import contract
+from kvtier_connector.store.format import Header, decode_header
 
 PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
+PROMPTS = {"base": PROMPT, "salted": PROMPT, "doomed": [token + 1 for token in PROMPT], "other": PROMPT[::-1]}
+SALT = "pepper"
 WARM_UP = list(range(200, 300))
+PATIENCE_SECONDS = 120.0
+PROBE_SECONDS = 5.0
+
+
+class Engine:
+    def __init__(self, directory: Path, config: Path, *, has_adapters: bool, events: int | None) -> None:
+        self.directory = directory
+        self._before = len(self._files())
+        self.computed = 0
+        self.answers: dict[str, Any] = {}
+        self._waited_for: set[Path] = set()
+        self._probes = itertools.count(1000)
+        self._adapter = LoRARequest("math", 1, str(directory / "adapter"))
+        endpoint = f"tcp://*:{events}"
+        publishing = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv@pod@model"
+        )
+        self.llm = make_llm(
+            directory / "model",
+            config,
+            dtype="bfloat16",
+            max_model_len=4096,
+            cpu_bytes=512 << 20,
+            engine={
+                **({"enable_lora": True, "max_lora_rank": 8} if has_adapters else {}),
+                **({} if events is None else {"kv_events_config": publishing}),
+            },
+            self_describing_kv_events=events is not None,
+            eviction_policy="lru",
+            offload_prompt_only=True,
+        )
+        ask(self.llm, [WARM_UP])
+
+    def ask(self, name: str, label: str) -> None:
+        started = time.perf_counter()
+        if name == "adapter":
+            (answer,) = ask(self.llm, [PROMPT], lora=self._adapter)
+        else:
+            (answer,) = ask(self.llm, [PROMPTS[name]], salt=SALT if name == "salted" else "")
+        self.answers[label] = {"seconds": round(time.perf_counter() - started, 3), **answer}
+        self.computed += (len(PROMPT) - answer["cached_tokens"]) // CHUNK_TOKENS
+
+    def reset(self) -> None:
+        assert self.llm.reset_prefix_cache()
+
+    def update(self) -> None:
+        self.blocks()
+        before = set((self.directory / "volume").iterdir())
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.directory / "updated")})
+        # The engine looks at its weights with the first step that computes, and has no directory until then.
+        self._probe(
+            lambda file: not before.intersection(file.parents), "the engine writes to a directory of its update"
+        )
+
+    def blocks(self) -> None:
+        wait_until(lambda: len(self._files()) >= self._before + self.computed, f"{self.computed} more blocks")
+        self._waited_for = self._files()
+
+    def damage(self) -> None:
+        before = self._waited_for
+        self.blocks()
+        for file in self._waited_for - before:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            file.write_bytes(content)
+
+    def rekey(self) -> None:
+        self.blocks()
+        (self.directory / contract.LIVE_FILE).write_text(contract.encode_live("ReadWrite", active_key="k2"))
+
+        def is_rekeyed(file: Path) -> bool:
+            header = decode_header(file.read_bytes())
+            return isinstance(header, Header) and header.seal.key_id == "k2"
+
+        self._probe(is_rekeyed, "the engine encrypts with the other key")
+
+    def _probe(self, is_right: Callable[[Path], bool], what: str) -> None:
+        """Ask for one more block, again and again, until one is written as it is to be."""
+
+        def is_written() -> bool:
+            before = self._files()
+            ask(self.llm, [[next(self._probes)] * (CHUNK_TOKENS + 1)])
+            deadline = time.monotonic() + PROBE_SECONDS
+            while not (found := self._files() - before) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.computed += len(found)
+            return any(is_right(file) for file in found)
+
+        wait_until(is_written, what)
+
+    def _files(self) -> set[Path]:
+        return set((self.directory / "volume").rglob("*.kvb"))
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
+        time.sleep(0.02)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--directory", type=Path, required=True, help="holds the model, and the volume")
+    parser.add_argument("--directory", type=Path, required=True, help="holds models, adapter, live settings and volume")
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
-    parser.add_argument("--blocks", type=int, default=0, help="wait until the volume has so many block files")
-    parser.add_argument("--salt", default="", help="cache salt of the prompts")
+    parser.add_argument("--adapters", action="store_true", help="take LoRA adapters")
     parser.add_argument("--events", type=int, help="port to publish KV events on")
-    parser.add_argument(
-        "asks",
-        nargs="+",
-        help="labels; 'reset' before one empties the GPU's cache, 'forget' the CPU tier too",
-    )
+    parser.add_argument("acts", nargs="+", help="see above")
     options = parser.parse_args()
-
-    endpoint = f"tcp://*:{options.events}"
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv@pod@model")
-    publishes = options.events is not None
-    llm = make_llm(
-        options.directory / "model",
-        options.config,
-        dtype="bfloat16",
-        max_model_len=4096,
-        cpu_bytes=512 << 20,
-        eviction_policy="lru",
-        offload_prompt_only=True,
-        engine={"kv_events_config": events} if publishes else None,
-        self_describing_kv_events=publishes,
-    )
-
-    def timed(prompt: list[int]) -> dict[str, Any]:
-        started = time.perf_counter()
-        (answer,) = ask(llm, [prompt], salt=options.salt)
-        return {"seconds": round(time.perf_counter() - started, 3), **answer}
-
-    timed(WARM_UP)
-    answers = {}
-    for label in options.asks:
-        if label in {"reset", "forget"}:
-            assert llm.reset_prefix_cache(reset_connector=label == "forget")
-            if label == "forget":
-                # The engine looks at its weights with the first step that computes, and reads nothing before.
-                timed(WARM_UP)
+    engine = Engine(options.directory, options.config, has_adapters=options.adapters, events=options.events)
+    for act in options.acts:
+        name, _, label = act.partition("=")
+        if name in PROMPTS or name == "adapter":
+            engine.ask(name, label or name)
         else:
-            answers[label] = timed(PROMPT)
-    deadline = time.monotonic() + 60
-    while len(list(options.directory.rglob("*.kvb"))) < options.blocks:
-        if time.monotonic() > deadline:
-            sys.exit(f"the volume has fewer than {options.blocks} blocks after a minute")
-        time.sleep(0.05)
-    tell({**answers, "metrics": read_metrics(llm)})
+            getattr(engine, name)()
+    tell({**engine.answers, "metrics": read_metrics(engine.llm)})
 
 
 if __name__ == "__main__":

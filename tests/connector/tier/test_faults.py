@@ -201,7 +201,7 @@ def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypat
 
     closing = threading.Thread(target=rig.tier.shutdown)
     closing.start()
-    closing.join(15)
+    closing.join(60)
     assert not closing.is_alive()
     assert fs.waiting == 2
     fs.open_gate()

@@ -20,7 +20,7 @@ from plain_http import PlainHttp
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture

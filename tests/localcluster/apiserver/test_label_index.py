@@ -16,7 +16,7 @@ def test_a_selector_finds_what_carries_the_label_now_and_nothing_else() -> None:
         def send(method: str, url: str, body: object = None, kind: str = "application/json") -> dict[str, Any]:
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(url, method=method, data=data, headers={"Content-Type": kind})
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 found: dict[str, Any] = json.load(response)
                 return found
 

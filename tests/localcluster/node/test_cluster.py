@@ -101,7 +101,7 @@ def test_leftovers_of_a_run_that_was_killed_with_its_launchers_end_at_the_next_s
         subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as stray,
         ClusterThread(ClusterSettings(data=tmp_path / "data")),
     ):
-        assert stray.wait(timeout=5) == -signal.SIGKILL
+        assert stray.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_a_second_cluster_on_the_same_data_is_refused(tmp_path: Path) -> None:
