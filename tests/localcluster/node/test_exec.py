@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 
 import ci_tools
@@ -20,11 +21,24 @@ def pod(bench: Bench) -> Bench:
     return bench
 
 
-def execute(bench: Bench, script: str, *words: str, pod: str = "web") -> subprocess.CompletedProcess[str]:
+def execute(
+    bench: Bench, script: str, *words: str, pod: str = "web", given: str | None = None
+) -> subprocess.CompletedProcess[str]:
     program = str(ci_tools.load("helm").binary("kubectl"))
     options = [f"--kubeconfig={bench.cluster.kubeconfig}", f"--namespace={bench.namespace}"]
-    command = [program, *options, "exec", pod, "--", "python3", "-c", script, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    command = [
+        program,
+        *options,
+        "exec",
+        pod,
+        *([] if given is None else ["-i"]),
+        "--",
+        "python3",
+        "-c",
+        script,
+        *words,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, input=given)
 
 
 def test_a_command_has_the_environment_and_the_volumes_of_its_container(pod: Bench) -> None:
@@ -38,6 +52,22 @@ def test_output_errors_and_the_exit_code_come_back_apart(pod: Bench) -> None:
     done = execute(pod, "import sys; sys.stderr.write('no'); print('x' * 300000); sys.exit(3)")
     assert (done.returncode, len(done.stdout)) == (3, 300001)
     assert done.stderr.splitlines() == ["nocommand terminated with exit code 3"]
+
+
+def test_a_command_reads_what_it_is_given_to_its_end(pod: Bench) -> None:
+    script = "import hashlib,sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"
+    text = "0123456789abcdef" * (1 << 17)
+    done = execute(pod, script, given=text)
+    assert (done.returncode, done.stdout.strip()) == (0, hashlib.sha256(text.encode()).hexdigest())
+
+
+def test_a_command_may_end_before_it_has_read_all(pod: Bench) -> None:
+    done = execute(pod, "import sys; print(sys.stdin.buffer.read(4)); sys.exit(3)", given="x" * (1 << 20))
+    assert (done.returncode, done.stdout) == (3, "b'xxxx'\n")
+
+
+def test_a_command_that_is_given_nothing_reads_nothing(pod: Bench) -> None:
+    assert execute(pod, "import sys; print(repr(sys.stdin.read()))").stdout == "''\n"
 
 
 def test_a_pod_that_is_not_there_is_told_of(pod: Bench) -> None:

@@ -18,7 +18,7 @@ and these attributes, on `ApiServer` and on `ApiServerThread.server`:
     faults             list of `fault(request) -> ApiError | None`, asked before each request is served
     audit              list of `AuditEntry` (method, path, query, user_agent, verb, target), one for each request
     pod_logs           `async (namespace, pod, container, tail) -> bytes`; what `kubectl logs` shows
-    pod_exec           `async (namespace, pod, container, command, send) -> int`; what `kubectl exec` does
+    pod_exec           `async (namespace, pod, container, command, send, given) -> int`; what `kubectl exec` does
 
 No controller runs in here but the garbage collector: Deployments stay without pods and claims unbound until someone
 works on them through the API. A pod that has a node or runs is deleted in two steps, as with a kubelet: DELETE sets its

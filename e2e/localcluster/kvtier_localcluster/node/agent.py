@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvtier_localcluster.informers import Change
 from kvtier_localcluster.kinds import (
@@ -59,18 +59,19 @@ class NodeAgent:
             self._end(uid, limit_seconds)
         await asyncio.gather(*self._ends.values(), *self._hurries, return_exceptions=True)
 
-    async def execute(
+    async def execute(  # noqa: PLR0913, PLR0917 - what kubectl exec names
         self,
         namespace: str,
         pod: str,
         container: str,
         command: list[str],
         send: Callable[[int, bytes], Awaitable[None]],
+        given: AsyncIterator[bytes] | None = None,
     ) -> int:
         """Run a command in a container of a pod of this node and return its exit code."""
         for runner in self._runners.values():
             if (runner.namespace, runner.name) == (namespace, pod):
-                return await runner.execute(container, command, send)
+                return await runner.execute(container, command, send, given)
         await send(2, f"pod {namespace}/{pod} does not run on this node".encode())
         return 1
 

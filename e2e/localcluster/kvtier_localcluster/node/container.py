@@ -291,18 +291,28 @@ class ContainerRunner:
             process.kill()
             await process.wait()
 
-    async def execute(self, command: list[str], send: Callable[[int, bytes], Awaitable[None]]) -> int:
+    async def execute(
+        self,
+        command: list[str],
+        send: Callable[[int, bytes], Awaitable[None]],
+        given: AsyncIterator[bytes] | None,
+    ) -> int:
         """Run a command inside the container and return its exit code; being cancelled ends the command."""
         try:
             launch = make_launch(self.container, self._services, command)
-            process = await ContainerProcess.start(launch, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
+            process = await ContainerProcess.start(
+                launch, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE, has_input=given is not None
+            )
         except (ConfigMissing, VolumeMissing, StartFailed, OSError) as problem:
             await send(2, str(problem).encode())
             return _START_ERROR_CODE
+        feeding = None if given is None else asyncio.create_task(process.feed(given))
         try:
             await process.pour(send)
             return await process.wait()
         finally:
+            if feeding is not None:
+                feeding.cancel()
             process.kill()
             await process.wait()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of one container's processes: starts the main one, and ends every other when that one ends.
 
-A program of its own, run as `python -I -S launcher.py` with a JSON order on its standard input; stdlib only. It
+A program of its own, run as `python -I -S launcher.py` with an order on its standard input (`encode`), after which
+comes what the main process is to read, if it is to read anything; stdlib only. It
 makes itself the subreaper of whatever the container starts, so that no daemon escapes; and the kernel tells it when
 the node dies, however it dies. It exits as the main process did (128 + signal where a signal ended that).
 
@@ -26,6 +27,7 @@ _CANNOT_START = 127
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MS_BIND = 4096
+_LENGTH_DIGITS = 8
 _HANDLED = (signal.SIGCHLD, signal.SIGTERM, END_NOW)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> int:
     """Run the container that standard input describes; return its exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-    order = json.load(sys.stdin)
+    order = json.loads(_read(int(_read(_LENGTH_DIGITS))))
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, END_NOW, 0, 0, 0)
     if os.getppid() != order["parent"]:
@@ -49,6 +51,23 @@ def main() -> int:
     status = _wait(main_pid)
     end_descendants()
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def encode(order: dict[str, Any]) -> bytes:
+    """Return an order as the launcher reads it: its length in decimal digits, and JSON."""
+    text = json.dumps(order).encode()
+    return b"%0*d" % (_LENGTH_DIGITS, len(text)) + text
+
+
+def _read(count: int) -> bytes:
+    """Read so many bytes, and not one of those that follow: they are for somebody else."""
+    content = b""
+    while len(content) < count:
+        piece = os.read(0, count - len(content))
+        if not piece:
+            sys.exit(_CANNOT_START)  # the node has died
+        content += piece
+    return content
 
 
 def descendants(root: int) -> set[int]:
@@ -104,7 +123,8 @@ def _become_container(order: dict[str, Any]) -> None:
         os.setsid()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if not order["input"]:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(order["directory"])
         os.execve(order["program"], order["command"], order["environment"])  # noqa: S606 - a program, no shell
     except OSError as problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
 from kvtier_localcluster.kinds import (
@@ -91,10 +91,16 @@ class PodRunner:
         for each in (*self._init, *self._containers):
             each.refresh()
 
-    async def execute(self, container: str, command: list[str], send: Callable[[int, bytes], Awaitable[None]]) -> int:
+    async def execute(
+        self,
+        container: str,
+        command: list[str],
+        send: Callable[[int, bytes], Awaitable[None]],
+        given: AsyncIterator[bytes] | None,
+    ) -> int:
         """Run a command in one of the containers and return its exit code."""
         runner = next(each for each in self._containers if each.state.name == container)
-        return await runner.execute(command, send)
+        return await runner.execute(command, send, given)
 
     async def end(self, grace_seconds: float) -> None:
         """End all containers; return when none of their processes is left. Calling again with less hurries."""

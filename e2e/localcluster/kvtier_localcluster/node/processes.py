@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -83,15 +82,24 @@ class ContainerProcess:
 
     @classmethod
     async def start(
-        cls, launch: Launch, output: int | IO[bytes], errors: int = asyncio.subprocess.STDOUT
+        cls,
+        launch: Launch,
+        output: int | IO[bytes],
+        errors: int = asyncio.subprocess.STDOUT,
+        *,
+        has_input: bool = False,
     ) -> ContainerProcess:
-        """Start the launcher, which starts the command; raises StartFailed where there is nothing to execute."""
+        """Start the launcher, which starts the command; raises StartFailed where there is nothing to execute.
+
+        A command that has input waits for `feed`.
+        """
         order = {
             "parent": os.getpid(),
             "program": launch.program(),
             "command": list(launch.command),
             "environment": dict(launch.environment),
             "directory": str(launch.directory),
+            "input": has_input,
             "binds": [(str(source), str(target)) for target, source in launch.binds.items()],
         }
         prefix = (namespace_prefix() or ()) if launch.binds else ()
@@ -105,10 +113,11 @@ class ContainerProcess:
             start_new_session=True,  # Ctrl-C in the terminal is for the cluster, which ends its pods in order
         )
         if process.stdin is not None:
-            process.stdin.write(json.dumps(order).encode())
+            process.stdin.write(launcher.encode(order))
             with contextlib.suppress(ConnectionError):  # it died at once: its exit status says so
                 await process.stdin.drain()
-            process.stdin.close()
+            if not has_input:
+                process.stdin.close()
         return cls(process)
 
     @property
@@ -133,6 +142,20 @@ class ContainerProcess:
                 await send(number, chunk)
 
         await asyncio.gather(pump(1, self._process.stdout), pump(2, self._process.stderr))
+
+    async def feed(self, pieces: AsyncIterator[bytes]) -> None:
+        """Give the command what it reads, to its end; only for a process started with input.
+
+        A command may end before it has read all: then the rest is for nobody.
+        """
+        stream = self._process.stdin
+        async for piece in pieces:
+            with contextlib.suppress(ConnectionError):
+                if stream is not None:
+                    stream.write(piece)
+                    await stream.drain()
+        if stream is not None:
+            stream.close()
 
     def terminate(self) -> None:
         """Ask the main process to end."""
