@@ -62,7 +62,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "pin": Verb(_VOLUME, "volume:pin", "keep a block and all before it; without a hash, list the pins"),
     "unpin": Verb(_VOLUME, "volume:unpin", "let a pinned block go again"),
     "gc": Verb(_VOLUME, "volume:gc", "do once, now, what the janitor does all the time"),
-    "clone": Verb(_VOLUME, "volume:clone", "copy a generation to another directory, verified block by block"),
+    "clone": Verb(_VOLUME, "transfer:clone", "copy a generation to another directory, verified block by block"),
     "export": Verb(_VOLUME, "transfer:export", "write a generation, or its hottest blocks, to a tar stream"),
     "import": Verb(_VOLUME, "transfer:import_", "read such a stream, and verify each block as it arrives"),
     "doctor": Verb(_CLUSTER, "doctor:doctor", "look whether a cluster has what kvtier needs"),

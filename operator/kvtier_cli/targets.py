@@ -26,7 +26,8 @@ from kvtier_operator.errors import ClusterUnavailable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MODULE: Final = "kvtier_connector.janitor.chores"
-_CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
+CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
+"""The janitor's document, in its pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ def cluster_options(function: Function) -> Function:
     return function
 
 
-def is_directory(target: str, where: Where) -> bool:
-    """Tell whether a word means a directory and not a tier.
+def is_directory(target: str, where: Where, *, may_be_new: bool = False) -> bool:
+    """Tell whether a word means a directory and not a tier; one that is to be made must have a slash.
 
     Raises:
         UsageError: it looks like a directory, and there is none.
@@ -77,6 +78,8 @@ def is_directory(target: str, where: Where) -> bool:
     if Path(target).is_dir():
         return True
     if "/" in target or target == ".":
+        if may_be_new:
+            return True
         raise click.UsageError(f"{target} is no directory; a tier is named without a slash, and its namespace by -n")
     return False
 
@@ -93,38 +96,56 @@ def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: T
         return chores.do(verb, Path(target), options, tell)
     if verb == "gc":
         # A tier's own limits, which are those of its janitor.
-        options = {"config": _CONFIG, **options}
-    return _do_in_pod(target, where, {"verb": verb, "config": _CONFIG, "options": options}, tell)
+        options = {"config": CONFIG, **options}
+    return _do_in_pod(target, where, {"verb": verb, "config": CONFIG, "options": options}, tell)
 
 
 def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> Outcome:
     pod = janitor_pod(tier, where)
-    answers: list[dict[str, Any]] = []
-    stray: list[str] = []
+    answers = Answers(tell)
+    command = ["python3", "-m", _MODULE, json.dumps(request)]
+    code, complaint = where.person.execute(pod, names.JANITOR_CONTAINER, command, answers.hear)
+    return answers.outcome(f"the janitor of {tier} ({pod['metadata']['name']})", code, complaint)
 
-    def on_line(line: str) -> None:
+
+class Answers:
+    """What a chore in a pod says, line by line: how far it is, and what came of it."""
+
+    def __init__(self, tell: Tell) -> None:
+        """Have heard nothing yet; `tell` is told how far it is."""
+        self._tell = tell
+        self._answers: list[dict[str, Any]] = []
+        self._stray: list[str] = []
+
+    def hear(self, line: str) -> None:
+        """Take a line."""
         try:
             answer = json.loads(line)
         except ValueError:
-            stray.append(line)
+            self._stray.append(line)
             return
         if "progress" in answer:
-            tell(*answer["progress"])
+            self._tell(*answer["progress"])
         else:
-            answers.append(answer)
+            self._answers.append(answer)
 
-    command = ["python3", "-m", _MODULE, json.dumps(request)]
-    code, complaint = where.person.execute(pod, names.JANITOR_CONTAINER, command, on_line)
-    if not answers:
-        said = " ".join([*stray, complaint]).strip()[-500:] or "nothing"
-        raise ClusterUnavailable(
-            f"the janitor of {tier} ({pod['metadata']['name']}) ended with {code} and said {said}; an image of another "
-            "release may not know this verb, and one that was killed may need more memory: spec.janitor.resources"
-        )
-    answer = answers[-1]
-    if "error" in answer:
-        raise ConfigInvalid(answer["error"])
-    return Outcome(answer["status"], answer["document"])
+    def outcome(self, who: str, code: int, complaint: str = "") -> Outcome:
+        """Return what came of it.
+
+        Raises:
+            ClusterUnavailable: it ended and did not say.
+            ConfigInvalid: it could not be done.
+        """
+        if not self._answers:
+            said = " ".join([*self._stray, complaint]).strip()[-500:] or "nothing"
+            raise ClusterUnavailable(
+                f"{who} ended with {code} and said {said}; an image of another release may not know this verb, and one "
+                "that was killed may need more memory: spec.janitor.resources"
+            )
+        answer = self._answers[-1]
+        if "error" in answer:
+            raise ConfigInvalid(answer["error"])
+        return Outcome(answer["status"], answer["document"])
 
 
 def janitor_pod(tier: str, where: Where) -> names.Manifest:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs ``export`` and ``import``: a generation as a tar stream, for another volume or another cluster."""
+"""The verbs ``export``, ``import`` and ``clone``: a generation goes to another volume, or to another cluster."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from kvtier_cli import answers, parameters
-from kvtier_connector.janitor import transfer
-from kvtier_connector.store.progress import counted, readable_size
+from kvtier_cli import answers, carrying, parameters, targets, volume_pages
+from kvtier_connector.janitor import chores
+from kvtier_connector.store.progress import Tell, counted, readable_size
 
 _STREAM = click.Path(dir_okay=False, allow_dash=True)
 _KEYS = click.Path(exists=True, file_okay=False)
@@ -19,50 +20,122 @@ _MOST_PROBLEMS = 20
 
 
 @click.command("export")
-@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("source", metavar="TIER|DIR")
 @click.argument("file", type=_STREAM)
 @click.option("--generation", help="which one, where there are several")
 @click.option("--hottest", type=parameters.BYTES, help="only so much of it, as 100Gi: what would be evicted last")
 @answers.output_option()
-def export(source: Path, file: str, *, generation: str | None, hottest: int | None, output: str) -> int:
-    """Write a generation of the tier in directory SOURCE to FILE, or to standard output (-), as a tar stream.
+@targets.cluster_options
+def export(source: str, file: str, *, generation: str | None, hottest: int | None, output: str, **cluster: str) -> int:
+    """Write a generation of a tier to FILE, or to standard output (-), as a tar stream.
 
-    Encrypted blocks stay encrypted. What is verified is what arrives: see import.
+    TIER is a tier's name, reached through its janitor; DIR a directory of a tier or of a generation. Encrypted blocks
+    stay encrypted. What is verified is what arrives: see import.
     """
+    end = _end(source, targets.Where(**cluster))
     if file == "-":
-        outcome = transfer.export(source, _nobody, to=sys.stdout.buffer, generation=generation, most_bytes=hottest)
+        outcome = end.export(sys.stdout.buffer, _nobody, generation=generation, most_bytes=hottest)
         click.echo(_exported(outcome.document), err=True, nl=False)
         return outcome.status
     if Path(file).exists():
         raise click.UsageError(f"{file} is there already: name another, or remove it")
+    end.find()
     with Path(file).open("wb") as stream, answers.progress() as tell:
-        outcome = transfer.export(source, tell, to=stream, generation=generation, most_bytes=hottest)
+        outcome = end.export(stream, tell, generation=generation, most_bytes=hottest)
     answers.show(outcome.document, output, lambda: _exported(outcome.document))
     return outcome.status
 
 
 @click.command("import")
 @click.argument("file", type=_STREAM)
-@click.argument("target", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("target", metavar="TIER|DIR")
 @click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks; without them only headers are verified")
 @answers.yes_option("write them")
 @answers.output_option()
-def import_(file: str, target: Path, *, keys_dir: str | None, yes: bool, output: str) -> int:
-    """Read FILE, or standard input (-), into the tier's directory TARGET, and verify each block as it arrives.
+@targets.cluster_options
+def import_(file: str, target: str, *, keys_dir: str | None, yes: bool, output: str, **cluster: str) -> int:
+    """Read FILE, or standard input (-), into a tier, and verify each block as it arrives.
 
+    TIER is a tier's name, reached through its janitor; DIR a tier's directory: one that is new is written with a slash.
     What is there already stays, so an import that was cut short is done again. Engines see the blocks when they start.
     Exit code 1: blocks were damaged, and were left out, or the stream was cut off.
     """
     if file != "-" and not Path(file).exists():
         raise click.UsageError(f"{file} is not there")
+    end = _end(target, targets.Where(**cluster), may_be_new=True)
     with _opened(file) as stream, answers.progress() as tell:
-        outcome = transfer.import_(target, tell, source=stream, keys_dir=keys_dir or "", yes=yes)
+        outcome = end.import_(stream, _of_file(stream, tell), keys_dir=keys_dir or "", yes=yes)
     answers.show(outcome.document, output, lambda: _imported(outcome.document))
     return outcome.status
 
 
+@click.command
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+@click.option("--generation", help="which one, where there are several")
+@click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks; without them only headers are verified")
+@click.option("--to-namespace", default="", help="namespace of TARGET  [default: that of SOURCE]")
+@click.option("--to-context", default="", help="context of TARGET  [default: that of SOURCE]")
+@click.option("--threads", type=click.IntRange(1, 64), default=8, show_default=True, help="files copied at once")
+@answers.yes_option("copy")
+@answers.output_option()
+@targets.cluster_options
+def clone(  # noqa: PLR0913 - options
+    source: str,
+    target: str,
+    *,
+    generation: str | None,
+    keys_dir: str | None,
+    to_namespace: str,
+    to_context: str,
+    threads: int,
+    yes: bool,
+    output: str,
+    **cluster: str,
+) -> int:
+    """Copy a generation from one tier to another, and verify each block as it arrives.
+
+    SOURCE and TARGET are names of tiers, reached through their janitors, or directories. What goes from or to a tier
+    passes through this machine, also without --yes. Between directories on one file system that can, copies share
+    their bytes; one that is new is written with a slash. What is there already stays, so a clone that was cut short
+    goes on. Engines see the blocks when they start. Exit code 1: blocks were damaged, and were left behind.
+    """
+    where = targets.Where(**cluster)
+    there = targets.Where(
+        namespace=to_namespace or where.namespace,
+        context=to_context or where.context,
+        kubeconfig=where.kubeconfig,
+    )
+    ends = _end(source, where), _end(target, there, may_be_new=True)
+    with answers.progress() as tell:
+        if all(end.is_directory for end in ends):
+            options = {"to": target, "generation": generation, "keys_dir": keys_dir or "", "yes": yes}
+            outcome = chores.do("clone", Path(source), {**options, "threads": threads}, tell)
+        else:
+            outcome = carrying.carry(*ends, tell, generation=generation, keys_dir=keys_dir or "", yes=yes)
+    page = volume_pages.PAGES["clone"] if all(end.is_directory for end in ends) else _imported
+    answers.show(outcome.document, output, lambda: page(outcome.document))
+    return outcome.status
+
+
+def _end(target: str, where: targets.Where, *, may_be_new: bool = False) -> carrying.End:
+    return carrying.End(target, where, targets.is_directory(target, where, may_be_new=may_be_new))
+
+
 def _opened(file: str) -> IO[bytes]:
     return sys.stdin.buffer if file == "-" else Path(file).open("rb")
+
+
+def _of_file(stream: IO[bytes], tell: Tell) -> Tell:
+    """Return one who is told of the share of a file that was read; of a pipe, nobody knows the length."""
+    if not stream.seekable():
+        return tell
+    size = os.fstat(stream.fileno()).st_size
+
+    def told(_share: float, blocks: int, count: int) -> None:
+        tell(min(1.0, stream.tell() / size) if size else 1.0, blocks, count)
+
+    return told
 
 
 def _nobody(_share: float, _blocks: int, _bytes: int) -> None:

@@ -179,23 +179,3 @@ def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any
         for name, option in _GC_OPTIONS.items():
             message = message.replace(f"{name}=", f"{option} ")
         raise ConfigInvalid(message) from error
-
-
-@click.command
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
-@click.argument("target", type=click.Path(file_okay=False))
-@click.option("--generation", help="which one, where there are several")
-@click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks; without them only headers are verified")
-@answers.yes_option("copy")
-@_threads(8)
-@answers.output_option()
-def clone(source: str, target: str, *, yes: bool, output: str, **options: Any) -> int:
-    """Copy a generation from one tier's directory to another's, and verify each block as it arrives.
-
-    SOURCE is a tier or a generation, TARGET a tier's directory, on this volume or another. What is there already stays,
-    so a clone that was cut short goes on. On one file system that can, copies share their bytes. Engines see the blocks
-    when they start. Exit code 1: blocks were damaged, and were left behind.
-    """
-    # Both are directories, whatever tiers there are of these names.
-    where = {"namespace": "", "context": "", "kubeconfig": ""}
-    return _do("clone", f"{source}/", where, output, {"to": target, "yes": yes, **options})

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TextIO
 
 from kvtier_connector.contract_janitor import decode
 from kvtier_connector.errors import ConfigInvalid, ConnectorError
@@ -92,8 +92,9 @@ def _directory(request: Mapping[str, Any]) -> Path:
 class Lines:
     """Writes JSON objects, one a line, and of progress no more than a few a second."""
 
-    def __init__(self) -> None:
-        """Write nothing yet."""
+    def __init__(self, to: TextIO | None = None) -> None:
+        """Write nothing yet; to standard output, unless told where."""
+        self._to = to or sys.stdout
         self._next = 0.0
 
     def tell(self, share: float, blocks: int, size: int) -> None:
@@ -104,8 +105,8 @@ class Lines:
 
     def write(self, document: Mapping[str, Any]) -> None:
         """Write a line, at once."""
-        sys.stdout.write(json.dumps(document) + "\n")
-        sys.stdout.flush()
+        self._to.write(json.dumps(document) + "\n")
+        self._to.flush()
 
 
 if __name__ == "__main__":

@@ -2,28 +2,24 @@
 """The chores ``export`` and ``import``: a generation as a stream of tar, and back, each block verified as it arrives.
 
 The stream begins with a description (`HEAD`), has the block files under their paths, and ends with a count (`END`): one
-that was cut off is recognised, and what came of it is kept. ``python3 -m kvtier_connector.janitor.transfer`` writes it
-to standard output and reads it from standard input, for pods: what it has to say goes to standard error.
+that was cut off is recognised, and what came of it is kept.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import re
-import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvtier_connector.contract_janitor import decode
-from kvtier_connector.errors import ConfigInvalid, ConnectorError, IdentityMismatch
+from kvtier_connector.errors import ConfigInvalid, IdentityMismatch
 from kvtier_connector.janitor.chores import Outcome
 from kvtier_connector.janitor.cloning import find_root
 from kvtier_connector.janitor.hottest import left_out
@@ -303,38 +299,3 @@ def _landing(path: Path, *, yes: bool) -> Iterator[_Landed]:
         landed = _Landed(fd)
         yield landed
         landed.judge()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments ask for, for the tier of the janitor's document."""
-    parser = argparse.ArgumentParser(prog="python3 -m kvtier_connector.janitor.transfer")
-    parser.add_argument("verb", choices=("export", "import"))
-    parser.add_argument("--config", type=Path, required=True, help="the janitor's document, which names the tier")
-    parser.add_argument("--generation")
-    parser.add_argument("--hottest", type=int, help="bytes, for export")
-    options = parser.parse_args(arguments)
-
-    def say(document: Mapping[str, Any]) -> None:
-        sys.stderr.write(json.dumps(document) + "\n")
-
-    try:
-        tier = Path(decode(options.config.read_text(encoding="utf-8")).tier_dir)
-        if options.verb == "export":
-            outcome = export(
-                tier, _quiet, to=sys.stdout.buffer, generation=options.generation, most_bytes=options.hottest
-            )
-        else:
-            outcome = import_(tier, _quiet, source=sys.stdin.buffer, yes=True)
-    except (ConnectorError, OSError) as error:
-        say({"status": 1, "error": str(error)})
-        return 1
-    say({"status": outcome.status, "document": outcome.document})
-    return outcome.status
-
-
-def _quiet(_share: float, _blocks: int, _bytes: int) -> None:
-    """Tell nobody."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -329,7 +329,7 @@ def test_pods_of_two_janitors_hand_it_over_through_a_pipe(engine: Engine, rig: R
         path.write_text(encode(JanitorConfig(tier=f"ns/{name}", tier_dir=str(tier_dir), current="aa")))
         return str(path)
 
-    module = [sys.executable, "-m", "kvtier_connector.janitor.transfer"]
+    module = [sys.executable, "-m", "kvtier_connector.janitor.piping"]
     blue = [
         *module,
         "export",
@@ -340,9 +340,9 @@ def test_pods_of_two_janitors_hand_it_over_through_a_pipe(engine: Engine, rig: R
         "--hottest",
         str(4 * BLOCK_BYTES),
     ]
-    green = [*module, "import", "--config", document("green", tmp_path / "green")]
+    green = [*module, "import", "--yes", "--config", document("green", tmp_path / "green")]
     with subprocess.Popen(blue, stdout=subprocess.PIPE) as source:
         done = subprocess.run(green, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert (source.returncode, done.returncode) == (0, 0)
-    assert json.loads(done.stderr)["document"]["blocks"] == 4 < len(list(engine.root.rglob("*.kvb")))
+    assert json.loads(done.stderr.splitlines()[-1])["document"]["blocks"] == 4 < len(list(engine.root.rglob("*.kvb")))
     assert check(tmp_path / "green/aa") == []
