@@ -104,14 +104,13 @@ class Keeper:
     def open(self) -> None:
         """Take over what an earlier janitor knew, if the volume has it."""
         with self._problems.trying("ledger"):
-            snapshot = load(self.ledger, Path(self._dir), fs=self._fs)
-            if snapshot is not None:
+            if (snapshot := load(self.ledger, Path(self._dir), fs=self._fs)) is not None:
+                self._pins = snapshot.pins or None
                 self._news = News(self._dir, self.ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
                 if 0 <= age_seconds < self.config.journal_age_seconds:
-                    place, unread = snapshot.place, snapshot.unread
-                    self._patrol.resume(walked_ns=snapshot.walked_ns, place=place, unread=unread)
+                    self._patrol.resume(snapshot.walked_ns, place=snapshot.place, unread=snapshot.unread)
                 self._saved_changes = self.ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -198,7 +197,7 @@ class Keeper:
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         with self._problems.trying("pins"):
-            self._pins = read_pins(Path(self._dir), fs=self._fs)
+            self._pins = read_pins(Path(self._dir), fs=self._fs, known=self._pins or {})
 
     def _listen(self, has_time: Callable[[], bool] = lambda: True) -> None:
         # A journal that cannot be read holds up nothing else.
@@ -334,6 +333,7 @@ class Keeper:
             patrol = self._patrol
             snapshot = Snapshot(
                 taken_ns=self._clock(),
+                pins=self._pins or {},
                 places=self._news.places(),
                 walked_ns=patrol.walked_ns,
                 place=patrol.place,

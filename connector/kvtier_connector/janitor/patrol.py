@@ -129,7 +129,7 @@ class Patrol:
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
         return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
 
-    def resume(self, *, walked_ns: int, place: Place | None, unread: Collection[tuple[str, str, str]]) -> None:
+    def resume(self, walked_ns: int, *, place: Place | None, unread: Collection[tuple[str, str, str]]) -> None:
         """Go on where an earlier process was, whose ledger this is."""
         self.walked_ns, self._resumed = walked_ns, place
         self.unread = {(generation, path): error for generation, path, error in unread}

@@ -12,6 +12,8 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem
@@ -21,6 +23,7 @@ from kvtier_connector.store.publishing import replacing, write_all
 PINS_FILE = "pins.json"
 """Name of the file, beside the generations of the tier."""
 MOST_PINS = 10_000
+_NONE: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 _MOST_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
@@ -44,17 +47,28 @@ def check_name(name: str) -> str:
     return name
 
 
-def read_pins(tier_dir: Path, *, fs: FileSystem = LOCAL) -> dict[str, bytes]:
+def read_pins(tier_dir: Path, *, fs: FileSystem = LOCAL, known: Mapping[str, bytes] = _NONE) -> dict[str, bytes]:
     """Return the hashes by name.
 
+    Args:
+        tier_dir: Where the file is.
+        fs: The system calls.
+        known: What it said before. A file that had pins and is gone is no empty list: file systems that spread files
+            over servers say so of all files of a server that is away.
+
     Raises:
-        ConfigInvalid: the file is no list of pins.
+        ConfigInvalid: the file is no list of pins, or gone.
         OSError: it cannot be read.
     """
     path = f"{tier_dir}/{PINS_FILE}"
     try:
         fd = fs.open(path, READ_FLAGS)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if known:
+            raise ConfigInvalid(
+                f"{path}: is gone, and {len(known)} pins of it hold on; to let them go, pin something anew with "
+                'kvtier pin, or write {"pins": {}}'
+            ) from error
         return {}
     try:
         buffer = memoryview(bytearray(_MOST_BYTES))

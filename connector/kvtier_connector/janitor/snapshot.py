@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
 from kvtier_connector.janitor.patrol import Place
+from kvtier_connector.janitor.pins import check_name, parse_hash
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
 from kvtier_connector.store.publishing import replacing, write_all
 
@@ -47,6 +49,8 @@ class Snapshot:
     """Where the walk after that was."""
     unread: Sequence[tuple[str, str, str]] = ()
     """Directories that could not be read: generation, path and why."""
+    pins: dict[str, bytes] = field(default_factory=dict)
+    """What was pinned when the list was last read."""
 
 
 def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) -> int:
@@ -65,6 +69,7 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
             "walked_ns": snapshot.walked_ns,
             "place": snapshot.place,
             "unread": list(snapshot.unread),
+            "pins": {name: pinned.hex() for name, pinned in snapshot.pins.items()},
             "places": {digest: dict(places) for digest, places in snapshot.places.items()},
         }
     ).encode()
@@ -115,12 +120,14 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
         snapshot = Snapshot(
             place=None if document["place"] is None else Place(*document["place"]),
             unread=[(generation, path, error) for generation, path, error in document["unread"]],
+            # The janitors before this one kept none.
+            pins={check_name(name): parse_hash(pinned) for name, pinned in document.get("pins", {}).items()},
             **{name: document[name] for name in ("taken_ns", "walked_ns", "places")},
         )
         known = {name: document[name] for name in ("generations", "tenants", "epoch")}
         if not _are_numbered(rows, known) or not _is_understood(snapshot):
             return None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigInvalid):
         # Whole, and yet nothing that a janitor wrote: others can write here too.
         return None
     ledger.restore(rows, **known)

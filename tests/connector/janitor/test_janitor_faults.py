@@ -18,7 +18,7 @@ from tier_dir import BLOCK_BYTES, Rig, key
 
 from kvtier_connector.janitor.brake import BrakeWriter
 from kvtier_connector.janitor.ledger import ROW, Ledger
-from kvtier_connector.janitor.pins import PINS_FILE
+from kvtier_connector.janitor.pins import PINS_FILE, write_pins
 from kvtier_connector.janitor.snapshot import LEDGER_FILE, load
 from kvtier_connector.store.check import check
 from kvtier_connector.store.fs import LOCAL
@@ -279,3 +279,21 @@ def test_a_ledger_with_something_of_another_type_is_none(tmp_path: Path, change:
 def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
     plant_ledger(tmp_path, json.dumps(EMPTY).encode(), bytes(ROW.itemsize))
     assert load(Ledger(), tmp_path, fs=LOCAL) is None
+
+
+def test_a_list_of_pins_that_vanishes_lets_nothing_go_not_even_at_a_restart(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(*range(5))
+    write_pins(rig.dir, {"system": key(2).hash})
+    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES)
+    rig.sweep(keeper)
+    keeper.close()
+    (rig.dir / "pins.json").unlink()
+    engine.put_chain(*range(5, 10))
+    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4)
+    assert "is gone, and 1 pins" in rig.sweep(keeper).problems[0]
+    assert engine.there(range(10)) == [0, 1, 2, 5]
+    write_pins(rig.dir, {})
+    keeper.close()
+    rig.sweep(rig.keeper(max_bytes=2 * BLOCK_BYTES))
+    assert len(engine.there(range(10))) <= 2
