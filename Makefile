@@ -38,6 +38,9 @@ test-backends: venv ## real engines with every connector that vLLM's CPU build c
 	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --out "$(DATA)/backends/cases.json"
 	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
 	    --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300 --must-hit
+	.venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --upgrade --only-binary=:all: \
+	    --target "$(DATA)/lmcache" lmcache==0.5.6 aiofile==3.12.3 caio==0.12.10 redis==8.1.0
+	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_backends.py -k lmcaches_own
 
 test-netfs: venv ## network file systems with servers that fail, and the store's suites on each (root; half an hour)
 	$(RUN) pytest tests/connector/netfs --timeout 300

@@ -3,25 +3,37 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from kvtier_operator import names
+from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
+from kvtier_operator.api.api_reference import CONDITIONS
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts import render
-from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.parts.applicable import not_applicable
+from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.plan import diff, make_unchecked_plan
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 READER = Path(__file__).with_name("vllm_reads.py")
 RELEASES = ("0.32.0", "0.33.0")
+
+VOLUME = {"VolumeBound", "ClaimShared", "StorageChecked"}
+JANITOR = {"DiskHealthy", "DiskWithinBudget", "JanitorHealthy"}
+OURS = {"SharedCacheVerified", "DiskEffective"}
 
 BOTH = {"role": "kv_both", "policy": "recompute"}
 CHILD = {"role": "kv_both", "policy": "fail"}
@@ -114,3 +126,214 @@ def test_nothing_of_the_document_is_lost_on_the_way(vllm_reads: dict[str, Any]) 
         found = answer["document"]
         assert found["kv_connector"] == written["kv_connector"]
         assert found["kv_connector_extra_config"] == written.get("kv_connector_extra_config", {})
+
+
+LMCACHE = {
+    "LMCACHE_CHUNK_SIZE": "512",
+    "LMCACHE_LOCAL_CPU": "True",
+    # Of each of two ranks.
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "32",
+    "LMCACHE_MAX_LOCAL_DISK_SIZE": "100",
+    "LMCACHE_LOCAL_DISK": "file:///var/cache/kvtier/",
+    "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
+    "LMCACHE_SAVE_DECODE_CACHE": "False",
+    "LMCACHE_REMOTE_SERDE": "naive",
+    "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def test_lmcache_gets_its_settings_by_environment() -> None:
+    assert LMCACHE.items() <= environment("lmcache").items()
+
+
+def test_a_password_reaches_lmcache_by_a_secret_and_stands_in_no_url() -> None:
+    env = environment("lmcache")
+    # LMCache logs the URL; the connector of this name reads the password from the environment.
+    assert env["LMCACHE_REMOTE_URL"] == "resp://redis.cache:6379"
+    assert env["LMCACHE_RESP_PASSWORD"] == {"secretKeyRef": {"name": "redis", "key": "password"}}
+    assert environment("lmcache-trial")["LMCACHE_REMOTE_URL"] == "redis://llama-redis.serving.svc:6379"
+
+
+def test_the_cache_server_is_told_what_to_hold_and_where_to_share() -> None:
+    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
+    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    words = shlex.split(extra["lmcache.mp.autostart.server_args"])
+    assert words[:3] == ["--l1-size-gb=32", "--eviction-policy=LRU", "--chunk-size=256"]
+    adapters = [json.loads(value) for flag, value in itertools.pairwise(words) if flag == "--l2-adapter"]
+    assert [adapter["type"] for adapter in adapters] == ["fs", "resp"]
+    assert "password" not in word
+
+
+@pytest.mark.parametrize(
+    ("case", "shm", "memory", "storage"),
+    [
+        # Of 64Gi, with 1Gi for NCCL and the message queues, and 16Gi of the engine itself.
+        ("vllm-offloading", "65Gi", "81Gi", None),
+        ("vllm-tiering", "65Gi", "81Gi", None),
+        ("simple-cpu", "1Gi", "81Gi", None),
+        # A file in the place of memory: of 500Gi on the node's disk.
+        ("simple-cpu-disk", "1Gi", "17Gi", 500),
+        ("lmcache", "1Gi", "81Gi", 200),
+        # LMCache passes blocks on through 8Gi of its own.
+        ("hybrid-lmcache", "65Gi", "89Gi", None),
+    ],
+)
+def test_memory_and_disk_hold_what_the_connector_takes(case: str, shm: str, memory: str, storage: int | None) -> None:
+    deployment = next(each for each in objects(case) if each["kind"] == "Deployment")
+    volumes = {each["name"]: each for each in deployment["spec"]["template"]["spec"]["volumes"]}
+    resources = engine(case)["resources"]
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == shm
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == memory
+    assert ("kvtier-offload" in volumes) == (storage is not None)
+    if storage is not None:
+        assert volumes["kvtier-offload"]["emptyDir"]["sizeLimit"] == f"{storage + 1}Gi"
+        assert quantity.parse_bytes(resources["requests"]["ephemeral-storage"]) >= storage << 30
+
+
+def test_only_who_needs_the_volume_mounts_it() -> None:
+    for case in (*CASES, *CHILDREN, "lmcache-processes"):
+        mounts = {each["name"] for each in engine(case)["volumeMounts"]}
+        assert ("blocks" in mounts) == (case in {"minimal", "vllm-tiering", "hybrid-nixl"}), case
+
+
+def tier(connector: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load((GOLDEN / "minimal" / "tier.yaml").read_text())
+    body["spec"] |= ({"connector": connector} if connector else {}) | more
+    return body
+
+
+def test_another_connector_is_another_generation_and_the_plan_says_so() -> None:
+    before, after = parse(tier()), parse(tier({"type": "VLLMTiering"}))
+    found = explain_edit(before, after, names.tier_ref(tier()), connector_image="connector:test")
+    assert [(each.field, each.is_new_generation) for each in found.changes] == [("spec.connector.type", True)]
+    (first, *_) = diff.warnings(found)
+    assert "starts an empty cache" in first
+    assert "spec.connector.type" in first
+
+
+def test_settings_that_change_no_block_keep_the_generation() -> None:
+    before = parse(tier({"type": "VLLMTiering"}))
+    after = parse(tier({"type": "VLLMTiering", "vllmTiering": {"readThreads": 64}}))
+    found = explain_edit(before, after, names.tier_ref(tier()), connector_image="connector:test")
+    assert not found.discards_cache
+    assert found.restarted_pods == 1
+
+
+@pytest.mark.parametrize(
+    ("connector", "kinds"),
+    [
+        ({"type": "SimpleCPU"}, {*VOLUME, *JANITOR, *OURS}),
+        ({"type": "VLLMTiering"}, OURS),
+        ({"type": "Bundled"}, set()),
+        ({"type": "Hybrid", "hybrid": {"nixl": {}}}, set()),
+        ({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}, JANITOR),
+    ],
+    ids=str,
+)
+def test_conditions_say_where_there_is_nothing_to_judge(connector: dict[str, Any], kinds: set[str]) -> None:
+    spec = parse(tier(connector))
+    said = {kind: not_applicable(kind, spec) for kind in CONDITIONS}
+    assert {kind for kind, problem in said.items() if problem is not None} == kinds
+    for problem in filter(None, said.values()):
+        assert (problem.reason, problem.is_known) == (Reason.NOT_APPLICABLE, False)
+        assert "spec.connector.type" in problem.message
+
+
+def test_a_tier_without_a_volume_is_whole() -> None:
+    body = tier({"type": "SimpleCPU"})
+    del body["spec"]["volume"]
+    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    assert {each["kind"] for each in made} == {
+        *("ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"),
+    }
+
+
+def test_a_small_redis_is_emptied_with_the_generation() -> None:
+    def pods(**more: Any) -> dict[str, Any]:
+        body = yaml.safe_load((GOLDEN / "lmcache-trial" / "tier.yaml").read_text())
+        body["spec"] |= more
+        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+        found = next(
+            each for each in made if each["metadata"]["name"] == "llama-redis" and each["kind"] == "Deployment"
+        )
+        return dict(found["spec"]["template"])
+
+    assert pods() == pods(replicas=5)
+    assert pods() != pods(hash={"seed": "7"})
+
+
+def test_mooncakes_own_class_reads_the_file() -> None:
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig  # noqa: PLC0415  takes seconds
+
+    config = next(each for each in objects("mooncake") if each["kind"] == "ConfigMap")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(config["data"]["mooncake.json"])
+        file.flush()
+        read = MooncakeStoreConfig.from_file(file.name)
+    assert read.master_server_address == "llama-mooncake.serving.svc:50051"
+    assert (read.mode, read.global_segment_size, read.local_buffer_size) == ("embedded", 32 << 30, 4 << 30)
+    assert environment("mooncake")["MOONCAKE_CONFIG_PATH"] == "/etc/kvtier/mooncake.json"
+
+
+ASK_LMCACHE = """
+import json, os, sys
+from lmcache.v1.config import LMCacheEngineConfig
+config = LMCacheEngineConfig.from_env()
+config.validate()
+names = ("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url",
+         "remote_serde", "save_decode_cache", "pre_caching_hash_algorithm")
+sys.stdout.write(json.dumps({name: getattr(config, name) for name in names}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="`make test-backends` brings LMCache along")
+@pytest.mark.parametrize("case", ["lmcache", "lmcache-trial", "hybrid-lmcache"])
+def test_lmcaches_own_class_reads_the_environment(case: str) -> None:
+    given = {name: value for name, value in environment(case).items() if isinstance(value, str)}
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK_LMCACHE],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **without(given, "PYTHONPATH"),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read = json.loads(answer.stdout.splitlines()[-1])
+    assert str(read["chunk_size"]) == given["LMCACHE_CHUNK_SIZE"]
+    assert read["max_local_cpu_size"] == float(given["LMCACHE_MAX_LOCAL_CPU_SIZE"])
+    assert (read["remote_url"], read["remote_serde"]) == (given["LMCACHE_REMOTE_URL"], "naive")
+    assert (read["local_cpu"], read["save_decode_cache"]) == (True, False)
+    assert read["pre_caching_hash_algorithm"] == "sha256_cbor"
+    if case == "lmcache":
+        assert (read["local_disk"], read["max_local_disk_size"]) == ("/var/cache/kvtier/", 100.0)
+
+
+def without(env: dict[str, str], name: str) -> dict[str, str]:
+    return {each: value for each, value in env.items() if each != name}
+
+
+ASK_LMCACHE_SERVER = """
+import json, sys
+from lmcache.integration.vllm.mp_server_launcher import MPServerAutostartConfig
+from lmcache.v1.multiprocess.http_server import parse_args
+extra = json.load(sys.stdin)
+made = MPServerAutostartConfig.from_extra_config(extra, extra["lmcache.mp.host"], extra["lmcache.mp.port"])
+sys.argv = ["http_server", *made.command()[3:]]
+parse_args()
+sys.stdout.write(json.dumps({"enabled": made.enabled, "host": made.host, "wait": made.wait_timeout}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="`make test-backends` brings LMCache along")
+def test_lmcaches_own_cache_server_reads_its_command_line() -> None:
+    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
+    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK_LMCACHE_SERVER], input=json.dumps(extra), capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert json.loads(answer.stdout.splitlines()[-1]) == {"enabled": True, "host": "localhost", "wait": 106.0}
