@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of code in the documentation is found, known for what it is, and tried as that.
+
+Commands are read by the program that they are for, and what is applied goes through the API server, dry, with the
+definition of KVCacheTier. A block of a kind that nobody knows fails, so that a new one is either tried or named here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ci_tools
+import click
+import pytest
+import yaml
+from definition import tier_definition
+
+from kvtier_cli.app import app
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator.api import crd
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
+TOOLS = r"kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eval|for"
+PROGRAM = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{TOOLS})(?:\s|$)")
+SEPARATORS = {"&&", "||", "|", ";", "|&"}
+METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")
+OUTPUT = (
+    *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "POD", "- nodes: "),
+    *("serving/llm: ", "/var/lib/kvtier/", "status:"),
+)
+"""How blocks begin that show what a command prints, below a line that is empty, or what lies on a volume."""
+SPEC = crd.definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+MINIMAL: dict[str, Any] = yaml.safe_load((ROOT / "crds" / "samples" / "minimal.yaml").read_text())
+
+ROOMY = {"volume": {"claim": {"size": "4Ti"}}}
+"""What a part of a spec is added to has room for its budget."""
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    text: str
+
+    @property
+    def first(self) -> str:
+        lines = [line for line in self.text.splitlines() if line.strip() and not line.startswith("#")]
+        return lines[0].removeprefix("$ ") if lines else ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.page}: {self.first[:50]}"
+
+
+def dedented(text: str) -> str:
+    lines = text.splitlines()
+    margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    return "\n".join(line[margin:] for line in lines) + "\n"
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = page.read_text()
+        for _, language, content in FENCE.findall(text):
+            yield Block(page.name, language, dedented(content))
+        for content in INDENTED.findall(FENCE.sub("", text)):
+            yield Block(page.name, "", dedented(content))
+
+
+def kind_of(block: Block) -> str:
+    """Return what a block is; empty for what nobody knows."""
+    if not block.language and re.search(r"[─│►]|-{8}", block.text):
+        return "picture"
+    if PROGRAM.match(block.first):
+        return "commands"
+    if block.first.startswith(OUTPUT):
+        return "output"
+    if block.first.startswith(('{"', '"kv_transfer_params"')):
+        return "request"
+    if METRIC.match(block.first):
+        return "query"
+    return "yaml" if block.language == "yaml" or fragment_of(block) is not None else ""
+
+
+def fragment_of(block: Block) -> dict[str, Any] | None:
+    """Return the part of a spec that a block shows, None if it shows none."""
+    try:
+        found = yaml.safe_load(block.text)
+    except yaml.YAMLError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    spec = found.get("spec", found)
+    return spec if isinstance(spec, dict) and spec and spec.keys() <= SPEC.keys() else None
+
+
+def merged(base: Any, change: Any) -> Any:
+    """Return what a merge patch makes of a document."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    result = {**base, **{name: merged(base.get(name), value) for name, value in change.items()}}
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def simple_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a line, as a shell would, without what is set before it."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="&|;")
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word not in SEPARATORS:
+            words.append(word)
+            continue
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+        words = []
+
+
+def commands(*program: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the page and the words of each command that begins like this."""
+    for block in BLOCKS:
+        if kind_of(block) != "commands":
+            continue
+        joined = re.sub(r"\\\n\s*", " ", block.text)
+        # What is quoted may go on in the next line.
+        joined = re.sub(r"'[^']*'", lambda quoted: re.sub(r"\n\s*", " ", quoted[0]), joined)
+        for line in joined.splitlines():
+            text = line.strip().removeprefix("$ ")
+            if not PROGRAM.match(text):
+                continue  # what the command before it prints
+            for words in simple_commands(text):
+                if tuple(words[: len(program)]) == program:
+                    yield block.page, words
+
+
+def inline() -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of kvtier that stand in a sentence."""
+    for page in PAGES:
+        for line in re.findall(r"`(?:kubectl )?kvtier ([a-z][^`]*)`", FENCE.sub("", page.read_text())):
+            if "…" not in line:
+                yield page.name, ["kvtier", *shlex.split(line)]
+
+
+BLOCKS = list(blocks())
+
+
+def as_params(found: Iterable[tuple[str, list[str]]]) -> list[Any]:
+    return [pytest.param(words, id=f"{page}: {' '.join(words)[:60]}") for page, words in found]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.id)
+def test_a_block_is_of_a_kind_that_is_tried_or_named(block: Block) -> None:
+    assert kind_of(block), "a block of code that nobody tries: let this module know what it is"
+
+
+def parse(words: list[str]) -> None:
+    """Have the command read its arguments, and do nothing.
+
+    Raises:
+        UsageError: it does not take them.
+    """
+    command: click.Command = app
+    context = click.Context(app, info_name="kvtier")
+    while isinstance(command, click.Group):
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    try:
+        command.make_context(command.name, list(words), parent=context.parent)
+    except click.exceptions.Exit:
+        return  # --help
+    except click.MissingParameter:
+        raise
+    except click.BadParameter as refusal:
+        # A file of the reader's, not of ours; options, values and the number of words are right.
+        if "does not exist" not in refusal.message:
+            raise
+
+
+@pytest.mark.parametrize(
+    "words", as_params([*commands("kvtier"), *((page, words[1:]) for page, words in commands("kubectl", "kvtier"))])
+)
+def test_a_command_line_is_taken_by_the_command(words: list[str]) -> None:
+    parse(words[1:])
+
+
+@pytest.mark.parametrize("words", as_params(inline()))
+def test_a_command_that_a_sentence_names_is_taken_as_far_as_it_goes(words: list[str]) -> None:
+    try:
+        parse(words[1:])
+    except click.MissingParameter:
+        pass
+    except click.BadOptionUsage as refusal:
+        assert "requires an argument" in refusal.message, refusal.message  # noqa: PT017 - it may say something else
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """kubectl, for an API server that knows KVCacheTiers."""
+    place = tmp_path_factory.mktemp("docs")
+    with ApiServerThread() as api:
+        api.create(tier_definition())
+        kubectl = (str(ci_tools.load("helm").binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
+        yield kubectl
+
+
+def apply(server: tuple[str, ...], *words: str, document: Mapping[str, Any] | None = None) -> None:
+    done = subprocess.run(
+        [*server, "apply", "--dry-run=server", *words],
+        input=None if document is None else json.dumps(document),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if kind_of(block) == "yaml"], ids=lambda block: block.id)
+def test_yaml_is_taken_by_the_api_server(block: Block, server: tuple[str, ...]) -> None:
+    for found in yaml.safe_load_all(block.text):
+        if "apiVersion" in found:
+            apply(server, "-f", "-", document=found)
+        else:
+            spec = fragment_of(block) or {}
+            if not spec.keys() >= {"model", "cpu", "volume"}:
+                spec = merged(merged(MINIMAL["spec"], ROOMY), spec)
+            apply(server, "-f", "-", document={**MINIMAL, "spec": spec})
+
+
+@pytest.mark.parametrize("words", as_params(commands("kubectl", "apply")))
+def test_a_file_that_is_applied_is_taken_by_the_api_server(words: list[str], server: tuple[str, ...]) -> None:
+    file = words[words.index("-f") + 1]
+    if (ROOT / file).exists():
+        apply(server, *words[2:])
+    else:
+        assert "/" not in file or "://" in file, "a file of this repository that is not there"
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in commands("kubectl", "patch", "kvt")}))
+def test_patches_leave_a_tier_that_the_api_server_takes(page: str, server: tuple[str, ...]) -> None:
+    document = copy.deepcopy(MINIMAL)
+    for where, words in commands("kubectl", "patch", "kvt"):
+        if where == page:
+            assert "--type=merge" in words
+            document = merged(document, json.loads(words[words.index("-p") + 1]))
+            apply(server, "-f", "-", document=document)
