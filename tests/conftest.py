@@ -38,7 +38,7 @@ LIVE = {
     "kubectl",
     "processes",
 }
-LIVE |= {"rigs", "server", "spawn", "target", "tiers", "vllm_flags"}
+LIVE |= {"rigs", "spawn", "target", "tiers", "vllm_flags"}
 """Fixtures that start servers, processes and mounts, or ask vLLM."""
 
 LIVE_PLACES = {"demo", "e2e", "kind", "node", "test_command.py", "test_crash.py", "test_faults_run.py", "test_image.py"}

@@ -206,18 +206,17 @@ def test_a_command_that_a_sentence_names_is_taken_as_far_as_it_goes(words: list[
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """kubectl, for an API server that knows KVCacheTiers."""
     place = tmp_path_factory.mktemp("docs")
     with ApiServerThread() as api:
         api.create(tier_definition())
-        kubectl = (str(ci_tools.load("helm").binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
-        yield kubectl
+        yield (str(ci_tools.load("helm").binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
 
 
-def apply(server: tuple[str, ...], *words: str, document: Mapping[str, Any] | None = None) -> None:
+def apply(kubectl: tuple[str, ...], *words: str, document: Mapping[str, Any] | None = None) -> None:
     done = subprocess.run(
-        [*server, "apply", "--dry-run=server", *words],
+        [*kubectl, "apply", "--dry-run=server", *words],
         input=None if document is None else json.dumps(document),
         capture_output=True,
         text=True,
@@ -229,31 +228,31 @@ def apply(server: tuple[str, ...], *words: str, document: Mapping[str, Any] | No
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if kind_of(block) == "yaml"], ids=lambda block: block.id)
-def test_yaml_is_taken_by_the_api_server(block: Block, server: tuple[str, ...]) -> None:
+def test_yaml_is_taken_by_the_api_server(block: Block, kubectl: tuple[str, ...]) -> None:
     for found in yaml.safe_load_all(block.text):
         if "apiVersion" in found:
-            apply(server, "-f", "-", document=found)
+            apply(kubectl, "-f", "-", document=found)
         else:
             spec = fragment_of(block) or {}
             if not spec.keys() >= {"model", "cpu", "volume"}:
                 spec = merged(merged(MINIMAL["spec"], ROOMY), spec)
-            apply(server, "-f", "-", document={**MINIMAL, "spec": spec})
+            apply(kubectl, "-f", "-", document={**MINIMAL, "spec": spec})
 
 
 @pytest.mark.parametrize("words", as_params(commands("kubectl", "apply")))
-def test_a_file_that_is_applied_is_taken_by_the_api_server(words: list[str], server: tuple[str, ...]) -> None:
+def test_a_file_that_is_applied_is_taken_by_the_api_server(words: list[str], kubectl: tuple[str, ...]) -> None:
     file = words[words.index("-f") + 1]
     if (ROOT / file).exists():
-        apply(server, *words[2:])
+        apply(kubectl, *words[2:])
     else:
         assert "/" not in file or "://" in file, "a file of this repository that is not there"
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in commands("kubectl", "patch", "kvt")}))
-def test_patches_leave_a_tier_that_the_api_server_takes(page: str, server: tuple[str, ...]) -> None:
+def test_patches_leave_a_tier_that_the_api_server_takes(page: str, kubectl: tuple[str, ...]) -> None:
     document = copy.deepcopy(MINIMAL)
     for where, words in commands("kubectl", "patch", "kvt"):
         if where == page:
             assert "--type=merge" in words
             document = merged(document, json.loads(words[words.index("-p") + 1]))
-            apply(server, "-f", "-", document=document)
+            apply(kubectl, "-f", "-", document=document)
