@@ -34,6 +34,7 @@ TOOLS = r"kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eva
 PROGRAM = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{TOOLS})(?:\s|$)")
 SEPARATORS = {"&&", "||", "|", ";", "|&"}
 METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")
+FLAG = "--kv-transfer-config="
 OUTPUT = (
     *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "POD", "- nodes: "),
     *("serving/llm: ", "/var/lib/kvtier/", "status:"),
@@ -86,6 +87,8 @@ def kind_of(block: Block) -> str:
         return "output"
     if block.first.startswith(('{"', '"kv_transfer_params"')):
         return "request"
+    if block.first.startswith(FLAG):
+        return "flags"
     if METRIC.match(block.first):
         return "query"
     return "yaml" if block.language == "yaml" or fragment_of(block) is not None else ""
@@ -193,6 +196,14 @@ def parse(words: list[str]) -> None:
 )
 def test_a_command_line_is_taken_by_the_command(words: list[str]) -> None:
     parse(words[1:])
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if kind_of(block) == "flags"], ids=lambda block: block.id)
+def test_a_configuration_of_vllm_names_a_connector_that_a_tier_can_have(block: Block) -> None:
+    document, _ = json.JSONDecoder().raw_decode(block.text.replace("\n", "").removeprefix(FLAG))
+    rendered = (ROOT / "tests" / "operator" / "golden").rglob("expected.yaml")
+    assert document["kv_role"] == "kv_both"
+    assert any(f'"kv_connector":"{document["kv_connector"]}"' in path.read_text() for path in rendered)
 
 
 @pytest.mark.parametrize("words", as_params(inline()))
