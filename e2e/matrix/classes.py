@@ -155,6 +155,13 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
         needs="vLLM's LLaVA imports torchvision, which goes with the CUDA builds of PyTorch and is not installed here",
     ),
     ModelClass(
+        name="picture_first",
+        title="A picture before the prompt (PaliGemma): the same text with another picture misses",
+        shape=shapes.PALIGEMMA,
+        spec=_SMALL,
+        asks="image",
+    ),
+    ModelClass(
         name="ngram",
         title="Speculation by n-grams",
         shape=shapes.LLAMA,

@@ -37,6 +37,8 @@ ADAPTER_SECONDS: Final = 2.0
 """By how much the tier distrusts clocks."""
 
 _UNLIKE = 99.0
+_PICTURE_FIRST: Final = frozenset({"paligemma"})
+"""Models before whose prompt vLLM puts the picture by itself."""
 _KEPT: Final = ("--prefix-cache-retention-interval", "--long-prefill-token-threshold")
 _READ = "vllm:kvtier_disk_read_blocks"
 _EXTERNAL = "vllm:external_prefix_cache_hits"
@@ -159,8 +161,9 @@ def _asked(model: ModelClass, prompts: Sequence[tuple[int, ...]]) -> list[Reques
         names = (*model.loras, "")
         made = [replace(each, lora=names[number % len(names)]) for number, each in enumerate(made)]
     if model.asks == "image":
+        mark = () if model.shape["model_type"] in _PICTURE_FIRST else (PICTURE_TOKEN,)
         made = [
-            replace(each, tokens=(PICTURE_TOKEN, *each.tokens), image=number // asking.PROMPTS_A_STEM)
+            replace(each, tokens=(*mark, *each.tokens), image=number // asking.PROMPTS_A_STEM)
             for number, each in enumerate(made)
         ]
     return made

@@ -53,6 +53,33 @@ LLAVA: Final[Shape] = {
     "vision_feature_select_strategy": "default",
 }
 
+PALIGEMMA: Final[Shape] = {
+    "model_type": "paligemma",
+    "text_config": {
+        "model_type": "gemma",
+        **_DENSE,
+        "initializer_range": 0.08,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": PICTURE_SIDE,
+        "patch_size": 14,
+        "projection_dim": _DENSE["hidden_size"],
+        "vision_use_head": False,
+    },
+    "image_token_index": PICTURE_TOKEN,
+    "projection_dim": _DENSE["hidden_size"],
+    "hidden_size": _DENSE["hidden_size"],
+    "tie_word_embeddings": True,
+}
+"""vLLM puts the tokens of the picture before the prompt."""
+
 GQA: Final[Shape] = {"model_type": "qwen3", **_DENSE, "num_key_value_heads": 2}
 
 MLA: Final[Shape] = {

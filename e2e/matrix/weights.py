@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix.shapes import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
+from e2e.matrix.shapes import PICTURE_SIDE, VOCABULARY, Shape
 
 SEED = 20240607
 LORA_RANK: Final = 8
@@ -37,7 +37,7 @@ def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
     if "num_nextn_predict_layers" in shape:
         _add_next_layer(directory, shape)
     if "vision_config" in shape:
-        _write_processor(directory)
+        _write_processor(directory, shape)
     stamp.write_text(mark)
 
 
@@ -128,25 +128,36 @@ def _add_next_layer(directory: Path, shape: Shape) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def _write_processor(directory: Path) -> None:
+def _write_processor(directory: Path, shape: Shape) -> None:
     """Write what makes pictures and words into what the model takes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+    from transformers import (
+        CLIPImageProcessor,
+        LlavaProcessor,
+        PaliGemmaProcessor,
+        PreTrainedTokenizerFast,
+        SiglipImageProcessor,
+    )
 
     marks = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
-    picture = {"image_token": "<image>"}
-    special = dict(zip((*marks.values(), *picture.values()), range(PICTURE_TOKEN + 1), strict=True))
-    words = {**special, **{f"t{number}": number for number in range(len(special), VOCABULARY)}}
+    picture, bos = {"image_token": "<image>"}, {"bos_token": "<s>"}
+    special = [*marks.values(), *picture.values(), *bos.values(), "\n"]
+    words = {name: number for number, name in enumerate(special)}
+    words |= {f"t{number}": number for number in range(len(special), VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, marks["unk_token"]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks
+        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks, **bos
     )
-    pictures = CLIPImageProcessor(
-        size={"shortest_edge": PICTURE_SIDE}, crop_size={"height": PICTURE_SIDE, "width": PICTURE_SIDE}
-    )
+    side = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    if shape["model_type"] == "paligemma":
+        count = (PICTURE_SIDE // int(shape["vision_config"]["patch_size"])) ** 2
+        PaliGemmaProcessor(
+            image_processor=SiglipImageProcessor(size=side, image_seq_length=count), tokenizer=tokenizer
+        ).save_pretrained(directory)
+        return
     LlavaProcessor(
-        image_processor=pictures,
+        image_processor=CLIPImageProcessor(size={"shortest_edge": PICTURE_SIDE}, crop_size=side),
         tokenizer=tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",

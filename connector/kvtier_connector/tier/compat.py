@@ -287,6 +287,11 @@ _OF_THE_WORKER = (
         read=("_load_jobs", "kv_cache_config", "spec", "vllm_config"),
     ),
     Reliance(
+        f"{_OFFLOAD}.cpu.spec:CPUOffloadingSpec",
+        overridden=("get_worker(kv_caches)",),
+        read=("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "blocks_per_chunk", "config"),
+    ),
+    Reliance(
         f"{_OFFLOAD}.base:OffloadingWorker",
         overridden=(
             "submit_store(job_id, src_spec, dst_spec)",
