@@ -25,13 +25,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="run nothing: write docs/models.md from the rows")
     parser.add_argument("--jobs", type=int, default=0, help="classes at a time, into one file; 0 for one by one")
     parser.add_argument("--seconds", type=float, default=330.0, help="with --jobs, after which what runs is ended")
-    parser.add_argument("--take", type=Path, help="run nothing: keep the rows of a file that --jobs has written")
+    parser.add_argument("--take", type=Path, help="run nothing: keep and judge the rows of a file that --jobs wrote")
     options = parser.parse_args()
     if options.write:
         page.write()
         return
     if options.take:
-        page.keep(json.loads(options.take.read_text()), options.results)
+        from e2e.matrix.proof import verdict
+
+        rows = json.loads(options.take.read_text())
+        page.keep(
+            {name: {**row, **({"verdict": verdict(row)} if "prompts" in row else {})} for name, row in rows.items()}
+        )
         return
     unknown = set(options.classes) - {each.name for each in CLASSES}
     if unknown:

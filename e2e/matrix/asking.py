@@ -51,6 +51,22 @@ def prompts(vocabulary: int) -> list[tuple[int, ...]]:
     return made
 
 
+def cut(made: Sequence[tuple[int, ...]], *, chunk: int, block: int, spare: int) -> list[tuple[int, ...]]:
+    """Cut prompts so that a cache of small blocks finds as much of each as one of large chunks.
+
+    Args:
+        made: the prompts.
+        chunk: tokens of a chunk.
+        block: tokens of a block; some remain behind the last chunk, at most a block of them.
+        spare: tokens more, for an engine that computes the last block of a hit again.
+    """
+    lengths = [(len(each) - 1) // chunk * chunk + 1 + (len(each) - 1) % block for each in made]
+    return [
+        each[:length] + each[length - chunk : length - chunk + spare]
+        for each, length in zip(made, lengths, strict=True)
+    ]
+
+
 def sharing(vocabulary: int, length: int) -> list[tuple[int, ...]]:
     """Return four prompts that have two thirds in common."""
     common = tokens(length * 2 // 3, vocabulary, seed=900)

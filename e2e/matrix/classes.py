@@ -14,6 +14,7 @@ from e2e.matrix import shapes
 from e2e.matrix.shapes import Shape
 
 CHUNK_TOKENS: Final = 128
+GPU_BLOCK_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,12 @@ class ModelClass:
     name: str
     title: str
     shape: Shape
+    gpu_shape: Shape | None = None
+    """What is run on a GPU instead."""
     args: tuple[str, ...] = ()
     """Flags of both engines."""
+    gpu_args: tuple[str, ...] = ()
+    """Flags beside those, on a GPU."""
     reader_args: tuple[str, ...] = ()
     """Flags of the engine that reads, beside those."""
     spec: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +59,11 @@ class ModelClass:
     needs: str = ""
     """What the CPU build lacks for it; empty where it runs."""
 
+    @property
+    def is_eagle(self) -> bool:
+        """Whether vLLM computes the last block of a hit again: what drafts looks at what the model computed there."""
+        return self.draft_method == "eagle" or any('"method":"mtp"' in flag for flag in self.args)
+
 
 def _chunks(tokens: int) -> Mapping[str, Any]:
     return {"disk": {"blockTokens": tokens, "admission": {"costAware": False}}}
@@ -62,22 +72,30 @@ def _chunks(tokens: int) -> Mapping[str, Any]:
 _SMALL: Final = _chunks(CHUNK_TOKENS)
 _CANONICAL: Final = {"disk": {**_SMALL["disk"], "canonicalLayout": True}}
 _SMALL_STEPS: Final = ("--max-num-batched-tokens=160", "--max-num-seqs=16")
+_NO_FLASHINFER: Final = ("--gdn-prefill-backend=triton",)
 _STATES: Final[dict[str, Any]] = {"pair_tokens": 3600}
 """Longer than a step."""
 
 CLASSES: Final[tuple[ModelClass, ...]] = (
     ModelClass(name="dense", title="Dense (Llama)", shape=shapes.LLAMA, spec=_SMALL),
     ModelClass(name="gqa", title="Grouped-query attention (Qwen3)", shape=shapes.GQA, spec=_SMALL),
-    ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, spec=_SMALL),
+    ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, gpu_shape=shapes.MLA_ON_GPU, spec=_SMALL),
     ModelClass(name="moe", title="Mixture of experts (Qwen3-MoE)", shape=shapes.MOE, spec=_SMALL),
     ModelClass(name="gemma3", title="Sliding window (Gemma-3)", shape=shapes.GEMMA_3, spec=_SMALL),
     ModelClass(name="gpt_oss", title="Sliding window and attention sinks (gpt-oss)", shape=shapes.GPT_OSS, spec=_SMALL),
-    ModelClass(name="qwen3_next", title="Gated delta net (Qwen3-Next)", shape=shapes.QWEN3_NEXT, **_STATES),
+    ModelClass(
+        name="qwen3_next",
+        title="Gated delta net (Qwen3-Next)",
+        shape=shapes.QWEN3_NEXT,
+        gpu_args=_NO_FLASHINFER,
+        **_STATES,
+    ),
     ModelClass(
         name="qwen3_next_steps",
         title="Qwen3-Next, `--max-num-batched-tokens=2048` in `engine.args`",
         shape=shapes.QWEN3_NEXT,
         args=("--max-num-batched-tokens=2048",),
+        gpu_args=_NO_FLASHINFER,
         **_STATES,
     ),
     *(
@@ -86,6 +104,7 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
             title=f"{title}, windows and states as vLLM keeps them by itself",
             shape=shape,
             args=("--prefix-cache-retention-interval=0",),
+            gpu_args=_NO_FLASHINFER if shape is shapes.QWEN3_NEXT else (),
             is_plain=True,
             **more,
         )
@@ -156,8 +175,8 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ),
     ModelClass(
         name="picture_first",
-        title="A picture before the prompt (PaliGemma): the same text with another picture misses",
-        shape=shapes.PALIGEMMA,
+        title="A picture before the prompt (BLIP-2): the same text with another picture misses",
+        shape=shapes.BLIP_2,
         spec=_SMALL,
         asks="image",
     ),

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from e2e.matrix import asking, one_engine, rendering, weights
 from e2e.matrix.asking import Request
-from e2e.matrix.classes import ModelClass
+from e2e.matrix.classes import CHUNK_TOKENS, GPU_BLOCK_TOKENS, ModelClass
 from e2e.matrix.one_engine import ANSWER_TOKENS, Pace
 from e2e.matrix.rendering import Rendered
 from e2e.matrix.shapes import PICTURE_TOKEN, VOCABULARY
@@ -37,7 +37,7 @@ ADAPTER_SECONDS: Final = 2.0
 """By how much the tier distrusts clocks."""
 
 _UNLIKE = 99.0
-_PICTURE_FIRST: Final = frozenset({"paligemma"})
+_PICTURE_FIRST: Final = frozenset({"blip-2"})
 """Models before whose prompt vLLM puts the picture by itself."""
 _KEPT: Final = ("--prefix-cache-retention-interval", "--long-prefill-token-threshold")
 _READ = "vllm:kvtier_disk_read_blocks"
@@ -51,10 +51,10 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
         return {"verdict": "not run", "message": model.needs}
     directory = work / (model.of or model.name)
     place = work / "weights" / (model.of or model.name)
-    weights.write(place, model.shape)
+    weights.write(place, model.shape if device == "cpu" or model.gpu_shape is None else model.gpu_shape)
     for number, name in enumerate(model.loras):
         weights.write_lora(_adapter(directory, name), model.shape, seed=number)
-    args = [*model.args, *_drafting(model, work)]
+    args = [*model.args, *(() if device == "cpu" else model.gpu_args), *_drafting(model, work)]
     try:
         writer, reader = (
             rendering.with_ranks(rendering.render(tier_spec(model, place, device, (*args, *more)), directory), ranks)
@@ -62,7 +62,11 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
         )
     except SpecInvalid as error:
         return {"verdict": "refused", "by": "the operator", "message": str(error)}
-    prompts = _asked(model, asking.prompts(VOCABULARY))
+    made_up = asking.prompts(VOCABULARY)
+    if device != "cpu":
+        spare = GPU_BLOCK_TOKENS if model.is_eagle else 0
+        made_up = asking.cut(made_up, chunk=CHUNK_TOKENS, block=GPU_BLOCK_TOKENS, spare=spare)
+    prompts = _asked(model, made_up)
     first, *later = _asked(model, asking.sharing(VOCABULARY, model.pair_tokens))
     later = [replace(each, lora=first.lora, image=first.image) for each in later]
     twins = _asked(model, asking.twins(VOCABULARY))
@@ -232,10 +236,15 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
         "prompt_tokens": sum(lengths),
         "block_tokens": made["block_tokens"],
         "same_tokens": sum(one["tokens"] == other["tokens"] for one, other in both),
-        # Ranks add up in another order, so where two tokens are as good as each other either may come first.
-        "ties": sum(are_other_ranks and is_tie(one, other) for one, other in both),
+        # In another order of adding up, of two tokens that are as good as each other either may come first.
+        "ties": sum(
+            (are_other_ranks or one["cached_tokens"] != other["cached_tokens"]) and is_tie(one, other)
+            for one, other in both
+        ),
         "alike": len(alike),
-        "alike_difference": max((difference(*pair) for pair in alike), default=0.0),
+        "alike_difference": max(
+            (difference(*pair) if pair[0]["tokens"] == pair[1]["tokens"] else _UNLIKE for pair in alike), default=0.0
+        ),
         "largest_difference": round(max(difference(*pair) for pair in both), 6),
         "recompute_difference": round(max(map(difference, cold, gpu)), 6),
         "twins_difference": difference(*made["answers"]["twins"]),
@@ -263,14 +272,14 @@ def verdict(row: Mapping[str, Any]) -> str:
     # Where every bit is compared, any difference that another beginning makes would show.
     if row["twins_difference"] <= (SEEN if row["alike"] == row["prompts"] else TOLERANCE):
         return "blind: the answers do not depend on the prefix"
-    if (
-        row["same_tokens"] + row["ties"] < row["prompts"]
-        or row["alike_difference"]
-        or row["largest_difference"] > TOLERANCE
-    ):
-        return "wrong answers"
     if row["stranger_blocks"]:
         return "wrong answers: blocks were read for another identity"
+    if row["alike_difference"]:
+        return "wrong answers"
+    # What an engine's own hit differs from computing by, with no volume in it, is what rounding makes of this model.
+    rounding = max(TOLERANCE, min(row["recompute_difference"], 2 * TOLERANCE))
+    if row["same_tokens"] + row["ties"] < row["prompts"] or row["largest_difference"] > rounding:
+        return "undecided" if row["alike"] else "wrong answers"
     return "works" if row["disk_blocks"] and row["external_tokens"] else "works without disk"
 
 

@@ -53,30 +53,44 @@ LLAVA: Final[Shape] = {
     "vision_feature_select_strategy": "default",
 }
 
-PALIGEMMA: Final[Shape] = {
-    "model_type": "paligemma",
+BLIP_2: Final[Shape] = {
+    "model_type": "blip-2",
     "text_config": {
-        "model_type": "gemma",
-        **_DENSE,
-        "initializer_range": 0.08,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
+        "model_type": "opt",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "ffn_dim": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": LONGEST_PROMPT,
+        "init_std": 0.08,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
     },
     "vision_config": {
-        "model_type": "siglip_vision_model",
+        "model_type": "blip_2_vision_model",
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "image_size": PICTURE_SIDE,
         "patch_size": 14,
-        "projection_dim": _DENSE["hidden_size"],
-        "vision_use_head": False,
+        "initializer_range": 0.08,
     },
+    "qformer_config": {
+        "model_type": "blip_2_qformer",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "encoder_hidden_size": 64,
+        "initializer_range": 0.08,
+    },
+    "num_query_tokens": 16,
     "image_token_index": PICTURE_TOKEN,
-    "projection_dim": _DENSE["hidden_size"],
-    "hidden_size": _DENSE["hidden_size"],
-    "tie_word_embeddings": True,
 }
 """vLLM puts the tokens of the picture before the prompt."""
 
@@ -102,6 +116,9 @@ MLA: Final[Shape] = {
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
 }
+
+MLA_ON_GPU: Final[Shape] = {**MLA, "qk_nope_head_dim": 128, "v_head_dim": 128}
+"""The kernels of vLLM's CUDA build take the heads of DeepSeek's own models only."""
 
 MOE: Final[Shape] = {
     "model_type": "qwen3_moe",

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix.shapes import PICTURE_SIDE, VOCABULARY, Shape
+from e2e.matrix.shapes import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
 
 SEED = 20240607
 LORA_RANK: Final = 8
@@ -36,6 +36,8 @@ def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
     model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
     if "num_nextn_predict_layers" in shape:
         _add_next_layer(directory, shape)
+    if shape["model_type"] == "llava":
+        _name_tower(directory)
     if "vision_config" in shape:
         _write_processor(directory, shape)
     stamp.write_text(mark)
@@ -128,32 +130,42 @@ def _add_next_layer(directory: Path, shape: Shape) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def _name_tower(directory: Path) -> None:
+    """Name the weights that look at pictures as published models do, which vLLM loads."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tower, inner = "vision_tower.", "vision_tower.vision_model."
+    held = {name if inner in name else name.replace(tower, inner): value for name, value in load_file(path).items()}
+    save_file(held, path, metadata={"format": "pt"})
+
+
 def _write_processor(directory: Path, shape: Shape) -> None:
     """Write what makes pictures and words into what the model takes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
+        Blip2Processor,
+        BlipImageProcessor,
         CLIPImageProcessor,
         LlavaProcessor,
-        PaliGemmaProcessor,
         PreTrainedTokenizerFast,
-        SiglipImageProcessor,
     )
 
     marks = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
-    picture, bos = {"image_token": "<image>"}, {"bos_token": "<s>"}
-    special = [*marks.values(), *picture.values(), *bos.values(), "\n"]
-    words = {name: number for number, name in enumerate(special)}
-    words |= {f"t{number}": number for number in range(len(special), VOCABULARY)}
+    picture = {"image_token": "<image>"}
+    special = dict(zip((*marks.values(), *picture.values()), range(PICTURE_TOKEN + 1), strict=True))
+    words = {**special, **{f"t{number}": number for number in range(len(special), VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, marks["unk_token"]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks, **bos
+        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks
     )
     side = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
-    if shape["model_type"] == "paligemma":
-        count = (PICTURE_SIDE // int(shape["vision_config"]["patch_size"])) ** 2
-        PaliGemmaProcessor(
-            image_processor=SiglipImageProcessor(size=side, image_seq_length=count), tokenizer=tokenizer
+    if shape["model_type"] == "blip-2":
+        Blip2Processor(
+            image_processor=BlipImageProcessor(size=side),
+            tokenizer=tokenizer,
+            num_query_tokens=shape["num_query_tokens"],
         ).save_pretrained(directory)
         return
     LlavaProcessor(

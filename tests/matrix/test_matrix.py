@@ -122,15 +122,38 @@ def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 
-def test_a_class_that_one_device_lacks_is_shown_as_the_other_one_has_run_it(tmp_path: Path) -> None:
+def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> None:
     ran = {**judge(MODEL, *run()), "vllm": "0.32.0"}
     there = {"verdict": "not run", "message": "needs 2 GPUs", "vllm": "0.32.0", "device": "cuda"}
     page.keep({"dense": {**ran, "device": "cpu"}, "gqa": {**ran, "device": "cuda"}}, tmp_path)
     page.keep({"dense": there}, tmp_path)
-    page.keep({"gqa": {**there, "device": "cpu"}}, tmp_path)
-    lines = [line for line in page.text(tmp_path).splitlines() if line.startswith(("| Dense (Llama)", "| Grouped"))]
-    assert [line.split("|")[2].strip() for line in lines[:2]] == ["works", "works"]
-    assert [line.split("|")[-2].strip() for line in lines[:2]] == ["cpu, vLLM 0.32.0", "H200, vLLM 0.32.0"]
+    here, _, on_gpu = page.text(tmp_path).partition("## On one")
+    assert "| Dense (Llama) | works |" in here
+    assert "| Grouped-query attention (Qwen3) | not run yet |" in here
+    assert "| Grouped-query attention (Qwen3) | works | 2 of 2 |" in on_gpu
+    assert "| Dense (Llama)" not in on_gpu
+    assert "needs 2 GPUs" not in on_gpu
+
+
+def test_answers_that_differ_where_less_was_cached_decide_nothing_unless_both_tokens_are_as_good() -> None:
+    made, found = run()
+    made["answers"]["gpu"][1]["logprobs"][0] = {"3": -1.0, "6": -1.1}
+    other = {**answer(6, 9, cached=0), "logprobs": [{"3": -1.1, "6": -1.0}, {"9": -7.0}]}
+    found["answers"]["disk"][1] = other
+    row = judge(MODEL, made, found)
+    assert (row["verdict"], row["ties"]) == ("works", 1)
+    other["logprobs"][0] = {"3": -1.9, "6": -1.0}
+    assert judge(MODEL, made, found)["verdict"] == "undecided"
+    found["answers"]["disk"][0] = answer(1, 2, logprob=-1.001)
+    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
+
+
+@pytest.mark.parametrize("spare", [0, 16])
+def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare: int) -> None:
+    prompts = asking.cut(asking.prompts(VOCABULARY), chunk=128, block=16, spare=spare)
+    assert len({len(prompt) for prompt in prompts}) > 20
+    for prompt in prompts:
+        assert (len(prompt) - 1) // 16 * 16 - spare == (len(prompt) - 1) // 128 * 128
 
 
 @pytest.mark.parametrize("path", sorted(page.RESULTS.rglob("*.json")), ids=lambda path: path.stem)
