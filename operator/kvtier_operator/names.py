@@ -58,6 +58,7 @@ JANITOR_CONTAINER: Final = "janitor"
 WARM_CONTAINER: Final = "warm"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
+REDIS_CHECK_CONTAINER: Final = "kvtier-redis-check"
 HTTP_PORT: Final = 8000
 REDIS_PORT: Final = 6379
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it

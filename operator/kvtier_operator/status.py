@@ -64,7 +64,7 @@ class Transition:
 def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
     told = {
-        each.kind: not_applicable(each.kind, view.spec)
+        each.kind: not_applicable(each.kind, view.spec, view.snapshot)
         or _as_growth(each.judge(view, previous), is_growing=serving.is_growing(view, previous))
         for part in PARTS
         for each in part.conditions
@@ -149,6 +149,8 @@ def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     tiers = disk.tiers(look)
     if found is not None:
         return {"tiers": tiers, "generations": found}
+    if len(tiers) == 1:
+        return {"tiers": tiers}
     known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)
     return {"tiers": [tiers[0], known or tiers[1]] if look.spec.janitor.enabled else tiers}
 

@@ -25,6 +25,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
+from kvtier_operator.snapshot import Container, Engines, Pod, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -238,6 +239,36 @@ def test_conditions_say_where_there_is_nothing_to_judge(connector: dict[str, Any
     for problem in filter(None, said.values()):
         assert (problem.reason, problem.is_known) == (Reason.NOT_APPLICABLE, False)
         assert "spec.connector.type" in problem.message
+
+
+def pod_with(message: str) -> Snapshot:
+    check = Container(name=names.REDIS_CHECK_CONTAINER, image="c", exit_code=0, exit_message=message)
+    pod = Pod(
+        name="llama-engine-0",
+        phase="Running",
+        is_ready=True,
+        is_terminating=False,
+        is_scheduled=True,
+        scheduling_message="",
+        config_digest="",
+        hash_seed="0",
+        hash_algorithm="sha256_cbor",
+        containers=(check,),
+    )
+    return Snapshot(tier=names.tier_ref(tier()), claim=None, engines=Engines(), pods=(pod,), live={})
+
+
+def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
+    spec = parse(tier({"type": "LMCache", "lmcache": {"redis": {"url": "redis://redis.cache:6379"}}}))
+    told = not_applicable("SharedCacheVerified", spec, pod_with('{"problem": "Connection refused"}'))
+    assert told is not None
+    assert (told.reason, told.is_known) == (Reason.STORE_UNREACHABLE, False)
+    for part in ("llama-engine-0", "Connection refused", "spec.connector.lmcache.redis", "kvtier.dev/restart"):
+        assert part in told.message
+    for silent in ('{"problem": ""}', "", "what else", "[]"):
+        found = not_applicable("SharedCacheVerified", spec, pod_with(silent))
+        assert found is not None
+        assert found.reason is Reason.NOT_APPLICABLE
 
 
 def test_a_tier_without_a_volume_is_whole() -> None:

@@ -26,6 +26,7 @@ class Reason(enum.Enum):
 
     READY = "Ready", "Every engine serves and shares the volume."
     NOT_CHECKED = "NotChecked", "Something that stands before this check already failed."
+    STORE_UNREACHABLE = "StoreUnreachable", "Engines found no Redis when they started, and serve without it."
     NOT_APPLICABLE = "NotApplicable", "The connector of the tier leaves nothing to judge here."
     BOUND = "Bound", "The claim is bound."
     FITS = "Fits", "Every engine found a node with room for it."

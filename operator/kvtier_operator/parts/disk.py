@@ -212,13 +212,16 @@ HEALTHY: Final = _unless_awaited(
 def tiers(look: Look) -> list[dict[str, Any]]:
     """Return ``status.tiers``: how much each tier can hold and, as far as somebody counted, what it does hold."""
     usage, limit = _counted(look.snapshot.janitor), look.spec.disk.budget.max_bytes
+    memory: dict[str, Any] = {"name": "cpu", "capacityBytes": look.sizing.cpu_bytes}
+    if not look.spec.connector.uses_volume:
+        return [memory]
     capacity = limit or (usage.volume_bytes if usage is not None else 0)
     disk: dict[str, Any] = {"name": "disk", **({"capacityBytes": capacity} if capacity else {})}
     if usage is not None:
         disk |= {"usedBytes": usage.used_bytes, "blocks": usage.blocks}
         if capacity:
             disk["used"] = f"{round(100 * usage.used_bytes / capacity)}%"
-    return [{"name": "cpu", "capacityBytes": look.sizing.cpu_bytes}, disk]
+    return [memory, disk]
 
 
 def generations(look: Look, *, current: str) -> list[dict[str, Any]] | None:

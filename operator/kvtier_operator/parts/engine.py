@@ -169,6 +169,7 @@ def _pod(plan: TierPlan) -> Manifest:
         **ours,
         "initContainers": [
             *([_install_container(plan)] if _has_install(plan, rendered) else []),
+            *rendered.init,
             *(pod_settings.of_user(each) for each in template.init_containers),
         ],
         "containers": [_engine_container(plan, rendered, containers.of_engine(template.containers)), *beside],

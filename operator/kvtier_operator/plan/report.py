@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from kvtier_operator import quantity
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
-from kvtier_operator.plan import TierPlan, diff
+from kvtier_operator.plan import TierPlan, backends, diff
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, Sizing
 from kvtier_operator.quantity import show_bytes
@@ -119,7 +119,10 @@ def _tiers(plan: TierPlan, capacity: Capacity) -> Iterable[Row]:
     share = f"{spec.cpu.fraction} of {show_bytes(plan.decisions.node_bytes)}" if plan.decisions.node_bytes else ""
     each = f" for each of {sizing.engines_per_pod} engine cores" if sizing.engines_per_pod > 1 else ""
     said = f"spec.cpu.fraction: {share}" if share else "spec.cpu.size"
-    yield "host memory of one engine", show_bytes(sizing.cpu_bytes), _tokens(capacity.cpu_tokens), said + each
+    where = "file on the node's disk" if spec.connector.is_on_node_disk else "host memory of one engine"
+    yield where, show_bytes(plan.decisions.cpu_bytes), _tokens(capacity.cpu_tokens), said + each
+    if not spec.connector.uses_volume:
+        return
     budget = "spec.disk.budget.maxBytes" if spec.disk.budget.max_bytes is not None else "size of the claim"
     yield "volume, shared by all", _bytes_or_unknown(capacity.disk_bytes), _tokens(capacity.disk_tokens), budget
 
@@ -127,16 +130,19 @@ def _tiers(plan: TierPlan, capacity: Capacity) -> Iterable[Row]:
 def _pod(plan: TierPlan) -> Iterable[Row]:
     spec, sizing = plan.spec, plan.sizing
     engines = sizing.engines_per_pod
-    shared = f"{show_bytes(sizing.cpu_bytes)} CPU tier + {show_bytes(sizing.shm_overhead_bytes // engines)} of vLLM"
+    is_in_shm = backends.is_in_shm(spec.connector)
+    tier = f"{show_bytes(sizing.cpu_bytes)} CPU tier + " if is_in_shm else ""
+    shared = f"{tier}{show_bytes(sizing.shm_overhead_bytes // engines)} of vLLM"
     starting = (
         f"{sizing.startup_base_seconds} s + {sizing.startup_pin_seconds} s ({show_bytes(engines * sizing.cpu_bytes)} "
         f"pinned at {PIN_BYTES_PER_SECOND // GIB} GiB/s) + {sizing.startup_load_seconds} s ({_weights(plan)} loaded at "
         f"{LOAD_BYTES_PER_SECOND / GIB:g} GiB/s)"
     )
     yield "shared memory", show_bytes(sizing.shm_bytes), "", shared if engines == 1 else f"{engines} x ({shared})"
+    pinned = "" if is_in_shm else f"+ {show_bytes(engines * sizing.cpu_bytes)} CPU tier "
     memory = (
         f"{show_bytes(sizing.engine_memory_bytes)} spec.engine.memory + {show_bytes(sizing.shm_bytes)} shared memory "
-        f"+ {show_bytes(sizing.mover_bytes)} to move blocks"
+        f"{pinned}+ {show_bytes(sizing.mover_bytes)} to move blocks"
     )
     yield "memory, request = limit", show_bytes(sizing.memory_bytes), "", memory
     yield _storage(plan)
@@ -155,12 +161,14 @@ def _storage(plan: TierPlan) -> Row:
     asked = plan.spec.engine.ephemeral_bytes
     if asked is not None:
         return "node's disk, limit", show_bytes(asked), "", "spec.engine.ephemeralStorage"
-    weights = "" if plan.sizing.ephemeral_bytes == SCRATCH_BYTES else f" + {_weights(plan)} of weights"
+    files = plan.sizing.engines_per_pod * backends.file_bytes(plan.spec.connector, plan.decisions.cpu_bytes)
+    weights = "" if plan.sizing.ephemeral_bytes == SCRATCH_BYTES + files else f" + {_weights(plan)} of weights"
+    blocks = f" + {show_bytes(files)} of blocks" if files else ""
     return (
         "node's disk, request",
         show_bytes(plan.sizing.ephemeral_bytes),
         "",
-        f"{show_bytes(SCRATCH_BYTES)} caches and logs{weights}",
+        f"{show_bytes(SCRATCH_BYTES)} caches and logs{weights}{blocks}",
     )
 
 

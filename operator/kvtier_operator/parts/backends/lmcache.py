@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvtier_operator import names
 from kvtier_operator.api.connector_spec import LMCache, LMCacheRedis, Nixl, VLLMOffloading
 from kvtier_operator.names import Manifest
+from kvtier_operator.parts import pod_settings
 from kvtier_operator.parts.backends import native
 from kvtier_operator.parts.backends.rendered import (
     BOTH,
@@ -56,7 +58,7 @@ def hybrid(plan: TierPlan) -> Rendered:
     behind = _in_process(plan, settings.lmcache, memory_bytes=settings.lmcache_bytes)
     first = native.offloading_connector(plan, settings.vllm_offloading or VLLMOffloading())
     children = [first, connector("LMCacheConnectorV1")]
-    return Rendered(transfer=multi(*children), env=behind.env, volumes=behind.volumes, mounts=behind.mounts)
+    return replace(behind, transfer=multi(*children))
 
 
 def _in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int) -> Rendered:
@@ -82,7 +84,13 @@ def _in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int) -> Rend
         ]
     if settings.redis is not None:
         env += _remote(plan, settings, settings.redis)
-    return Rendered(transfer=alone_(connector("LMCacheConnectorV1")), env=tuple(env), volumes=volumes, mounts=mounts)
+    return Rendered(
+        transfer=alone_(connector("LMCacheConnectorV1")),
+        env=tuple(env),
+        volumes=volumes,
+        mounts=mounts,
+        init=_redis_check(plan, settings),
+    )
 
 
 def _remote(plan: TierPlan, settings: LMCache, redis: LMCacheRedis) -> list[Manifest]:
@@ -96,6 +104,27 @@ def _remote(plan: TierPlan, settings: LMCache, redis: LMCacheRedis) -> list[Mani
         variable("LMCACHE_REMOTE_SERDE", settings.serde),
         _password(redis),
     ]
+
+
+def _redis_check(plan: TierPlan, settings: LMCache) -> tuple[Manifest, ...]:
+    """Return what asks the Redis whether it answers: LMCache says so in its log alone."""
+    if settings.redis is None:
+        return ()
+    url = redis_url(plan, settings.redis)
+    container = {
+        "name": names.REDIS_CHECK_CONTAINER,
+        "image": plan.connector_image,
+        "command": ["python3", "-m", "kvtier_connector.redis_check"],
+        "args": [f"--url={url}", f"--result={_RESULT_FILE}"],
+        **({} if settings.redis.password_secret_ref is None else {"env": [_password(settings.redis)]}),
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}},
+        "terminationMessagePath": _RESULT_FILE,
+        "securityContext": pod_settings.hardened(),
+    }
+    return (container,)
+
+
+_RESULT_FILE: Final = "/dev/termination-log"
 
 
 def _password(redis: LMCacheRedis) -> Manifest:
@@ -141,7 +170,11 @@ def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:
         **({} if plan.spec.cpu.offload_prompt_only else {"lmcache.mp.save_decode_cache": True}),
     }
     return Rendered(
-        transfer=alone_(connector("LMCacheMPConnector", extra)), env=tuple(env), volumes=volumes, mounts=mounts
+        transfer=alone_(connector("LMCacheMPConnector", extra)),
+        env=tuple(env),
+        volumes=volumes,
+        mounts=mounts,
+        init=_redis_check(plan, settings),
     )
 
 

@@ -32,6 +32,8 @@ class Rendered:
     mounts: tuple[Manifest, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     """Entries of the ConfigMap beside those of kvtier's own connector."""
+    init: tuple[Manifest, ...] = ()
+    """Containers that run before the engine."""
     needs_package: bool = False
     """Whether the engine imports a module of kvtier's package."""
 
