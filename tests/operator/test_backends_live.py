@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier that changes its connector: what stands, what goes, what stays, and what its status says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fake_cluster import FakeCluster
+from test_reconcile import condition, run
+from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, pod, ready_deployment, tier
+
+from kvtier_operator.names import ObjectKey
+
+REDIS = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-redis")
+
+
+def serving(cluster: FakeCluster) -> None:
+    """Let the engines of the tier serve."""
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    for name in ("a", "b"):
+        cluster.put(pod(name, template))
+
+
+def change(cluster: FakeCluster, **spec: Any) -> None:
+    cluster.edit(TIER_KEY, {"spec": spec})
+
+
+def generation(cluster: FakeCluster) -> str:
+    return str(cluster.look(TIER_KEY)["status"]["generation"]["current"])
+
+
+def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    before = generation(cluster)
+    assert JANITOR in cluster.existing()
+    change(cluster, connector={"type": "SimpleCPU"})
+    run(cluster)
+    assert CLAIM in cluster.existing()
+    assert not {JANITOR, LEASE} & cluster.existing()
+    assert generation(cluster) != before
+    volume = condition(cluster, "VolumeBound")
+    assert (volume["status"], volume["reason"]) == ("Unknown", "NotApplicable")
+    assert "spec.volume is kept and not mounted" in volume["message"]
+    assert [each["name"] for each in cluster.look(TIER_KEY)["status"]["tiers"]] == ["cpu"]
+    change(cluster, connector={"type": "Bundled"})
+    run(cluster)
+    assert JANITOR in cluster.existing()
+    assert generation(cluster) == before
+
+
+def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
+    cluster = FakeCluster(tier(connector={"type": "VLLMOffloading"}, volume=None))
+    run(cluster)
+    assert CLAIM not in cluster.existing()
+    serving(cluster)
+    run(cluster)
+    ready = condition(cluster, "Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "Ready")
+    assert condition(cluster, "SharedCacheVerified")["reason"] == "NotApplicable"
+
+
+def test_a_claim_of_the_user_that_is_not_there_is_not_missed_where_nobody_mounts_it() -> None:
+    cluster = FakeCluster(tier(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None}))
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+
+
+def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -> None:
+    cluster = FakeCluster(tier(connector={"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}, volume=None))
+    outcome = run(cluster)
+    assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
+    service = cluster.look(ObjectKey(api_version="v1", kind="Service", name="llama-redis"))
+    assert service["metadata"]["namespace"] == NAMESPACE
+    change(cluster, connector={"type": "VLLMOffloading", "lmcache": None})
+    run(cluster)
+    assert REDIS not in cluster.existing()
+
+
+def test_vllms_own_files_get_a_janitor_that_knows_them() -> None:
+    cluster = FakeCluster(tier(connector={"type": "VLLMTiering"}))
+    run(cluster)
+    assert JANITOR in cluster.existing()
+    told = cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))["data"]["janitor.json"]
+    assert '"layout": "vllm-fs"' in told
+    assert condition(cluster, "JanitorHealthy")["reason"] != "NotApplicable"
