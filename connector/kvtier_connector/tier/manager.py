@@ -88,7 +88,8 @@ class KVTierManager(TieringOffloadingManager):
         count = 0
         unknown: OffloadKey | None = None
         # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
-        is_plain = not (request.is_pending or request.is_mixed or (request.verdict and not request.verdict.may_load))
+        is_early = request.is_pending or request.is_mixed or self.volume.is_doubting
+        is_plain = not (is_early or (request.verdict and not request.verdict.may_load))
         fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.volume.knower(request)
         for key in keys:
             if is_plain:

@@ -161,9 +161,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
         ended, self._ended = self._ended, {}
-        # A step that computes nothing may lie before the update for which the caches were reset.
-        is_asking = self.manager.volume.is_doubting and self._found is None and scheduler_output.num_scheduled_tokens
-        if is_asking:
+        # A step that computes nothing, and holds nothing back, may lie before the update for which all was reset.
+        is_due = scheduler_output.num_scheduled_tokens or self._waits
+        if is_asking := self.manager.volume.is_doubting and self._found is None and bool(is_due):
             self._question += 1
             self._found = {}
         question = self._question if is_asking else 0

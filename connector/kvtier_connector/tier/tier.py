@@ -218,15 +218,18 @@ class SharedVolumeTier(SecondaryTierManager):
         return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
 
     def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
-        """Say whether a chunk of the request waits until its adapter is known; `is_asking` tells of it, too."""
-        if is_pending := request.is_pending:
+        """Say whether a chunk of the request waits until its adapter or the weights are known, as `is_asking` tells."""
+        if is_early := self._is_early(request):
             self._unread[key] = request
-        return is_pending
+        return is_early
 
     def is_asking(self, key: OffloadKey) -> bool:
         """Say whether it is not known yet whether there is the chunk."""
         request = self._unread.get(key)
-        return key in self._asked or (request is not None and request.is_pending)
+        return key in self._asked or (request is not None and self._is_early(request))
+
+    def _is_early(self, request: TierRequest) -> bool:
+        return request.is_pending or (self.is_doubting and request.read_refusal is None)
 
     def count_computed(self, cause: str, chunks: int) -> None:
         """Count chunks that the volume has and that are computed all the same."""
@@ -295,7 +298,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._send_probes()
         self.hinted.pass_on(self._transfers, self._store, self.row_bytes)
-        self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
+        self._unread = {key: request for key, request in self._unread.items() if self._is_early(request)}
         self.admission.end_step()
         for request in context.new_req_ids:
             self.admission.begin_compute(request)

@@ -2,10 +2,11 @@
 """Which weights a running engine has: a digest of every one of them, and what follows when they may have been replaced.
 
 vLLM tells a connector no more than that all caches are reset, before the weights are replaced: in an update, a reload,
-or a sleep. So after a reset nothing is read from the volume or written to it until the workers have looked, in the
-first step that computes anything, which weights there are. The ones that the engine started with take it back to the
-generation's own directory; others to one that their digest names, which engines with the same update share; and where
-nobody can look, to one of this engine alone. A restart loads the model's own weights and reads the generation's blocks.
+or a sleep. So after a reset nothing is read from the volume or written to it until the workers have looked which
+weights there are, in the first step that computes anything or that holds a request back which would read. The ones that
+the engine started with take it back to the generation's own directory; others to one that their digest names, which
+engines with the same update share; and where nobody can look, to one of this engine alone. A restart loads the model's
+own weights and reads the generation's blocks.
 """
 
 from __future__ import annotations

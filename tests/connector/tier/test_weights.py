@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prompts
 import pytest
 import torch
 from engine_fleet import Engines
@@ -97,15 +98,33 @@ def test_an_engine_comes_back_to_its_first_blocks_with_its_first_weights(engines
     assert ask(engine, "b") == len(PROMPT) - HITS
 
 
-def test_nothing_is_read_or_stored_between_a_reset_and_the_next_look(engines: Engines, writer: SimulatedEngine) -> None:
+def test_a_request_after_a_reset_waits_for_the_look_and_then_reads_what_the_volume_has(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
     engine = engines.make()
+    engine.wait_until_known(engines.count())
     engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     engine.step()
     engine.step()
     assert engine.tier.is_doubting, "a step that computes nothing may lie before the update"
-    assert ask(engine, "a") == len(PROMPT)
-    assert engine.metric("vllm:kvtier_disk_misses", "weights") >= 1
-    assert not engine.tier.is_doubting
+    engine.add("a", prompts.PROMPT)
+    engine.step()
+    assert not engine.tier.is_doubting, "the request that waits is what the workers are asked for"
+    assert engine.computed["a"] == 0
+    assert engine.metric("vllm:kvtier_disk_read_blocks") == 0
+    engine.run()
+    assert engine.computed["a"] == prompts.REST
+    assert engine.metric("vllm:kvtier_disk_misses", "weights") == 0
+
+
+def test_a_request_that_reads_nothing_does_not_wait_for_the_look(engines: Engines, writer: SimulatedEngine) -> None:
+    engine = engines.make()
+    engine.wait_until_known(engines.count())
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.add("a", prompts.PROMPT, kvtier_load=False)
+    engine.step()
+    assert engine.computed["a"] == len(prompts.PROMPT)
+    engine.run()
 
 
 def test_an_answer_to_an_earlier_question_is_not_believed(engines: Engines) -> None:
