@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field that a connector does not honour is refused by name, by the API server and by the operator alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_bad_input import Admission, tier
+
+from kvtier_operator.api import backend_rules, parse
+from kvtier_operator.errors import SpecInvalid
+
+NATIVE = ("Bundled", "VLLMOffloading", "VLLMTiering")
+ALL = (*NATIVE, "SimpleCPU", "LMCache")
+VALUES: dict[str, Any] = {
+    "disk.mode": "ReadOnly",
+    "disk.encryption": {"secretName": "k", "activeKey": "a"},
+    "disk.tenants": {"from": "CacheSalt"},
+    "disk.admission.minReuse": 2,
+    "disk.admission.costAware": False,
+    "disk.admission.minTokens": 512,
+    "disk.budget.maxBytes": "1Ti",
+    "disk.budget.minBytes": "1Gi",
+    "disk.budget.ttl": "24h",
+    "disk.blockTokens": 64,
+    "disk.canonicalLayout": True,
+    "disk.compression": "Auto",
+    "cpu.evictionPolicy": "arc",
+    "warm": {"prompts": {"configMap": {"name": "prompts"}}},
+    "cost": {"gpuHour": "2"},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Admission:
+    return Admission()
+
+
+def test_every_rule_has_a_value_that_breaks_it() -> None:
+    # What a release adds to the rules is tried here, or this fails.
+    assert {field.path for field in backend_rules._FIELDS} <= VALUES.keys()
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("field", backend_rules._FIELDS, ids=lambda field: field.path)
+def test_a_field_is_honoured_or_refused_by_name(field: Any, kind: str, server: Admission) -> None:
+    changes = {"spec.connector": {"type": kind}, f"spec.{field.path}": VALUES[field.path]}
+    body = tier(changes)
+    if kind in field.honoured_by:
+        assert server.refusals(body) == []
+        parse(body)
+        return
+    with pytest.raises(SpecInvalid) as refused:
+        parse(body)
+    at = f"spec.{field.path}"
+    assert refused.value.field == at
+    assert "is not honoured by this spec.connector.type" in refused.value.message
+    assert "Bundled" in refused.value.message
+    assert server.refusals(body) == [(at, refused.value.message)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_spec_that_says_nothing_special_is_taken_by_every_connector(kind: str, server: Admission) -> None:
+    body = tier({"spec.connector": {"type": kind}})
+    assert server.refusals(body) == []
+    parse(body)
+
+
+def test_behind_nixl_kvtiers_own_connector_honours_what_it_always_does(server: Admission) -> None:
+    for path, value in VALUES.items():
+        body = tier({"spec.connector": {"type": "Hybrid", "hybrid": {"nixl": {}}}, f"spec.{path}": value})
+        assert server.refusals(body) == [], path
+        parse(body)
+
+
+def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> None:
+    with_volume, without = (
+        tier({"spec.connector": {"type": "SimpleCPU"}}),
+        tier({"spec.connector": {"type": "SimpleCPU"}}),
+    )
+    del without["spec"]["volume"]
+    assert server.refusals(without) == []
+    ((at, message),) = server.refusals(without, with_volume)
+    assert at == "spec.volume"
+    assert message.startswith("cannot be removed: the claim holds blocks")
+    assert server.refusals(with_volume, without) == []
