@@ -6,7 +6,7 @@ VLLM ?= 0.32.0
 NETFS ?= glusterfs-distribute glusterfs-replica moosefs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-random test-vllm test-backends test-netfs stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-quick test-random test-vllm test-backends test-netfs stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean test-routing
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluste
 
 bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
 	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
+
+test-routing: venv ## vLLM's router before two real engines: hits with and without it, and one killed under load (about five minutes)
+	PYTHONPATH=. exec $(RUN) e2e.bench.routing --data "$(DATA)/routing"
 
 bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
 	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"

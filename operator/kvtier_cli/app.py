@@ -53,6 +53,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "warm": Verb(
         _TIERS, "warm:warm", "fill a tier with the blocks of a list of prompts, and prove that they are there"
     ),
+    "compile": Verb(_TIERS, "compile:compile_", "compile once, in a Job, what engines compile at each start"),
     "bench": Verb(
         _TIERS, "bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
     ),

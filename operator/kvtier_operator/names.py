@@ -44,6 +44,7 @@ ANNOTATION_RESTART: Final = f"{GROUP}/restart"
 ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 """On the resource, for people: ``true`` is the same as ``spec.paused``."""
 
+COMPONENT_COMPILE: Final = "compile"
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
 COMPONENT_STORE: Final = "store"
@@ -59,6 +60,7 @@ WARM_CONTAINER: Final = "warm"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 REDIS_CHECK_CONTAINER: Final = "kvtier-redis-check"
+COMPILED_CONTAINER: Final = "restore-compiled"
 HTTP_PORT: Final = 8000
 REDIS_PORT: Final = 6379
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it

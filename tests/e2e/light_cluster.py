@@ -45,6 +45,7 @@ def make_image(root: Path) -> Path:
     installer = root / "installer" / "kvtier_connector"
     installer.mkdir(parents=True)
     (installer / "__init__.py").touch()
+    shutil.copy(connector / "compile_cache.py", installer)
     (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
     return root / "installer"
 

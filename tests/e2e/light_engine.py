@@ -37,6 +37,10 @@ class Engine:
 
     def __init__(self, config: contract.ConnectorConfig) -> None:
         self.config = config
+        graph = Path(os.environ["VLLM_CACHE_ROOT"]) / "graph"
+        self.has_compiled = not graph.exists()
+        graph.parent.mkdir(parents=True, exist_ok=True)
+        graph.write_text("compiled")
         self.lock = threading.Lock()
         self.refused = ""
         self.disk_tokens = 0
@@ -84,7 +88,13 @@ class Engine:
                 into = memoryview(bytearray(PAYLOAD_BYTES))
                 outcome = self.store.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
                 return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload}
-            return {"mode": live.mode, "root": self.config.root, "pid": os.getpid(), "key": self.active_key()}
+            return {
+                "has_compiled": self.has_compiled,
+                "mode": live.mode,
+                "root": self.config.root,
+                "pid": os.getpid(),
+                "key": self.active_key(),
+            }
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a prompt as the connector does, with a block for each of its chunks."""

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from chart import ROOT, render, tools
@@ -19,6 +20,8 @@ from kvtier_operator.api.volume_spec import SHARED
 
 SAMPLES = sorted((ROOT / "crds" / "samples").glob("*.yaml"))
 GITOPS = {"argocd", "flux"}
+OF_OTHERS = {"keda"}
+"""Has an object of a kind that a cluster need not know."""
 KUBECTL = tools.binary("kubectl")
 
 
@@ -42,7 +45,9 @@ def test_a_sample_says_when_to_use_it(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("controllers")
-@pytest.mark.parametrize("path", [each for each in SAMPLES if each.stem not in GITOPS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [each for each in SAMPLES if each.stem not in GITOPS | OF_OTHERS], ids=lambda path: path.stem
+)
 def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, api: ApiServerThread, kubectl: Client) -> None:
     (sample,) = tiers(path)
     namespace = sample["metadata"].get("namespace", NAMESPACE)
@@ -114,3 +119,17 @@ def test_a_gitops_sample_is_applied_and_installs_a_chart_that_is_there_with_valu
     ((chart, values),) = charts
     assert (ROOT / chart / "Chart.yaml").exists()
     assert render(values)
+
+
+@pytest.mark.parametrize("name", ["hpa", "keda"])
+def test_an_autoscaler_scales_the_tier_of_its_sample(name: str) -> None:
+    path = ROOT / "crds" / "samples" / f"{name}.yaml"
+    (tier,) = tiers(path)
+    parse(tier)
+    (scaler,) = (each for each in documents(path) if each["kind"] != "KVCacheTier")
+    target = scaler["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": tier["apiVersion"], "kind": tier["kind"], "name": tier["metadata"]["name"]}
+    if name == "hpa":
+        kubernetes_validate.validate(scaler, "1.37", strict=True)
+    assert "num_requests_waiting" in str(scaler)
+    assert "kv_cache_usage_perc" in str(scaler)

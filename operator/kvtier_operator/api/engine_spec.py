@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictInt, StrictStr, StringConstraints, model_validator
 
 from kvtier_operator import quantity
 from kvtier_operator.api import containers, reserved_flags
@@ -99,6 +99,14 @@ class Rollout(ApiModel):
     )
 
 
+class CompileCache(ApiModel):
+    """What an engine of this spec has compiled, on the tier's volume, for others to start with."""
+
+    digest: Annotated[StrictStr, StringConstraints(min_length=64, max_length=64, pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of all its files, as `kvtier compile` prints it. Compiled code is code: engines copy what hashes to this,
+    and nothing else. A cache that is missing, or was written to since, is not used, and the engine compiles anew."""
+
+
 class Engine(ApiModel):
     """The vLLM engine of one replica."""
 
@@ -134,6 +142,8 @@ class Engine(ApiModel):
         Checked(reserved_flags.ENV_RULES),
     ] = ()
     """More environment variables for vLLM. Variables that the operator sets are refused."""
+    compile_cache: CompileCache | None = None
+    """Compiled kernels and graphs, from the volume, that engines start with; each compiles its own if left out."""
     pod_template: PodTemplate = PodTemplate()
     """What the engine pods have beside what the operator gives them."""
     rollout: Rollout = Rollout()

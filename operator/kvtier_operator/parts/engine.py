@@ -16,7 +16,7 @@ from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.reserved_flags import HARMLESS
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import adapters, backends, kv_events, pod_settings
+from kvtier_operator.parts import adapters, backends, compiled, kv_events, pod_settings
 from kvtier_operator.parts.backends import Rendered
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import TierPlan
@@ -170,6 +170,7 @@ def _pod(plan: TierPlan) -> Manifest:
         "initContainers": [
             *([_install_container(plan)] if _has_install(plan, rendered) else []),
             *rendered.init,
+            *compiled.init_containers(plan),
             *(pod_settings.of_user(each) for each in template.init_containers),
         ],
         "containers": [_engine_container(plan, rendered, containers.of_engine(template.containers)), *beside],
