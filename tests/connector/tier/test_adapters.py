@@ -18,6 +18,7 @@ from engine_loras import WEIGHTS
 from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
@@ -314,6 +315,24 @@ def write_real(directory: Path, value: float, *, alpha: int = 16) -> Path:
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(settings))
     return directory
+
+
+def test_weights_that_are_mapped_from_a_file_are_taken_away_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(64))
+    mapped = torch.from_file(str(path), shared=True, size=64, dtype=torch.uint8)
+
+    class Manager:
+        def _load_adapter(self, request: LoRARequest) -> LoRAModel:
+            layer = LoRALayerWeights("layer", 1, 1, mapped, torch.zeros(1))
+            return LoRAModel(request.lora_int_id, 1, {"layer": layer})
+
+    manager = Manager()
+    LoadedAdapters(SimpleNamespace(lora_manager=manager), 0)
+    model = manager._load_adapter(request_for(tmp_path))
+    path.write_bytes(b"x" * 64)
+    assert mapped.any()
+    assert not model.loras["layer"].lora_a.any()
 
 
 def test_weights_in_memory_stay_what_was_told_of_them_though_their_file_is_written_over(tmp_path: Path) -> None:
