@@ -218,7 +218,7 @@ def test_two_engines_and_a_janitor_on_different_nodes_keep_the_budget_and_serve_
             assert not isinstance(stored, StoreFault) or stored is StoreFault.NO_BUDGET
             into = pages()
             found = engine.get(key((number * 3) % 100), into)
-            assert not isinstance(found, Fault)
+            assert not isinstance(found, Fault), found
             assert not isinstance(found, Hit) or into == payload((number * 3) % 100)
             seen.add(type(found))
             if turn % 5 == 0:
