@@ -89,7 +89,7 @@ class Bed:
 def play(target: Target) -> Pass:
     """Play the conversations."""
     requests = workloads.conversations(SIZES, CONVERSATIONS)
-    found = Pass(target=target.name, name=f"{target.name}", wanted=len(requests), before=target.counts())
+    found = Pass(target=target.name, name=target.name, wanted=len(requests), before=target.counts())
     found.seconds = asyncio.run(client.play(target.endpoint, requests, at_a_time=2, samples=found.samples))
     found.after = target.counts()
     return found

@@ -42,7 +42,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     hits.bar(places, [100 - low for low in bottom], bottom=bottom, label="computed", color=_COMPUTED)
     hits.set_ylabel("prompt tokens from, %")
     hits.set_xticks(list(places), names)
-    hits.legend(loc="upper right")
+    hits.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(sources) + 1, frameon=False)
     figure.suptitle(f"kvtier bench: {found['workload']}")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
