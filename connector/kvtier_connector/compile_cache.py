@@ -27,7 +27,8 @@ from pathlib import Path
 
 DIRECTORIES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
 """What of the environment says where an engine keeps what it compiles, and how that is called here."""
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 2.0
 _END_SECONDS = 60.0
 _CHUNK = 1 << 20
 
@@ -169,7 +170,7 @@ def _running(command: Sequence[str], environment: dict[str, str]) -> Iterator[su
 
 def _serves(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_POLL_SECONDS):  # noqa: S310 - the operator's own address
+        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS):  # noqa: S310 - the operator's own address
             return True
     except (urllib.error.URLError, OSError):
         return False
