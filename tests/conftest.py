@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -43,6 +44,12 @@ LIVE |= {"rigs", "spawn", "target", "tiers", "vllm_flags"}
 
 LIVE_PLACES = {"demo", "e2e", "kind", "node", "test_command.py", "test_crash.py", "test_faults_run.py", "test_image.py"}
 """Folders and modules whose tests do so without a fixture."""
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all tests need to themselves out of each collection of garbage: there are a million objects of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ definition of KVCacheTier. A block of a kind that nobody knows fails, so that a 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import shlex
@@ -77,6 +78,7 @@ def blocks() -> Iterator[Block]:
             yield Block(page.name, "", dedented(content))
 
 
+@functools.cache
 def kind_of(block: Block) -> str:
     """Return what a block is; empty for what nobody knows."""
     if not block.language and re.search(r"[─│►]|-{8}", block.text):
