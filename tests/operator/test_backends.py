@@ -230,7 +230,7 @@ def test_settings_that_change_no_block_keep_the_generation() -> None:
         ({"type": "Hybrid", "hybrid": {"nixl": {}}}, set()),
         ({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}, JANITOR),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_conditions_say_where_there_is_nothing_to_judge(connector: dict[str, Any], kinds: set[str]) -> None:
     spec = parse(tier(connector))
