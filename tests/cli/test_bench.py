@@ -268,7 +268,13 @@ def test_without_metrics_nobody_says_where_hits_came_from(engine: Engine, capsys
 def test_who_interrupts_it_keeps_what_there_is(engine: Engine, tmp_path: Path) -> None:
     engine.pause = 0.2
     words = ["bench", engine.url, "--tokens", "32", "--requests", "500", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "kvtier_cli", *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtier_cli", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has all below it ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - it makes one system call
+    )
     until(lambda: len(engine.asked) > 3)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

@@ -99,6 +99,9 @@ class Fetches:
         fetch = self._fetches.get(key)
         if fetch is not None:
             fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
+            if fetch.loads and not fetch.has_row:
+                # vLLM gives no row to a request that has ended.
+                fetch.context = fetch.loads[0][0].context
             self._drop_unwanted(key, fetch)
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
@@ -129,6 +132,8 @@ class Fetches:
                 arrived.append(key)
             else:
                 fetch.lessee = None
+                if fetch.loads and not fetch.has_row:
+                    fetch.context = fetch.loads[0][0].context
                 self._drop_unwanted(key, fetch)
         request.leased.clear()
         if arrived:

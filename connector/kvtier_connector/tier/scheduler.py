@@ -231,21 +231,21 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
-        context = req_status.req_context
-        name = context.req_id
+        name = (context := req_status.req_context).req_id
         if not self._adapters.may_load(name, req_status.req.lora_request):
             return 0
         if self._waits_for_others(req_status, self._next_key_of(req_status)):
             return None
         self.manager.request(context).on_volume.clear()
         tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
-        keys = self._keys_of(req_status, tokens or 0)
-        if tokens and not self.manager.decide(context, keys):
+        if tokens and not self.manager.decide(context, self._keys_of(req_status, tokens)):
             tokens = super()._lookup(req_status, max_num_new_tokens)
-            keys = self._keys_of(req_status, tokens or 0)
         if tokens is not None:
             self._waits.pop(name, None)
-        return None if self._waits_for_others(req_status, keys) else tokens
+        elif (volume := self.manager.volume).is_doubting:
+            # vLLM's own look-ups, for windows and ends of prompts, do not say what they wait for.
+            self._waits.setdefault(name, lambda: not volume.is_doubting)
+        return None if self._waits_for_others(req_status, self._keys_of(req_status, tokens or 0)) else tokens
 
     @override
     def _maximal_prefix_lookup(

@@ -96,6 +96,7 @@ class Shape:
     most_tokens: int = 4096
     """That one step computes."""
     prompt_only: bool = True
+    prefix_caching: bool = True
     load_failure_policy: str = "recompute"
 
 

@@ -382,3 +382,17 @@ def test_answers_are_right_where_the_gpu_is_so_small_that_requests_preempt_each_
     again = {f"again {number}": prompt for number, prompt in enumerate(prompts[:3])}
     for name, prompt in again.items():
         engine.ask(name, prompt, answer=5)
+
+
+def test_what_waits_for_a_row_comes_for_the_others_when_the_first_who_asked_ends(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
+    reader = restart(engines, Shape(cpu_chunks=4, prefix_caching=False))
+    reader.copies.lag = math.inf
+    for name in ("a", "b"):
+        reader.add(name, PROMPT)
+    reader.run(lambda: reader.copies.waiting > 0)
+    reader.abort("a")
+    reader.copies.lag = 0
+    finish(reader)
+    assert reader.computed["b"] <= len(PROMPT)

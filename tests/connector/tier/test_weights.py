@@ -11,7 +11,7 @@ import prompts
 import pytest
 import torch
 from engine_fleet import Engines
-from engine_parts import prompt_of
+from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
 
@@ -115,6 +115,20 @@ def test_a_request_after_a_reset_waits_for_the_look_and_then_reads_what_the_volu
     engine.run()
     assert engine.computed["a"] == prompts.REST
     assert engine.metric("vllm:kvtier_disk_misses", "weights") == 0
+
+
+@pytest.mark.parametrize("windows", [(64,), (None, 64)], ids=["windows-alone", "windows-beside"])
+def test_requests_of_a_model_with_windows_have_the_workers_asked_too(
+    engines: Engines, windows: tuple[int | None, ...]
+) -> None:
+    shape = Shape(windows=windows)
+    engines.make(shape).ask("writer", prompts.PROMPT)
+    engine = engines.make(shape)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.step()
+    engine.add("a", prompts.PROMPT)
+    engine.run(lambda: not engine.tier.is_doubting)
+    engine.run()
 
 
 def test_a_request_that_reads_nothing_does_not_wait_for_the_look(engines: Engines, writer: SimulatedEngine) -> None:
