@@ -36,9 +36,9 @@ def why_not(url: str, password: str = "", *, patience: float = PATIENCE_SECONDS)
 
 
 def _try(url: str, password: str) -> str:
-    address = urlsplit(url)
-    host, port = address.hostname or "", address.port or 6379
     try:
+        address = urlsplit(url)
+        host, port = address.hostname or "", address.port or 6379
         with socket.create_connection((host, port), timeout=_EACH_SECONDS) as plain:
             if address.scheme == "rediss":
                 with ssl.create_default_context().wrap_socket(plain, server_hostname=host) as wrapped:
@@ -46,6 +46,9 @@ def _try(url: str, password: str) -> str:
             return _talk(plain, password)
     except OSError as error:
         return str(error.strerror or error)
+    except ValueError as error:
+        # No such port, or a name that cannot be written for a look-up.
+        return str(error) or "the address cannot be read"
 
 
 def _talk(connection: socket.socket, password: str) -> str:

@@ -73,3 +73,10 @@ def test_a_name_that_nobody_knows_is_told(tmp_path: Path) -> None:
     result = tmp_path / "result"
     assert redis_check.main(["--url=redis://nobody.invalid:6379", f"--result={result}", "--patience=0"]) == 0
     assert json.loads(result.read_text())["problem"]
+
+
+@pytest.mark.parametrize("address", ["redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
+def test_an_address_that_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
+    assert json.loads(result.read_text())["problem"]

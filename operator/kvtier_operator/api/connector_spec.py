@@ -73,12 +73,16 @@ class SimpleCpu(ApiModel):
     )
 
 
-_REDIS: Final = re.compile(r"^rediss?://[A-Za-z0-9.-]+:[0-9]{1,5}$")
+_LABEL: Final = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_REDIS: Final = re.compile(f"^rediss?://{_LABEL}([.]{_LABEL})*[.]?:{_PORT}$")
+"""No name that cannot be looked up, and no port that no one can connect to: LMCache would raise on them."""
 
 IS_REDIS: Final = Rule(
     cel=f"self.matches('{_REDIS.pattern}')",
-    message="must be redis://HOST:PORT, or rediss:// for TLS, without user, password or path: LMCache writes its URL "
-    "to the log; the password comes from passwordSecretRef",
+    message="must be redis://HOST:PORT, or rediss:// for TLS, with a port of 1 to 65535 and no empty part between the "
+    "dots of the name, without user, password or path: LMCache writes its URL to the log; the password comes from "
+    "passwordSecretRef",
     check=lambda url: _REDIS.fullmatch(url) is not None,
 )
 
@@ -161,7 +165,7 @@ class LMCache(ApiModel):
     serde: Literal["naive", "cachegen", "kivi"] = "naive"
     """How chunks are written to Redis: `naive` as they are; `cachegen` and `kivi` lose precision."""
     local_disk: LMCacheDisk | None = None
-    """A tier on the node's disk."""
+    """A tier on the node's disk. With the mode `InProcess` only."""
     redis: LMCacheRedis | None = None
     """A Redis that all engines share. Without it, no engine reads what another one computed."""
 
@@ -190,6 +194,13 @@ class LMCache(ApiModel):
                 or (lmcache.redis.url or "redis://").startswith("redis://")
             ),
             field=".redis.url",
+        ),
+        Rule(
+            cel="!has(self.mode) || self.mode == 'InProcess' || !has(self.localDisk)",
+            message="is bounded by LMCache with the mode InProcess only: the cache server of MultiProcess writes until "
+            "the node's disk is full; set mode to InProcess, or remove it",
+            check=lambda lmcache: lmcache.mode == "InProcess" or lmcache.local_disk is None,
+            field=".localDisk",
         ),
     )
 

@@ -150,12 +150,6 @@ def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:
         "--eviction-policy=LRU",
         f"--chunk-size={settings.chunk_tokens}",
     ]
-    volumes: tuple[Manifest, ...] = ()
-    mounts: tuple[Manifest, ...] = ()
-    if settings.local_disk is not None:
-        on_disk, mount = node_disk(settings.local_disk.size_bytes)
-        volumes, mounts = (on_disk,), (mount,)
-        server += ["--l2-adapter", json.dumps({"type": "fs", "base_path": OFFLOAD_MOUNT})]
     env = [variable("LMCACHE_TRACK_USAGE", "false")]
     if settings.redis is not None:
         address = urlsplit(redis_url(plan, settings.redis))
@@ -172,8 +166,6 @@ def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:
     return Rendered(
         transfer=alone_(connector("LMCacheMPConnector", extra)),
         env=tuple(env),
-        volumes=volumes,
-        mounts=mounts,
         init=_redis_check(plan, settings),
     )
 
