@@ -6,7 +6,8 @@ mapped into memory and be written over, and digested; vLLM computes with this co
 one of other weights than those in use, whatever happens to the files, and whenever vLLM loads an adapter again.
 
 For a request that was loaded and not computed yet the weights must stay what they are, though vLLM may make room and
-load the adapter again in between. The worker keeps them for that long and gives vLLM the same ones.
+load the adapter again in between. The worker keeps them for that long and gives vLLM the same ones, unless the adapter
+is to be replaced: then the request is computed as a whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Held:
     """What an adapter holds."""
 
     path: str
-    digest: str | None
+    digest: str
     model: Any
     """As it was loaded, apart from what vLLM makes of it."""
     is_ahead: bool = False
@@ -58,6 +59,7 @@ class LoadedAdapters:
         self._load_from_files: Callable[[LoRARequest], Any] = getattr(self._manager, "_load_adapter", _cannot_load)
         self._held: dict[int, _Held] = {}
         self._told: list[Told] = []
+        self._told_unknown: set[Told] = set()
         self.refused: set[str] = set()
         """Requests whose chunks are of other weights than those that vLLM would compute with."""
         if self._manager is not None:
@@ -87,27 +89,45 @@ class LoadedAdapters:
     def _load(self, request: LoRARequest) -> Any:
         """Stand in for vLLM's loading: return what a request needs to stay, or what the files hold now."""
         held = self._held.get(request.lora_int_id)
-        if held is not None and held.needed_by:
-            if request.load_inplace:
-                logger.info("The LoRA adapter %s is replaced when requests are computed that wait", request.lora_name)
+        is_wanted = held is not None and held.path == request.lora_path and not request.load_inplace
+        if held is not None and is_wanted and (held.needed_by or held.is_ahead):
             held.is_ahead = False
             return _copy_of(held.model)
-        if held is not None and held.is_ahead and held.path == request.lora_path and not request.load_inplace:
-            held.is_ahead = False
-            return _copy_of(held.model)
-        return _copy_of(self._read(request).model)
+        return self._read(request)
 
-    def _read(self, request: LoRARequest) -> _Held:
+    def _read(self, request: LoRARequest) -> Any:
+        """Return what the files hold, and keep that too, unless what it holds cannot be told.
+
+        Raises:
+            Exception: vLLM cannot load it; what was there stays.
+        """
         model = self._load_from_files(request)
+        replaced = self._held.pop(request.lora_int_id, None)
+        if replaced is not None and replaced.needed_by:
+            # They must not be computed with these weights upon blocks of the others: they are computed as a whole.
+            logger.info("The LoRA adapter %s is replaced; requests that wait are computed again", request.lora_name)
+            self.refused |= replaced.needed_by
+        if request.load_inplace:
+            # vLLM does so in each step with such a request: a copy and a digest of all weights would cost too much.
+            self._tell_unknown(request)
+            return model
         try:
-            digest: str | None = _take_away(model)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
+            digest, kept = _take_away(model), _copy_of(model)
+        except Exception:
             # Of a kind that this release of vLLM has and we do not know.
             logger.exception("What the LoRA adapter %s holds cannot be told", request.lora_name)
-            digest = None
-        held = self._held[request.lora_int_id] = _Held(request.lora_path, digest, _copy_of(model))
+            self._tell_unknown(request)
+            return model
+        self._held[request.lora_int_id] = _Held(request.lora_path, digest, kept)
         self._told.append(Told(0, request.lora_int_id, request.lora_name, request.lora_path, digest))
-        return held
+        return model
+
+    def _tell_unknown(self, request: LoRARequest) -> None:
+        """Tell once that it cannot be told what an adapter holds: that stays so until the engine is started again."""
+        told = Told(0, request.lora_int_id, request.lora_name, request.lora_path, None)
+        if told not in self._told_unknown:
+            self._told_unknown.add(told)
+            self._told.append(told)
 
     def _digest_of(self, request: LoRARequest) -> str | None:
         """Return the digest of the weights that vLLM computes with, or would; None if that cannot be told."""
@@ -119,12 +139,17 @@ class LoadedAdapters:
         if held is not None and (is_in_use or held.needed_by or (held.is_ahead and held.path == request.lora_path)):
             return held.digest
         if is_in_use:
+            # Blocks of this request will be of weights that nobody knows.
+            self._tell_unknown(request)
             return None
         try:
-            held = self._read(request)
+            self._read(request)
         except Exception:  # noqa: BLE001 - vLLM's own errors and any of a file's; it raises them again itself
             # vLLM says what is wrong with it when it loads it itself.
             logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
+            return None
+        held = self._held.get(number)
+        if held is None:
             return None
         held.is_ahead = True
         return held.digest

@@ -60,7 +60,7 @@ def test_chunks_of_earlier_contents_are_computed_upon_only_if_the_worker_does_no
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_a_request_that_waits_is_computed_with_other_weights_only_if_nobody_keeps_those_of_its_blocks(
+def test_a_request_that_waits_is_computed_upon_blocks_of_other_weights_only_if_nobody_knows_that_it_waits(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
 ) -> None:
     first = write(tmp_path / "first", "one")
@@ -84,12 +84,13 @@ def test_the_cpu_tier_serves_blocks_of_earlier_contents_only_if_nobody_remembers
 ) -> None:
     if leave_out is not None:
         leave_out(monkeypatch)
-    first = write(tmp_path / "first", "one")
-    engine = engines.make()
+    first, law = write(tmp_path / "first", "one"), write(tmp_path / "law", "law")
+    engine = engines.make(Shape(most_loras=1))
     assert ask(engine, "first", request_for(first)) == len(PROMPT)
+    engine.add("made room", OTHER, lora=request_for(law, "law"))
+    engine.run()
     write(first, "two")
-    engine.lora_manager.add_adapter(request_for(first, inplace=True))
-    engine.add("told", OTHER)
+    engine.add("told", OTHER, lora=request_for(first))
     engine.run()
     engine.scheduler.reset_prefix_cache()
     engine.add("second", PROMPT, lora=request_for(first))

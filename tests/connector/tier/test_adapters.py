@@ -24,8 +24,8 @@ from vllm.lora.request import LoRARequest
 
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
-from kvtier_connector.tier import adapters
-from kvtier_connector.tier.adapters import Adapters, Lora, Told
+from kvtier_connector.tier import adapters, loaded_adapters
+from kvtier_connector.tier.adapters import Adapters, Lora, Orders, Told
 from kvtier_connector.tier.loaded_adapters import LoadedAdapters
 
 PROMPT = prompt_of(12)
@@ -166,18 +166,32 @@ def test_a_request_that_was_loaded_is_computed_with_the_adapter_of_its_blocks_th
     assert "second" in str(reader.source_of(None, request_for(adapter)))
 
 
-def test_a_request_that_was_loaded_is_computed_with_the_adapter_of_its_blocks_though_that_is_replaced_in_place(
-    engines: Engines, adapter: Path
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_request_that_was_loaded_is_computed_as_a_whole_when_its_adapter_is_replaced_in_place(
+    engines: Engines, adapter: Path, tmp_path: Path, *, is_moved: bool
 ) -> None:
     reader = waiting_for_copies(engines, adapter)
-    write(adapter, "second")
-    reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
+    place = write(tmp_path / "moved" if is_moved else adapter, "second")
+    replacing = request_for(place, inplace=True)
+    reader.lora_manager.add_adapter(replacing)
+    assert reader.source_of(None, replacing) == "None with second"
+    # Its blocks stay in the GPU's cache for all that come after it.
+    reader.add("replacing", prompt_of(3, seed=7), lora=replacing)
+    reader.run(lambda: "replacing" in reader.answers)
+    assert reader.source_of(None, replacing) == "None with second"
+    have_copied(reader)
+    assert reader.computed["b"] == len(PROMPT)
+    assert reader.source_of(None, request_for(adapter)) == "None with second"
+
+
+def test_a_request_that_was_loaded_is_computed_with_its_adapter_if_the_files_that_would_replace_it_are_gone(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    reader = waiting_for_copies(engines, adapter)
+    with pytest.raises(FileNotFoundError):
+        reader.lora_manager.add_adapter(request_for(tmp_path / "nowhere", inplace=True))
     have_copied(reader)
     assert reader.computed["b"] == REST
-    reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
-    reader.scheduler.reset_prefix_cache()
-    assert ask(reader, "c", request_for(adapter)) == len(PROMPT)
-    assert reader.source_of(None, request_for(adapter)) == "None with second"
 
 
 def test_chunks_of_earlier_contents_are_not_computed_upon_when_they_are_on_the_gpu(
@@ -354,3 +368,58 @@ def test_weights_in_memory_stay_what_was_told_of_them_though_their_file_is_writt
     manager._load_adapter(request_for(place))
     assert loaded.take_told()[0].digest != first.digest
     assert again is not model
+
+
+@pytest.fixture
+def digested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the adapters that were digested so far."""
+    found: list[Any] = []
+    take_away = loaded_adapters._take_away
+    monkeypatch.setattr(loaded_adapters, "_take_away", lambda model: (found.append(model), take_away(model))[1])
+    return found
+
+
+def test_an_adapter_that_is_loaded_in_place_in_each_step_is_not_digested_and_that_is_told_once(
+    tmp_path: Path, digested: list[Any]
+) -> None:
+    manager, loaded = real_loader()
+    place = write_real(tmp_path / "adapter", 1.0)
+    request = request_for(place, inplace=True)
+    for _ in range(3):
+        manager._load_adapter(request)
+    assert loaded.take_told() == [Told(0, request.lora_int_id, "math", str(place), None)]
+    assert digested == []
+    manager._load_adapter(request_for(place))
+    assert len(digested) == 1
+
+
+def test_blocks_of_an_adapter_that_was_loaded_in_place_are_stored_under_no_name_that_its_number_has(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    engine = engines.make(ONE_ADAPTER)
+    moved = write(tmp_path / "moved", "second")
+    engine.lora_manager.add_adapter(request_for(moved, inplace=True))
+    engine.add("told", prompt_of(2, seed=5))
+    engine.run()
+    # Computed with the contents of the other path, and left so in the GPU's cache, where later requests find it.
+    assert ask(engine, "a", request_for(adapter)) == len(PROMPT)
+    law = request_for(write(tmp_path / "law", "law"), "law")
+    engine.add("made room", prompt_of(3, seed=7), lora=law)
+    engine.run()
+    engine.add("later", prompt_of(4, seed=9), lora=request_for(adapter))
+    engine.run()
+    assert engine.source_of(None, request_for(adapter)) == "None with first"
+    assert engine.metric("vllm:kvtier_disk_written_blocks") == 2 + 3, "those of the model and of the other adapter"
+
+
+def test_an_adapter_that_cannot_be_copied_is_used_as_vllm_has_loaded_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, loaded = real_loader()
+    place = write_real(tmp_path / "adapter", 1.0)
+    monkeypatch.delattr(LoRAModel, "clone")
+    (layer,) = manager._load_adapter(request_for(place)).loras.values()
+    assert torch.equal(layer.lora_a, torch.full((8, 64), 1.0))
+    assert [told.digest for told in loaded.take_told()] == [None]
+    loaded.obey(Orders({1: request_for(place)}, {}, ()))
+    assert [told.digest for told in loaded.take_told()] == [None]
