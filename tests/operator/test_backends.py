@@ -294,6 +294,27 @@ def test_a_small_redis_is_emptied_with_the_generation() -> None:
     assert pods() != pods(hash={"seed": "7"})
 
 
+@pytest.mark.parametrize(
+    ("connector", "one", "four"),
+    [
+        ({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, "65Gi", "257Gi"),
+        ({"type": "LMCache", "lmcache": {"localDisk": {"size": "100Gi"}}}, "101Gi", "401Gi"),
+    ],
+)
+def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod(
+    connector: dict[str, Any], one: str, four: str
+) -> None:
+    def limit(args: list[str]) -> str:
+        body = tier(connector, cpu={"size": "64Gi"})
+        body["spec"]["engine"] = {**body["spec"].get("engine", {}), "args": args}
+        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+        pod = next(each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine")
+        volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
+        return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
+
+    assert (limit([]), limit(["--data-parallel-size=4"])) == (one, four)
+
+
 def test_mooncakes_own_class_reads_the_file() -> None:
     from vllm.distributed.mooncake_store import MooncakeStoreConfig  # noqa: PLC0415  takes seconds
 

@@ -76,7 +76,7 @@ def _in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int) -> Rend
     volumes: tuple[Manifest, ...] = ()
     mounts: tuple[Manifest, ...] = ()
     if settings.local_disk is not None:
-        on_disk, mount = node_disk(settings.local_disk.size_bytes)
+        on_disk, mount = node_disk(plan, settings.local_disk.size_bytes)
         volumes, mounts = (on_disk,), (mount,)
         env += [
             variable("LMCACHE_LOCAL_DISK", f"file://{OFFLOAD_MOUNT}/"),

@@ -135,7 +135,7 @@ def simple_cpu(plan: TierPlan) -> Rendered:
         "disk_capacity_bytes": size // plan.spec.engine.tensor_parallel,
         "use_page_cache": settings.use_page_cache,
     }
-    on_disk, mount = node_disk(size)
+    on_disk, mount = node_disk(plan, size)
     return Rendered(
         transfer=alone(connector("SimpleCPUOffloadConnector", {**lazy, **disk})),
         args=args,

@@ -68,10 +68,10 @@ def variable(name: str, value: str) -> Manifest:
     return {"name": name, "value": value}
 
 
-def node_disk(size_bytes: int) -> tuple[Manifest, Manifest]:
-    """Return a volume on the node's disk for so many bytes of blocks, and its mount."""
+def node_disk(plan: TierPlan, size_bytes: int) -> tuple[Manifest, Manifest]:
+    """Return a volume on the node's disk for so many bytes of blocks of each engine in the pod, and its mount."""
     # What the directory itself takes must not end the pod.
-    limit = quantity.format_bytes(size_bytes + (1 << 30))
+    limit = quantity.format_bytes(plan.sizing.engines_per_pod * size_bytes + (1 << 30))
     return (
         {"name": "kvtier-offload", "emptyDir": {"sizeLimit": limit}},
         {"name": "kvtier-offload", "mountPath": OFFLOAD_MOUNT},
