@@ -110,6 +110,8 @@ class SharedStore:
         """What the volume takes to say that it does not have a file; 0 while that was not measured."""
         self.has_news = threading.Event()
         """Set while this process has something to tell with the next `synchronize`."""
+        self._uncounted: set[BlockKey] = set()
+        """Blocks that others used, and whose size nobody told since the last walk began; of who holds `_following`."""
         self._following = threading.Lock()
         self._walking = threading.Lock()
 
@@ -325,6 +327,7 @@ class SharedStore:
             with self._following:
                 # First, so that what is stored while we walk is found by the walk or is in a journal.
                 self._reader.start()
+                self._uncounted.clear()
             try:
                 is_whole = self._walk(self._walk_apart, is_stopped, may_write=may_write)
             except WalkLostError:
@@ -382,10 +385,15 @@ class SharedStore:
     def _learn(self, record: Record) -> None:
         if record.op == Op.STORED:
             self._index.renew_block(record.key)
-        if record.op in {Op.STORED, Op.USED}:
-            if self._index.add(record.key):
+            if self._index.add(record.key) or record.key in self._uncounted:
+                self._uncounted.discard(record.key)
                 self.blocks.learn_stored(record.payload_bytes, record.key.tenant)
+        elif record.op == Op.USED:
+            # Says what the block takes in memory, which is more than its file does if that is compressed.
+            if self._index.add(record.key):
+                self._uncounted.add(record.key)
         elif record.op == Op.GONE:
             was_present = self._index.discard(record.key)
-            if was_present and record.payload_bytes:
+            if was_present and record.payload_bytes and record.key not in self._uncounted:
                 self.blocks.learn_gone(record.payload_bytes, record.key.tenant)
+            self._uncounted.discard(record.key)

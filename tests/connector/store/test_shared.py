@@ -128,6 +128,38 @@ def test_what_one_engine_removes_the_others_know(root: Path) -> None:
     assert other.usage_bytes() == one.usage_bytes() == 0
 
 
+@pytest.mark.parametrize("is_used_first", [True, False])
+def test_what_a_block_takes_is_learnt_from_who_stored_it_in_any_order_of_the_journals(
+    root: Path, *, is_used_first: bool
+) -> None:
+    writer, user, other = engine(root), engine(root), engine(root)
+    writer.put(key(1), payload(1))
+    # As of a block that is compressed in its file.
+    user.note_used(key(1), 3 * PAYLOAD_BYTES)
+    for each in (user, writer) if is_used_first else (writer, user):
+        each.synchronize()
+        other.synchronize()
+        assert other.state(key(1)) is PRESENT
+    assert other.usage_bytes() == BLOCK_BYTES
+    writer.delete(key(1), payload_bytes=PAYLOAD_BYTES)
+    writer.synchronize()
+    other.synchronize()
+    assert other.usage_bytes() == 0
+
+
+def test_a_block_that_was_used_only_is_counted_by_a_walk_and_not_before(root: Path) -> None:
+    writer, user, other = engine(root), engine(root), engine(root)
+    for number in (1, 2):
+        writer.put(key(number), payload(number))
+        user.note_used(key(number), 3 * PAYLOAD_BYTES)
+    user.synchronize()
+    other.synchronize()
+    assert other.usage_bytes() == 0
+    writer.delete(key(2), payload_bytes=PAYLOAD_BYTES)
+    other.rescan()
+    assert other.usage_bytes() == BLOCK_BYTES
+
+
 def test_a_block_that_is_gone_unknown_to_us_is_a_miss_once_and_then_absent(root: Path) -> None:
     store = engine(root)
     store.put(key(1), payload(1))
