@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import Container, Engines, Pod, Snapshot
+from kvtier_operator.snapshot import Container, Engines, Neighbour, Pod, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -269,6 +270,19 @@ def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
         found = not_applicable("SharedCacheVerified", spec, pod_with(silent))
         assert found is not None
         assert found.reason is Reason.NOT_APPLICABLE
+
+
+def test_blocks_of_a_tier_that_is_not_there_have_no_janitor() -> None:
+    spec = parse(tier({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}))
+    alone = pod_with("")
+    told = not_applicable("JanitorHealthy", spec, alone)
+    assert told is not None
+    assert (told.reason, told.is_known, told.is_met) == (Reason.JANITOR_MISSING, True, False)
+    assert "spec.connector.hybrid.nixl.blocksOf: there is no tier other" in told.message
+    beside = replace(alone, neighbours=(Neighbour(name="other", max_bytes=None),))
+    found = not_applicable("JanitorHealthy", spec, beside)
+    assert found is not None
+    assert found.reason is Reason.NOT_APPLICABLE
 
 
 def test_a_tier_without_a_volume_is_whole() -> None:

@@ -186,6 +186,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.JANITOR_NOT_SCHEDULED,
         Reason.JANITOR_REFUSED,
         Reason.JANITOR_HINDERED,
+        Reason.JANITOR_MISSING,
         Reason.JANITOR_STARTING,
         Reason.JANITOR_WAITING,
         Reason.JANITOR_DISABLED,

@@ -21,7 +21,7 @@ from kvtier_operator.api import api_reference
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.rules import ApiModel
 from kvtier_operator.api.status_schema import TierStatus
-from kvtier_operator.api.tier_spec import NAME_FITS_CHILDREN, TierSpec
+from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 
 Schema = dict[str, Any]
 
@@ -178,7 +178,7 @@ def _resource() -> Schema:
         "description": "A group of vLLM engines whose KV cache outlives them: kept in host memory and on a shared "
         "volume, so that any replica, and any later restart, reads what one replica computed.",
         "type": "object",
-        "x-kubernetes-validations": [NAME_FITS_CHILDREN.to_schema()],
+        "x-kubernetes-validations": [NAME_FITS_CHILDREN.to_schema(), BLOCKS_OF_ANOTHER.to_schema()],
         "required": ["spec"],
         "properties": {
             "apiVersion": {"description": f"`{names.API_VERSION}`.", "type": "string"},

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from kvtier_operator import names
 from kvtier_operator.api import suggestions
 from kvtier_operator.api.rules import RULE_BROKEN
-from kvtier_operator.api.tier_spec import NAME_FITS_CHILDREN, TierSpec
+from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 from kvtier_operator.errors import SpecInvalid
 
 _TYPES: Final = {
@@ -63,6 +63,8 @@ def _read(body: Mapping[str, Any]) -> TierSpec | tuple[SpecInvalid, ...]:
         read = TierSpec.model_validate(dict(spec))
     except ValidationError as invalid:
         return (*found, *(SpecInvalid(_path(each), _message(each)) for each in invalid.errors(include_url=False)))
+    if BLOCKS_OF_ANOTHER.check is not None and not BLOCKS_OF_ANOTHER.check((name, read)):
+        found.append(SpecInvalid("spec.connector.hybrid.nixl.blocksOf", BLOCKS_OF_ANOTHER.message))
     return tuple(found) or read
 
 

@@ -115,6 +115,7 @@ class Reason(enum.Enum):
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
+    JANITOR_MISSING = "JanitorMissing", "blocksOf names no other tier on the claim, so nobody clears the blocks."
     JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
     JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."
     JANITOR_RUNS = "JanitorRuns", "The janitor runs and reports."

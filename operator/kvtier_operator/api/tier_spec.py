@@ -65,6 +65,16 @@ NAME_FITS_CHILDREN: Final = Rule(
 )
 """Rule about the whole resource, not its spec."""
 
+BLOCKS_OF_ANOTHER: Final = Rule(
+    cel="!has(self.spec.connector.hybrid) || !has(self.spec.connector.hybrid.nixl) || "
+    "!has(self.spec.connector.hybrid.nixl.blocksOf) || "
+    "self.spec.connector.hybrid.nixl.blocksOf != self.metadata.name",
+    message="spec.connector.hybrid.nixl.blocksOf must name another tier: the one whose blocks are used has the "
+    "janitor; leave it out for blocks of its own",
+    check=lambda pair: pair[1].connector.blocks_of is None or pair[1].connector.blocks_of != pair[0],
+)
+"""Rule about the whole resource; its check is given the name and the `TierSpec`."""
+
 _SEED: Final = re.compile(r"^(0|[1-9][0-9]{0,9})$")
 _LARGEST_SEED: Final = 2**32 - 1
 

@@ -30,6 +30,8 @@ def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None =
     if kind in _OF_THE_VOLUME and not connector.uses_volume:
         unused = "; spec.volume is kept and not mounted" if spec.volume.is_there else ""
         return _says(f"{label} keeps nothing on a shared volume{unused}")
+    if kind == "JanitorHealthy" and snapshot is not None and (told := _is_orphaned(spec, snapshot)) is not None:
+        return told
     if kind in _OF_THE_JANITOR and not backends.has_janitor(connector):
         return _says(f"{label} has no janitor: {backends.cleaner(connector)}")
     if kind in _OF_KVTIER and not connector.is_ours:
@@ -60,6 +62,18 @@ def _redis_is_silent(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
         f"pod {listed(sorted(silent))} found no Redis when it started ({name}: {why}), and serves without what others "
         f"have computed: correct {where}, or see that the Redis runs and lets the pods in, then set the annotation "
         f"{names.ANNOTATION_RESTART}; LMCache may have connected since, which its log tells",
+    )
+
+
+def _is_orphaned(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
+    """Return that the tier whose blocks these engines write is not there to look after them."""
+    owner = spec.connector.blocks_of
+    if owner is None or owner in {each.name for each in snapshot.neighbours}:
+        return None
+    return Problem(
+        reason=Reason.JANITOR_MISSING,
+        message=f"spec.connector.hybrid.nixl.blocksOf: there is no tier {owner} on this claim, so nobody clears what "
+        "these engines write: create it, correct the name, or leave the field out",
     )
 
 
