@@ -62,7 +62,6 @@ INSTALL_CONTAINER: Final = "install-connector"
 REDIS_CHECK_CONTAINER: Final = "kvtier-redis-check"
 COMPILED_CONTAINER: Final = "restore-compiled"
 HTTP_PORT: Final = 8000
-REDIS_PORT: Final = 6379
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
 EVERY_ADDRESS: Final = "::"
 """Of a pod, of IPv4 as well as of IPv6; a node without IPv6 has no such thing."""

@@ -154,7 +154,7 @@ def test_a_password_reaches_lmcache_by_a_secret_and_stands_in_no_url() -> None:
     # LMCache logs the URL; the connector of this name reads the password from the environment.
     assert env["LMCACHE_REMOTE_URL"] == "resp://redis.cache:6379"
     assert env["LMCACHE_RESP_PASSWORD"] == {"secretKeyRef": {"name": "redis", "key": "password"}}
-    assert environment("lmcache-trial")["LMCACHE_REMOTE_URL"] == "redis://llama-redis.serving.svc:6379"
+    assert environment("lmcache-trial")["LMCACHE_REMOTE_URL"] == f"redis://llama-redis.serving.svc:{trial_port()}"
 
 
 def test_the_cache_server_is_told_what_to_hold_and_where_to_share() -> None:
@@ -327,6 +327,28 @@ def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod(
         return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
 
     assert (limit([]), limit(["--data-parallel-size=4"])) == (one, four)
+
+
+def trial_port(**more: Any) -> int:
+    """Return where the Redis listens, which its Service and its pod must agree about."""
+    body = yaml.safe_load((GOLDEN / "lmcache-trial" / "tier.yaml").read_text())
+    body["spec"] |= more
+    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    service, pod = (each for each in made if each["metadata"]["name"] == "llama-redis")
+    (told,) = service["spec"]["ports"]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    port = container["ports"][0]["containerPort"]
+    assert told["port"] == told["targetPort"] == port
+    assert container["args"][:2] == ["--port", str(port)]
+    (engine,) = (each for each in made if each["metadata"]["name"] == "llama-engine" and each["kind"] == "Deployment")
+    assert f'"redis://llama-redis.serving.svc:{port}"' in json.dumps(engine)
+    return int(port)
+
+
+def test_engines_of_another_generation_do_not_find_the_small_redis() -> None:
+    ports = [trial_port(), trial_port(hash={"seed": "7"}), trial_port(hash={"seed": "8"})]
+    assert len(set(ports)) == len(ports)
+    assert trial_port(replicas=5) == ports[0]
 
 
 def test_mooncakes_own_class_reads_the_file() -> None:

@@ -14,6 +14,7 @@ from kvtier_operator.api.connector_spec import LMCache, LMCacheRedis, Nixl, VLLM
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pod_settings
 from kvtier_operator.parts.backends import native
+from kvtier_operator.parts.backends import redis as trial
 from kvtier_operator.parts.backends.rendered import (
     BOTH,
     OFFLOAD_MOUNT,
@@ -140,7 +141,7 @@ def redis_url(plan: TierPlan, redis: LMCacheRedis) -> str:
     """Return the address of the Redis: the user's, or that of the one that the operator makes."""
     if redis.url is not None:
         return redis.url
-    return f"redis://{names.redis(plan.tier)}.{plan.tier.namespace}.svc:{names.REDIS_PORT}"
+    return f"redis://{names.redis(plan.tier)}.{plan.tier.namespace}.svc:{trial.port(plan)}"
 
 
 def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:

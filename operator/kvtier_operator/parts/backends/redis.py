@@ -14,6 +14,18 @@ from kvtier_operator.plan import TierPlan
 ANNOTATION_GENERATION: Final = f"{names.GROUP}/generation"
 """Of the pod: LMCache's keys name neither revision nor weights, so another generation must find it empty."""
 
+_FIRST_PORT: Final = 10_000
+_PORTS: Final = 50_000
+
+
+def port(plan: TierPlan) -> int:
+    """Return where the Redis of this generation listens.
+
+    Engines of the generation before run on while the new ones start. They must not find the new Redis, or they would
+    write into it what the new ones then take for theirs.
+    """
+    return _FIRST_PORT + int(plan.generation.digest[:8], 16) % _PORTS
+
 
 def redis(plan: TierPlan) -> tuple[Manifest, ...]:
     """Return the Service and the Deployment; nothing where the user has one, or LMCache needs none."""
@@ -22,6 +34,7 @@ def redis(plan: TierPlan) -> tuple[Manifest, ...]:
     if trial is None:
         return ()
     name, component = names.redis(plan.tier), names.COMPONENT_STORE
+    listens = port(plan)
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -29,7 +42,8 @@ def redis(plan: TierPlan) -> tuple[Manifest, ...]:
         "spec": {
             "type": "ClusterIP",
             "selector": names.selector(plan.tier, component),
-            "ports": [{"name": "redis", "port": names.REDIS_PORT, "targetPort": "redis", "protocol": "TCP"}],
+            # By number: the pod of the generation before has a port of the same name.
+            "ports": [{"name": "redis", "port": listens, "targetPort": listens, "protocol": "TCP"}],
         },
     }
     memory = quantity.format_bytes(trial.memory_bytes + trial.memory_bytes // 4)
@@ -38,7 +52,7 @@ def redis(plan: TierPlan) -> tuple[Manifest, ...]:
         "image": trial.image,
         "command": [trial.command],
         "args": [
-            *("--port", str(names.REDIS_PORT)),
+            *("--port", str(listens)),
             *("--dir", names.SCRATCH_MOUNT),
             # Nothing on disk: it is a cache, and one that may be lost.
             *("--save", "", "--appendonly", "no"),
@@ -46,7 +60,7 @@ def redis(plan: TierPlan) -> tuple[Manifest, ...]:
             # Reached by the Service alone; without a password it would otherwise answer this machine only.
             *("--protected-mode", "no"),
         ],
-        "ports": [{"name": "redis", "containerPort": names.REDIS_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "redis", "containerPort": listens, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": memory}, "limits": {"memory": memory}},
         "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5},
         "securityContext": pod_settings.hardened(),
