@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import Container, Engines, Neighbour, Pod, Snapshot
+from kvtier_operator.snapshot import Container, Engines, Pod, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -272,19 +271,6 @@ def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
         assert found.reason is Reason.NOT_APPLICABLE
 
 
-def test_blocks_of_a_tier_that_is_not_there_have_no_janitor() -> None:
-    spec = parse(tier({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}))
-    alone = pod_with("")
-    told = not_applicable("JanitorHealthy", spec, alone)
-    assert told is not None
-    assert (told.reason, told.is_known, told.is_met) == (Reason.JANITOR_MISSING, True, False)
-    assert "spec.connector.hybrid.nixl.blocksOf: there is no tier other" in told.message
-    beside = replace(alone, neighbours=(Neighbour(name="other", max_bytes=None),))
-    found = not_applicable("JanitorHealthy", spec, beside)
-    assert found is not None
-    assert found.reason is Reason.NOT_APPLICABLE
-
-
 def test_a_tier_without_a_volume_is_whole() -> None:
     body = tier({"type": "SimpleCPU"})
     del body["spec"]["volume"]
@@ -306,27 +292,6 @@ def test_a_small_redis_is_emptied_with_the_generation() -> None:
 
     assert pods() == pods(replicas=5)
     assert pods() != pods(hash={"seed": "7"})
-
-
-@pytest.mark.parametrize(
-    ("connector", "one", "four"),
-    [
-        ({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, "65Gi", "257Gi"),
-        ({"type": "LMCache", "lmcache": {"localDisk": {"size": "100Gi"}}}, "101Gi", "401Gi"),
-    ],
-)
-def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod(
-    connector: dict[str, Any], one: str, four: str
-) -> None:
-    def limit(args: list[str]) -> str:
-        body = tier(connector, cpu={"size": "64Gi"})
-        body["spec"]["engine"] = {**body["spec"].get("engine", {}), "args": args}
-        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
-        pod = next(each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine")
-        volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
-        return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
-
-    assert (limit([]), limit(["--data-parallel-size=4"])) == (one, four)
 
 
 def trial_port(**more: Any) -> int:
