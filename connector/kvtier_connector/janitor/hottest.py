@@ -34,7 +34,7 @@ def left_out(root: Path, most_bytes: int) -> frozenset[BlockKey]:
     )
     # Not lasting, and without the right to act: it looks, and whoever clears the tier is not disturbed.
     keeper = Keeper(settings, is_lasting=False, may_act=lambda: False)
-    keeper.open()
+    keeper.open(is_walked_anew=True)
     keeper.finish()
     if keeper.report is None:
         raise ConfigInvalid(f"{root.parent}: could not be looked at")

@@ -101,15 +101,15 @@ class Keeper:
         self.report: Report | None = None
         """The last one; None before the first step."""
 
-    def open(self) -> None:
-        """Take over what an earlier janitor knew, if the volume has it."""
+    def open(self, *, is_walked_anew: bool = False) -> None:
+        """Take over what an earlier janitor knew, if the volume has it; if asked, walk all of it all the same."""
         with self._problems.trying("ledger"):
             if (snapshot := load(self.ledger, Path(self._dir), fs=self._fs)) is not None:
                 self._pins = snapshot.pins or None
                 self._news = News(self._dir, self.ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
-                if 0 <= age_seconds < self.config.journal_age_seconds:
+                if 0 <= age_seconds < self.config.journal_age_seconds and not is_walked_anew:
                     self._patrol.resume(snapshot.walked_ns, place=snapshot.place, unread=snapshot.unread)
                 self._saved_changes = self.ledger.changes
 
