@@ -58,7 +58,8 @@ def test_a_cache_changes_no_block() -> None:
 
 
 def test_the_job_is_an_engine_that_no_service_finds() -> None:
-    planned = plan(engine={"compileCache": {"digest": DIGEST}})
+    own = {"initContainers": [{"name": "get-model", "image": "busybox:1"}]}
+    planned = plan(engine={"compileCache": {"digest": DIGEST}, "podTemplate": own})
     template = pod(planned)
     job = compiled.job(
         names.tier_ref(tier()), template, name="llama-compile-1", root=planned.generation.root, deadline_seconds=60
@@ -73,7 +74,7 @@ def test_the_job_is_an_engine_that_no_service_finds() -> None:
     assert words[words.index("--") + 1 :] == [*engine["command"], *engine["args"]]
     assert container["resources"] == engine["resources"]
     assert "--url=http://0.0.0.0:8000/health" in words
-    assert [each["name"] for each in spec["initContainers"]] == ["install-connector"]
+    assert {each["name"] for each in spec["initContainers"]} == {"install-connector", "get-model"}
     assert "readinessProbe" not in container
 
 

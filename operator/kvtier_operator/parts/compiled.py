@@ -85,7 +85,8 @@ def job(tier: TierRef, template: Manifest, *, name: str, root: str, deadline_sec
             *engine["args"],
         ],
     }
-    installers = [each for each in spec.get("initContainers", ()) if each["name"] == names.INSTALL_CONTAINER]
+    others = {names.COMPILED_CONTAINER, names.REDIS_CHECK_CONTAINER}
+    first = [each for each in spec.get("initContainers", ()) if each["name"] not in others]
     kept = {field: value for field, value in spec.items() if field not in {"initContainers", "containers"}}
     return {
         "apiVersion": "batch/v1",
@@ -101,7 +102,7 @@ def job(tier: TierRef, template: Manifest, *, name: str, root: str, deadline_sec
                 "spec": {
                     **kept,
                     "restartPolicy": "Never",
-                    "initContainers": installers,
+                    "initContainers": first,
                     "containers": [container],
                 },
             },
