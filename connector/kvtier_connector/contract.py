@@ -109,7 +109,7 @@ class ConnectorConfig:
     keys_dir: str = ""
     """Directory of the mounted Secret whose entries are encryption keys; empty means no encryption. Blocks that are not
     encrypted are then neither written nor read."""
-    compression: str = COMPRESSION_OFF
+    compression: str = field(default=COMPRESSION_OFF, metadata=documents.ADDED)
     """One of `COMPRESSIONS`, of what is written."""
     tenant_from: str = "None"
     """One of `TENANT_SOURCES`."""

@@ -91,17 +91,17 @@ class JanitorConfig:
     """Holder of the Lease; empty takes the host's name, which is the pod's."""
     http_port: int = JANITOR_PORT
     """Of /metrics, /healthz and /usage; 0 takes any that is free."""
-    events_port: int = -1
+    events_port: int = field(default=-1, metadata=documents.ADDED)
     """Where KV events of the volume are published (ZeroMQ, as vLLM's); 0 takes any that is free, -1 publishes none."""
-    events_replay_port: int = 0
+    events_replay_port: int = field(default=0, metadata=documents.ADDED)
     """Where they are repeated to who missed some; 0 takes any that is free."""
-    events_topic: str = ""
+    events_topic: str = field(default="", metadata=documents.ADDED)
     """Their topic."""
-    events_integer_hashes: bool = True
+    events_integer_hashes: bool = field(default=True, metadata=documents.ADDED)
     """Whether a hash in them is a number of 64 bits, as vLLM's by default, and not all its bytes."""
-    block_tokens: int = 0
+    block_tokens: int = field(default=0, metadata=documents.ADDED)
     """Tokens of one file, for the events; 0 where that is not known."""
-    layout: str = BLOCKS_LAYOUT
+    layout: str = field(default=BLOCKS_LAYOUT, metadata=documents.ADDED)
     """How the files of the tier lie: ``kvtier``, or ``vllm-fs`` for those of vLLM's own fs tier."""
     threads: int = 8
     """Files that are removed or looked at at once, since a network volume answers each after a while."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from kvtier_connector.errors import ConfigInvalid
 
@@ -35,10 +36,20 @@ _WORDS = {
 }
 _OR_NONE = " | None"
 
+ADDED: Final = MappingProxyType({"kvtier_added": True})
+"""``metadata`` of a field that came after others: it is written only where it says something else than its default, for
+a pod of an earlier release refuses a field that it does not know, and does as the default says without it."""
+
 
 def encode(record: Record, *, version: int) -> str:
-    """Return the document as canonical JSON: the same record gives the same bytes."""
-    return encode_object({"version": version, **asdict(record)})
+    """Return the document as canonical JSON: the same record gives the same bytes; see `ADDED`."""
+    unsaid = {
+        each.name
+        for each in fields(record)
+        if "kvtier_added" in each.metadata and getattr(record, each.name) == each.default
+    }
+    said = {name: value for name, value in asdict(record).items() if name not in unsaid}
+    return encode_object({"version": version, **said})
 
 
 def encode_object(document: dict[str, Any]) -> str:

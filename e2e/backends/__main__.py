@@ -216,7 +216,7 @@ def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
             for pod in (*first, *second):
                 text = pod.log.read_text(errors="replace") if pod.log.exists() else ""
                 with (run.options.out / "engines.log").open("a") as log:
-                    log.write(f"===== {pod.title} {pod.log.name}\n{text[-6000:]}\n")
+                    log.write(f"===== {pod.title} {pod.log.name}\n{pod.reasons()}{text[-6000:]}\n")
 
 
 @contextmanager

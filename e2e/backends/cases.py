@@ -35,6 +35,13 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 }
 
 
+PAIR: Final[dict[str, dict[str, Any]]] = {
+    "prefill": {"type": "Hybrid", "hybrid": {"nixl": {"role": "Prefill"}}},
+    "decode": {"type": "Hybrid", "hybrid": {"nixl": {"role": "Decode", "blocksOf": "prefill"}}},
+}
+"""Two tiers, named as their roles, with one volume."""
+
+
 def model_config(device: str) -> dict[str, Any]:
     """Return the config.json of the model: a Llama with random weights."""
     shape = SHAPES[device]
@@ -64,6 +71,8 @@ def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
     memory += [] if is_cpu else ["--gpu-memory-utilization=0.12"]
     args = ["--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", *memory]
     args += [f"--max-model-len={4096 if is_cpu else 32768}", "--seed=0"]
+    nixl = connector.get("hybrid", {}).get("nixl")
+    is_ours = connector["type"] == "Bundled" or nixl is not None
     spec: dict[str, Any] = {
         "model": {"name": MODEL, "config": model_config(device)},
         "engine": {
@@ -75,10 +84,12 @@ def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
         "connector": connector,
         "cpu": {"size": "512Mi" if is_cpu else "8Gi"},
         # What it loads is to be compared, not whether loading pays on this machine.
-        **({"disk": {"admission": {"costAware": False}}} if connector["type"] == "Bundled" else {}),
+        **({"disk": {"admission": {"costAware": False}}} if is_ours else {}),
     }
-    if connector["type"] in {"Bundled", "VLLMTiering"}:
+    if is_ours or connector["type"] == "VLLMTiering":
         spec["volume"] = {"claim": {"size": "100Gi", "accessModes": ["ReadWriteOnce"]}}
+    if nixl is not None and "blocksOf" in nixl:
+        spec["volume"] = {"existingClaim": f"{nixl['blocksOf']}-blocks"}
     return {
         "apiVersion": "kvtier.dev/v1alpha1",
         "kind": "KVCacheTier",

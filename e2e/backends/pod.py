@@ -93,16 +93,28 @@ class Pod:
             os.killpg(self._process.pid, 9)
             self._process.wait(10)
 
+    def kill(self) -> None:
+        """End the engine as a node that is gone would: nothing is said to anyone."""
+        assert self._process is not None
+        os.killpg(self._process.pid, 9)
+        self._process.wait(10)
+
     def last_words(self) -> str:
         """Return the end of the log that says what went wrong."""
         lines = self.log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if "Error" in line or "error" in line or "Exception" in line]
         return " | ".join(telling[-4:] or lines[-4:])[-900:]
 
+    def reasons(self) -> str:
+        """Return the first traceback of an engine's core or worker: the last one, of the API server, only follows."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        inner = [line for line in lines if line.startswith(("(EngineCore", "(Worker")) and "ERROR" in line]
+        return "".join(f"{line[:400]}\n" for line in inner[:60])
+
     def _directories(self) -> dict[str, str]:
         """Return where this machine has what the pod mounts; volumes are shared by the pods of a case."""
         own = self._work / self._name
-        shared = self._work / f"{self._case['tier']['metadata']['name']}-volume"
+        shared = self._work / f"{self._case['blocks']}-volume"
         found: dict[str, str] = {}
         for name, path in self._case["mounts"].items():
             if name in KEPT or path == "/dev/shm":  # noqa: S108  this machine's own will do

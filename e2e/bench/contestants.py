@@ -303,6 +303,11 @@ class FsJob(Contestant):
 
         self.io: Any = io
 
+    def path(self, number: int) -> str:
+        """Return where vLLM's tier keeps a block, below its own directory."""
+        name = self.keys[number].hash.hex()
+        return f"{self.directory}/{name[:3]}/{name[3:5]}_g0/{name}.bin"
+
     def load(self, pool: ThreadPoolExecutor) -> None:
         """Load every block in one call."""
         with self._implementation():

@@ -84,16 +84,26 @@ class Run:
 
 
 def used_bytes(root: Path) -> int:
-    """Return what blocks take; files may vanish meanwhile."""
-    total = 0
+    """Return what blocks took at one moment: those that one look found and the next one found again.
+
+    Of blocks that go and come while somebody looks, one look counts more than there ever were at once.
+    """
+    return sum(size for _, _, size in _blocks(root) & _blocks(root))
+
+
+def _blocks(root: Path) -> set[tuple[str, int, int]]:
+    """Return path, number and size of the block files; they may vanish meanwhile."""
+    found = set()
     for directory, _, names in os.walk(root / "blocks"):
         for name in names:
             if name.endswith(".kvb"):
+                path = f"{directory}/{name}"
                 try:
-                    total += os.stat(f"{directory}/{name}").st_size  # noqa: PTH116 - a million times
+                    status = os.stat(path)  # noqa: PTH116 - a million times
                 except FileNotFoundError:
                     continue
-    return total
+                found.add((path, status.st_ino, status.st_size))
+    return found
 
 
 def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) -> Run:

@@ -3,8 +3,9 @@
 
 ``python -m e2e.bench.line --milliseconds 0.1,1,5,20 --gigabits 1,5,20``. The files lie in memory. Each open, read and
 close takes the latency, and all reads of all processes share the bandwidth; nothing else is simulated. Beside each row
-stands a plain reader over the same line, as many processes that read whole files and verify nothing: what the
-processors leave of a fast line. ``--content KV.bin --compression Always`` loads compressed blocks of a file's bytes.
+stands a plain reader over the same line, as many processes that read whole files into the same rows and verify
+nothing, and what processors did for a chunk of each: where the line is fast, that decides. ``--content KV.bin
+--compression Always`` loads compressed blocks of a file's bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from e2e.bench.contestants import Region
+from e2e.bench.store_costs import MOVERS, measured
 
 from kvtier_connector.contract import COMPRESSION_OFF, COMPRESSIONS
 from kvtier_connector.movers.dispatch import MoversSettings
@@ -40,6 +42,7 @@ _STATE = struct.Struct("=d")
 _LATENCY, _BYTES_PER_SECOND, _FILE = "KVTIER_LINE_SECONDS", "KVTIER_LINE_RATE", "KVTIER_LINE_FILE"
 _CHUNK_BYTES = 8 << 20
 _FILES = 64
+_MADV_POPULATE_WRITE = 23
 _LOADED_SECONDS = 4.0
 """A load is long enough that its beginning does not count; 512 chunks, a prompt of 32k tokens, at most."""
 _MOST_LOADED = 512
@@ -84,25 +87,31 @@ class LineFs(FileSystem):
         return count
 
 
-def read_plainly(start: Connection, root: str, numbers: Sequence[int]) -> None:
-    """Read whole files over the line, once told to, and say when it is done: a process."""
-    fs, buffer = LineFs(), memoryview(mmap.mmap(-1, HEADER_BYTES + _CHUNK_BYTES))
-    buffer[:: mmap.PAGESIZE] = bytes(len(buffer[:: mmap.PAGESIZE]))
+def read_plainly(start: Connection, root: str, memory: str, numbers: Sequence[int]) -> None:
+    """Read whole files over the line into their rows, once told to; say when it is done and what it took: a process."""
+    fs, header = LineFs(), memoryview(bytearray(HEADER_BYTES))
+    with open(memory, "r+b") as file:  # noqa: PTH123 - an open file of the parent
+        mapped = mmap.mmap(file.fileno(), 0)
+    mapped.madvise(_MADV_POPULATE_WRITE)
+    rows = memoryview(mapped)
     start.send(None)
     start.recv()
+    began = time.process_time()
     for number in numbers:
         fd = fs.open(f"{root}/{block_path(key(number))}", os.O_RDONLY)
-        fs.preadv(fd, [buffer], 0)
+        fs.preadv(fd, [header, rows[number * _CHUNK_BYTES : (number + 1) * _CHUNK_BYTES]], 0)
         fs.close(fd)
-    start.send(None)
+    start.send(time.process_time() - began)
 
 
-def measure_plain(root: str, processes: int, count: int) -> float:
-    """Return how long a plain reader takes for the same blocks."""
+def measure_plain(root: str, memory: str, processes: int, count: int) -> tuple[float, float]:
+    """Return how long a plain reader takes for the same blocks, and what that is of processors."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(processes)]
     readers = [
-        context.Process(target=read_plainly, args=(far, root, [n % _FILES for n in range(first, count, processes)]))
+        context.Process(
+            target=read_plainly, args=(far, root, memory, [n % _FILES for n in range(first, count, processes)])
+        )
         for first, (_, far) in enumerate(pairs)
     ]
     for reader in readers:
@@ -112,12 +121,11 @@ def measure_plain(root: str, processes: int, count: int) -> float:
     began = time.perf_counter()
     for near, _ in pairs:
         near.send(None)
-    for near, _ in pairs:
-        near.recv()
+    ran = sum(near.recv() for near, _ in pairs)
     taken = time.perf_counter() - began
     for reader in readers:
         reader.join()
-    return taken
+    return taken, ran
 
 
 def measure(directory: Path, region: Region, *, seconds: float, gigabits: float) -> None:
@@ -156,22 +164,26 @@ def measure(directory: Path, region: Region, *, seconds: float, gigabits: float)
             asked += 1
         time.sleep(0.01)
     count = int(min(_MOST_LOADED, max(_FILES, _LOADED_SECONDS * rate / region.block_bytes)))
-    began = time.perf_counter()
-    movers.submit([(n, Task(Lane.LOAD, (key(n % _FILES),), n % _FILES)) for n in range(count)])
     ended: list[Done] = []
-    while len(ended) < count:
-        ended += [each for each in movers.collect() if each.task < count]
-        time.sleep(0.001)
-    taken = time.perf_counter() - began
+
+    def load() -> None:
+        movers.submit([(n, Task(Lane.LOAD, (key(n % _FILES),), n % _FILES)) for n in range(count)])
+        while len(ended) < count:
+            ended.extend(each for each in movers.collect() if each.task < count)
+            time.sleep(0.001)
+
+    taken, ran = measured(load)
     assert all(isinstance(each.outcome, Hit) for each in ended)
     processes = movers.counts().processes
     movers.close(10.0)
     rows.release()
-    plain = measure_plain(str(directory / "0a1b"), processes, count)
+    memory = f"/proc/{os.getpid()}/fd/{region.file}"
+    plain, ran_plain = measure_plain(str(directory / "0a1b"), memory, processes, count)
     got = count * region.block_bytes / taken
     print(
         f"| {seconds * 1e3:g} ms | {gigabits:g} Gbit/s | {processes} | {count} | {got / 1e9:.2f} | {got / rate:.0%} "
-        f"| {count * region.block_bytes / plain / rate:.0%} | {plain / taken:.0%} |",
+        f"| {count * region.block_bytes / plain / rate:.0%} | {plain / taken:.0%} "
+        f"| {ran[MOVERS] / count * 1e3:.1f} ms | {ran_plain / count * 1e3:.1f} ms |",
         flush=True,
     )
 
@@ -200,8 +212,12 @@ def main() -> None:
                 memory[start : start + len(content)] = content[: region.bytes - start]
         for number in range(_FILES):
             blocks.put(key(number), region.row(number))
-        print("| latency | line | movers | chunks | GB/s | of the line | plain, of the line | movers / plain |")
-        print("|---|---|---|---|---|---|---|---|", flush=True)
+        print(f"load before: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
+        print(
+            "| latency | line | movers | chunks | GB/s | of the line | plain, of the line | movers / plain "
+            "| processors, a chunk | plain, a chunk |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
         for gigabits in options.gigabits:
             for milliseconds in options.milliseconds:
                 measure(directory, region, seconds=milliseconds / 1e3, gigabits=gigabits)

@@ -29,7 +29,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--way", choices=list(_WAYS), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--fill", type=int, metavar="GIB", help="touch so much memory, all at once, and do nothing else"
+    )
     options = parser.parse_args()
+    if options.fill:
+        print(f"touched {options.fill} GiB in {_fill(options.fill, options.processes):.1f} s", flush=True)
+        return
     if options.way:
         print(f"{options.way}: {options.processes} processes copy {_measure(options.processes):.1f} GB/s", flush=True)
         return
@@ -37,6 +43,25 @@ def main() -> None:
         environment = {**os.environ, "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={threshold}"}
         command = [sys.executable, "-m", "e2e.bench.memory", "--processes", str(options.processes), "--way", way]
         subprocess.run(command, env=environment, check=True)
+
+
+def _fill(gibibytes: int, processes: int) -> float:
+    """Touch memory until all processes hold their parts, and give it back; return the seconds that took."""
+    gate = multiprocessing.Barrier(processes)
+    share = (gibibytes << 30) // processes
+    fillers = [multiprocessing.Process(target=_hold, args=(gate, share)) for _ in range(processes)]
+    began = time.perf_counter()
+    for filler in fillers:
+        filler.start()
+    for filler in fillers:
+        filler.join()
+    return time.perf_counter() - began
+
+
+def _hold(gate: Barrier, size: int) -> None:
+    region = mmap.mmap(-1, size)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(region)), 1, size)
+    gate.wait()
 
 
 def _measure(processes: int) -> float:

@@ -85,6 +85,7 @@ def latency(writer: Volume, reader: Volume, count: int) -> None:
                 raise AssertionError("the block is not known after a minute")
             time.sleep(0.005)
         seconds.append(time.monotonic() - began)
+    print("each:", *(f"{each:.2f}" for each in seconds), flush=True)
     seconds.sort()
     print(
         f"known elsewhere: p50 {seconds[len(seconds) // 2]:.2f} s, p99 {seconds[int(len(seconds) * 0.99)]:.2f} s, "

@@ -20,18 +20,22 @@ from typing import Any
 
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _STEPS = (
-    ("vllm.v1.engine.core", "EngineCore", ("step", "step_with_batch_queue")),
+    ("vllm.v1.engine.core", "EngineCore", ("step", "step_with_batch_queue", "preprocess_add_request")),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        ("get_computed_blocks", "get_computed_blocks_for_connector", "allocate_slots", "cache_blocks", "free"),
+    ),
     ("vllm.v1.core.sched.scheduler", "Scheduler", ("schedule", "update_from_output", "add_request")),
     ("vllm.v1.worker.gpu_worker", "Worker", ("execute_model", "sample_tokens")),
     ("vllm.v1.kv_offload.cpu.gpu_worker", "SingleDirectionOffloadingHandler", ("transfer_async", "get_finished")),
-    ("kvtier_connector.tier.jobs", "Job", ("settle",)),
     ("kvtier_connector.movers.engine", "Movers", ("submit", "collect")),
 )
 """Calls of these classes alone."""
 _WHOLE = (
     (f"{_OFFLOADING}.scheduler", "OffloadingConnectorScheduler"),
+    ("kvtier_connector.tier.scheduler", "KVTierScheduler"),
     ("vllm.v1.kv_offload.tiering.manager", "TieringOffloadingManager"),
-    ("kvtier_connector.tier.manager", "SharedVolumeTier"),
     ("kvtier_connector.tier.manager", "KVTierManager"),
     ("kvtier_connector.tier.tier", "SharedVolumeTier"),
 )

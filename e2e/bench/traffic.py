@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -18,82 +19,25 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from e2e.bench import backends, journal, models, traffic_report, volumes
 from e2e.bench.engine_gpu import GRAPHS
 from e2e.bench.engines import Engine, EngineFailed
+from e2e.bench.traffic_stages import PREPARE, STAGES, TINY_STAGES, Settings, Stage
 
 from kvtier_cli.bench import workloads
-from kvtier_cli.bench.workloads import Cell, Sizes
+from kvtier_cli.bench.workloads import Cell
 
 GIB = 1 << 30
 GPU_BLOCK_TOKENS = 16
 CELL_LIMIT_SECONDS = 150.0
 STORE_LIMIT_SECONDS = 40.0
-USER_WAVES = 2
+USER_WAVES = 3
+AT_ONCE_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
-PREPARE = "prepare"
-"""Puts on the volume what the cells after a restart ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """An engine's memory, and what it serves."""
-
-    gpu_tokens: int
-    """What the GPU's prefix cache holds; 0 for all that there is room for."""
-    cpu_bytes: int
-    cells: tuple[str, ...]
-    keeps_volume: bool = False
-    """Finds what the stage before left."""
-
-
-STAGES = {
-    "traffic": Stage(131072, 16_000_000_000, (Cell.CONVERSATIONS, Cell.SHORT, PREPARE)),
-    "restart": Stage(0, 24_000_000_000, (Cell.ARRIVALS, Cell.SHARED, Cell.SINGLE, Cell.USERS), keeps_volume=True),
-    "fits": Stage(98304, 40_000_000_000, (Cell.FITTING,)),
-    "all-in-gpu": Stage(0, 0, (Cell.CONVERSATIONS, Cell.SHORT)),
-}
-TINY_STAGES = {
-    "traffic": Stage(2304, 32 << 20, STAGES["traffic"].cells),
-    "restart": Stage(0, 64 << 20, STAGES["restart"].cells, keeps_volume=True),
-    "fits": Stage(2304, 256 << 20, STAGES["fits"].cells),
-    "all-in-gpu": Stage(0, 0, STAGES["all-in-gpu"].cells),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is the same for every stage."""
-
-    work: Path
-    volume: Path
-    repository: Path
-    lifeboat: Path | None
-    sizes: Sizes
-    stages: Mapping[str, Stage]
-    engine: Mapping[str, Any]
-    is_cpu_build: bool
-    block_tokens: int
-    block_bytes: int
-    vocabulary: int
-    kvtier: Mapping[str, Any] = field(default_factory=dict)
-    variant: str = ""
-    """What is special about this run, for the report."""
-    rounds: int = 1
-    """How often conversations and short prompts are played, each time others."""
-    profiled: Sequence[str] = ()
-    """Cells around whose calls clocks are put."""
-    traced: Sequence[str] = ()
-    """Cells of which it is recorded when each call began and ended."""
-    sampler: str = ""
-    """Command of a sampling profiler, with `{pid}` and `{out}`."""
-    deadline: float = 0.0
-    """On the monotonic clock; 0 for none."""
 
 
 class Traffic:
@@ -114,8 +58,10 @@ class Traffic:
         blocks = settings.volume / backend
         if stage.keeps_volume:
             volumes.forget_pages(blocks)
-        else:
-            volumes.clear(blocks)
+        elif backends.has_volume(backend):
+            # What another backend has left takes memory.
+            for other in backends.KNOWN:
+                volumes.clear(settings.volume / other)
         if self._remaining() <= 0:
             self._log.write(self._record("skipped"), f"{backend} {name}: no time left")
             return
@@ -135,8 +81,8 @@ class Traffic:
             Cell.CONVERSATIONS: self._conversations,
             Cell.FITTING: self._conversations,
             Cell.SHORT: self._short,
-            Cell.ARRIVALS: self._at_once,
-            Cell.SHARED: self._at_once,
+            Cell.ARRIVALS: self._arrivals,
+            Cell.SHARED: self._shared,
             Cell.SINGLE: self._single,
             Cell.USERS: self._users,
             Cell.DAMAGED: self._damaged,
@@ -174,9 +120,35 @@ class Traffic:
         self._settle(blocks, requests)
         self._log.say(f"{self._backend} {cell}: done")
 
-    def _at_once(self, engine: Engine, cell: str, _: Path) -> None:
-        make = workloads.arrivals if cell == Cell.ARRIVALS else workloads.sharers
-        self._measure(engine, cell, make(self._settings.sizes))
+    def _arrivals(self, engine: Engine, cell: str, _: Path) -> None:
+        requests = workloads.arrivals(self._settings.sizes)
+        for _round in range(AT_ONCE_ROUNDS):
+            self._measure(engine, cell, requests, is_clocked=False)
+            self._forget_all(engine)
+        self._profile(engine, cell, requests)
+
+    def _shared(self, engine: Engine, cell: str, _: Path) -> None:
+        sizes = self._settings.sizes
+        rounds = itertools.count(0, sizes.sharers)
+        for _round in range(AT_ONCE_ROUNDS):
+            self._measure(engine, cell, workloads.sharers(sizes, first=next(rounds)), is_clocked=False)
+            if self._backend == backends.NONE:
+                # What no backend can beat: the prefix never left the GPU.
+                requests = workloads.sharers(sizes, first=next(rounds))
+                self._measure(engine, f"{cell} in GPU", requests, is_clocked=False)
+            self._forget_all(engine)
+        self._profile(engine, cell, workloads.sharers(sizes, first=next(rounds)))
+
+    def _forget_all(self, engine: Engine) -> None:
+        """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
+        engine.forget(cpu_tier=self._backend != backends.NONE)
+        self._ask(engine, workloads.warm_up(self._settings.sizes))
+
+    def _profile(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Play the cell once more with clocks around the calls, if that is asked for."""
+        if cell in self._settings.profiled or cell in self._settings.traced:
+            self._measure(engine, f"{cell} profiled", requests)
+            self._forget_all(engine)
 
     def _single(self, engine: Engine, cell: str, blocks: Path) -> None:
         requests = workloads.singles(self._settings.sizes)
@@ -190,7 +162,7 @@ class Traffic:
     def _users(self, engine: Engine, cell: str, _: Path) -> None:
         for _wave in range(USER_WAVES):
             self._measure(engine, cell, workloads.users(self._settings.sizes))
-            engine.forget(cpu_tier=True)
+            self._forget_all(engine)
 
     def _damaged(self, engine: Engine, cell: str, blocks: Path) -> None:
         for request in workloads.damaged(self._settings.sizes):
@@ -216,10 +188,18 @@ class Traffic:
             self._empty(blocks)
             self._measure(engine, name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
-    def _measure(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
+    def _measure(
+        self,
+        engine: Engine,
+        cell: str,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        at_a_time: int = 0,
+        is_clocked: bool = True,
+    ) -> None:
         name = cell.partition(" ")[0]
-        is_traced = name in self._settings.traced
-        is_profiled = is_traced or name in self._settings.profiled
+        is_traced = is_clocked and name in self._settings.traced
+        is_profiled = is_traced or (is_clocked and name in self._settings.profiled)
         if is_profiled:
             engine.call("start_step_profile", is_traced)
         with self._sampling(engine, cell):

@@ -30,6 +30,7 @@ CELLS = {
     "C": "C, second pass",
     "D": "D, arrivals",
     "E": "E, shared prefix",
+    "E in GPU": "E, the prefix in the GPU",
     "users": "users of 32k",
     "never": "never hits",
     "never eager": "never hits, eager",

@@ -51,7 +51,9 @@ def prompts(vocabulary: int) -> list[tuple[int, ...]]:
     return made
 
 
-def cut(made: Sequence[tuple[int, ...]], *, chunk: int, block: int, spare: int) -> list[tuple[int, ...]]:
+def cut(
+    made: Sequence[tuple[int, ...]], *, chunk: int, block: int, spare: int = 0, ahead: int = 0
+) -> list[tuple[int, ...]]:
     """Cut prompts so that a cache of small blocks finds as much of each as one of large chunks.
 
     Args:
@@ -59,8 +61,10 @@ def cut(made: Sequence[tuple[int, ...]], *, chunk: int, block: int, spare: int) 
         chunk: tokens of a chunk.
         block: tokens of a block; some remain behind the last chunk, at most a block of them.
         spare: tokens more, for an engine that computes the last block of a hit again.
+        ahead: tokens that will be put before each prompt.
     """
-    lengths = [(len(each) - 1) // chunk * chunk + 1 + (len(each) - 1) % block for each in made]
+    wholes = [len(each) + ahead - 1 for each in made]
+    lengths = [whole // chunk * chunk + 1 + whole % block - ahead for whole in wholes]
     return [
         each[:length] + each[length - chunk : length - chunk + spare]
         for each, length in zip(made, lengths, strict=True)

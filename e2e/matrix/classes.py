@@ -60,6 +60,11 @@ class ModelClass:
     """What the CPU build lacks for it; empty where it runs."""
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether tokens of an answer are guessed, and checked several at a time."""
+        return self.draft is not None or any(flag.startswith("--speculative-config") for flag in self.args)
+
+    @property
     def is_eagle(self) -> bool:
         """Whether vLLM computes the last block of a hit again: what drafts looks at what the model computed there."""
         return self.draft_method == "eagle" or any('"method":"mtp"' in flag for flag in self.args)
@@ -118,6 +123,7 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ModelClass(name="granite4", title="Mamba-2 hybrid with experts (Granite-4)", shape=shapes.GRANITE_4, **_STATES),
     ModelClass(name="falcon_h1", title="Attention beside Mamba-2 (Falcon-H1)", shape=shapes.FALCON_H1, **_STATES),
     ModelClass(name="jamba", title="Mamba-1 hybrid with experts (Jamba)", shape=shapes.JAMBA, **_STATES),
+    ModelClass(name="whisper", title="Encoder-decoder (Whisper)", shape=shapes.WHISPER, spec=_SMALL),
     ModelClass(
         name="preempted",
         title="Dense, 16 requests at once in a KV cache of 40 blocks",

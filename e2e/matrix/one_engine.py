@@ -40,7 +40,13 @@ _ENGINE: Final = (
     "vllm.v1.executor.uniproc_executor",
     "kvtier_connector.tier.offloading_connector",
 )
-_COUNTED = ("vllm:kvtier_", "vllm:prefix_cache", "vllm:external_prefix_cache", "vllm:num_preemptions")
+_COUNTED = (
+    "vllm:kvtier_",
+    "vllm:prefix_cache",
+    "vllm:external_prefix_cache",
+    "vllm:num_preemptions",
+    "vllm:spec_decode",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ last bit* counts prompts of which both engines found as much, so that both compu
 every bit. Of the others the second engine computed up to 112 tokens more than the first, which bfloat16 rounds
 differently with or without a volume: *difference* is the largest in these, *computing* the same between the first
 engine's own hit and its computing the whole prompt, where no volume takes part. *Undecided* is a class in which some of
-these others took another token, or lie further apart than that.
+these others took another token, or lie further apart than that; or one that checks drafts, in which all tokens are the
+same and their probabilities are not. There which drafts are accepted decides how many tokens a step computes, so that
+they may be rounded otherwise; the run did not tell the first token of an answer, which needs no draft, from the others.
 
 | Class | Result | To the last bit | Same answers | Difference | Computing | From disk | In common |
 |---|---|---|---|---|---|---|---|
@@ -69,8 +71,8 @@ _STRANGERS: Final = """
 The same prompt under another identity, asked of an engine for which the volume holds it. An adapter that was written
 anew at its path is asked for in a third engine.
 
-| Class | Asked | Blocks read |
-|---|---|---|
+| Class | Asked | Blocks read | Run on |
+|---|---|---|---|
 """
 _LONGEST_MESSAGE: Final = 240
 _GPU: Final = "cuda"
@@ -79,11 +81,13 @@ _DEVICES: Final = {"cpu": "cpu", "cuda": "H200"}
 
 
 def keep(rows: Mapping[str, Mapping[str, Any]], results: Path = RESULTS) -> None:
-    """Keep rows by class, those that were run on a GPU apart from the others."""
+    """Keep rows by class, those that were run on a GPU apart from the others; what was not run replaces nothing."""
     for name, row in rows.items():
         place = results / _GPU if row["device"] == "cuda" else results
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"{name}.json").write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
+        path = place / f"{name}.json"
+        if row["verdict"] != "not run" or not path.exists():
+            path.write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
 
 
 def write(page: Path = PAGE, results: Path = RESULTS) -> None:
@@ -106,7 +110,15 @@ def text(results: Path = RESULTS) -> str:
     tail = "\n## What was said\n\n" + "\n".join(notes) + "\n" if notes else ""
     lines = "".join(_line(each, row) for each, row in pairs if not each.is_plain)
     gpu_lines = "".join(_gpu_line(each, row) for each, row in there)
-    return head + _TABLE + lines + (_ON_GPU + gpu_lines if there else "") + _kept(pairs) + _strangers(pairs) + tail
+    return (
+        head
+        + _TABLE
+        + lines
+        + (_ON_GPU + gpu_lines if there else "")
+        + _kept(pairs)
+        + _strangers([*pairs, *there])
+        + tail
+    )
 
 
 def _read(results: Path) -> dict[str, dict[str, Any]]:
@@ -131,11 +143,14 @@ def _strangers(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> 
     lines = []
     for each, row in pairs:
         if row and row.get("strangers"):
-            lines.append(f"| {each.title} | {row['strangers']} as somebody else | {row['stranger_blocks']:.0f} |\n")
+            lines.append(
+                f"| {each.title} | {row['strangers']} as somebody else | {row['stranger_blocks']:.0f} | "
+                f"{_place(row)} |\n"
+            )
         if row and row.get("rewritten"):
             lines.append(
                 f"| the same, an adapter rewritten | {row['rewritten']}, of which {row['rewritten_changed']} have "
-                f"another answer now | {row['rewritten_blocks']:.0f} |\n"
+                f"another answer now | {row['rewritten_blocks']:.0f} | {_place(row)} |\n"
             )
     return _STRANGERS + "".join(lines) if lines else ""
 
@@ -162,10 +177,12 @@ def _gpu_line(each: ModelClass, row: Mapping[str, Any]) -> str:
     if "prompts" not in row:
         return f"| {each.title} | {_result(row)} | | | | | | |\n"
     exact = f"{row['alike']} of {row['prompts']}"
+    if row["alike_difference"]:
+        exact = f"0 to {row['alike_difference']:.3g} apart in {exact}"
     cells = (
         each.title,
         _result(row),
-        f"{exact}, differing by {row['alike_difference']:g}" if row["alike_difference"] else exact,
+        exact,
         f"{row['same_tokens']} of {row['prompts']}" + (f", {row['ties']} ties" if row.get("ties") else ""),
         f"{row['largest_difference']:g}",
         f"{row['recompute_difference']:g}",

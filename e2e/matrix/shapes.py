@@ -15,6 +15,8 @@ LONGEST_PROMPT: Final = 4096
 PICTURE_SIDE: Final = 56
 PICTURE_TOKEN: Final = 3
 """Stands in a prompt for its picture."""
+PICTURE_TOKENS: Final = 16
+"""What a picture is made into, by all these models."""
 
 Shape = Mapping[str, Any]
 
@@ -89,7 +91,7 @@ BLIP_2: Final[Shape] = {
         "encoder_hidden_size": 64,
         "initializer_range": 0.08,
     },
-    "num_query_tokens": 16,
+    "num_query_tokens": PICTURE_TOKENS,
     "image_token_index": PICTURE_TOKEN,
 }
 """vLLM puts the tokens of the picture before the prompt."""
@@ -225,6 +227,25 @@ JAMBA: Final[Shape] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "use_mamba_kernels": False,
+}
+
+WHISPER: Final[Shape] = {
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "vocab_size": VOCABULARY,
+    "d_model": 256,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "decoder_ffn_dim": 512,
+    "init_std": 0.08,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "decoder_start_token_id": 0,
+    "begin_suppress_tokens": None,
 }
 
 QWEN3_NEXT: Final[Shape] = {

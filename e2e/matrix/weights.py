@@ -92,16 +92,18 @@ def write_lora(directory: Path, shape: Shape, *, seed: int) -> None:
 
 def _make(shape: Shape, seed: int) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSpeechSeq2Seq
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     fields = {name: value for name, value in shape.items() if name != "model_type"}
     # Transformers does without the layers that predict further tokens; `_add_next_layer` makes one of the last layer.
-    fields["num_hidden_layers"] = fields.get("num_hidden_layers", 0) + fields.get("num_nextn_predict_layers", 0)
+    if "num_nextn_predict_layers" in fields:
+        fields["num_hidden_layers"] += fields["num_nextn_predict_layers"]
     config = AutoConfig.for_model(shape["model_type"], **fields, initializer_range=_SPREAD)
     kind: Any = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
+    kind = AutoModelForSpeechSeq2Seq if shape.get("is_encoder_decoder") else kind
     model = kind.from_config(config)
     with torch.no_grad():
         # Rows of the output differ in length, so that the best token leads by more than the rounding of bfloat16.

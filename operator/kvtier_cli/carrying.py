@@ -42,6 +42,8 @@ class End:
     target: str
     where: targets.Where
     is_directory: bool
+    verb: str
+    """``export`` or ``import``."""
 
     @cached_property
     def pod(self) -> names.Manifest:
@@ -50,7 +52,7 @@ class End:
         Raises:
             ClusterError: there is no such tier, or it has none.
         """
-        return targets.janitor_pod(self.target, self.where)
+        return targets.janitor_pod(self.target, self.where, self.verb)
 
     def find(self) -> None:
         """See that it can be reached, before anything is begun; the thread that reads the command line only."""

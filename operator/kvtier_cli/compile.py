@@ -34,6 +34,12 @@ def compile_(tier: str, *, timeout: float, is_set: bool, output: str, **cluster:
     namespace = where.asked_namespace
     person = where.person
     body = person.tier(namespace, tier)
+    kind = (body["spec"].get("connector") or {}).get("type", "Bundled")
+    if kind != "Bundled":
+        raise ClusterUnavailable(
+            f"tier {tier} has spec.connector.type {kind}: engines start with what was compiled with Bundled only, "
+            "which keeps it on its volume"
+        )
     ref = names.tier_ref(body)
     try:
         found = person.ask(

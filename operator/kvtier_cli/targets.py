@@ -101,7 +101,7 @@ def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: T
 
 
 def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> Outcome:
-    pod = janitor_pod(tier, where)
+    pod = janitor_pod(tier, where, str(request["verb"]))
     answers = Answers(tell)
     command = ["python3", "-m", _MODULE, json.dumps(request)]
     code, complaint = where.person.execute(pod, names.JANITOR_CONTAINER, command, answers.hear)
@@ -148,14 +148,40 @@ class Answers:
         return Outcome(answer["status"], answer["document"])
 
 
-def janitor_pod(tier: str, where: Where) -> names.Manifest:
-    """Return the running janitor of a tier.
+_FOR_USE: Final = frozenset({"gc", "import", "pin"})
+"""Chores that make sense only on blocks that engines use."""
+
+
+def _why_not(body: names.Manifest, verb: str) -> str | None:
+    """Return why a chore cannot be done on a tier, going by its connector; None where it may be."""
+    connector = body["spec"].get("connector") or {}
+    kind, nixl = connector.get("type", "Bundled"), (connector.get("hybrid") or {}).get("nixl")
+    if kind == "VLLMTiering":
+        # What kvtier's connector wrote before it was changed is still there, and nobody else removes it.
+        if verb not in _FOR_USE:
+            return None
+        return (
+            f"spec.connector.type {kind} has files of vLLM's own on the volume, of which {verb} knows nothing; the "
+            "janitor keeps them within spec.disk.budget, and inspect, check, export and purge take what kvtier's "
+            "connector has left there"
+        )
+    if kind != "Bundled" and nixl is None:
+        return f"spec.connector.type {kind} keeps nothing on a shared volume"
+    if nixl is not None and nixl.get("blocksOf"):
+        return f"its blocks are those of tier {nixl['blocksOf']} (spec.connector.hybrid.nixl.blocksOf): name that one"
+    return None
+
+
+def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
+    """Return the running janitor of a tier, for a chore.
 
     Raises:
-        ClusterError: there is no such tier, or it has none.
+        ClusterError: there is no such tier, it has none, or the chore is none for its connector.
     """
     namespace = where.asked_namespace
     body = where.person.tier(namespace, tier)
+    if (why := _why_not(body, verb)) is not None:
+        raise ClusterUnavailable(f"tier {tier}: {why}")
     for pod in where.person.pods(namespace, tier, names.COMPONENT_JANITOR):
         is_running = pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
         if is_running:

@@ -32,7 +32,7 @@ def export(source: str, file: str, *, generation: str | None, hottest: int | Non
     TIER is a tier's name, reached through its janitor; DIR a directory of a tier or of a generation. Encrypted blocks
     stay encrypted. What is verified is what arrives: see import.
     """
-    end = _end(source, targets.Where(**cluster))
+    end = _end(source, targets.Where(**cluster), "export")
     if file == "-":
         outcome = end.export(sys.stdout.buffer, _nobody, generation=generation, most_bytes=hottest)
         click.echo(_exported(outcome.document), err=True, nl=False)
@@ -62,7 +62,7 @@ def import_(file: str, target: str, *, keys_dir: str | None, yes: bool, output: 
     """
     if file != "-" and not Path(file).exists():
         raise click.UsageError(f"{file} is not there")
-    end = _end(target, targets.Where(**cluster), may_be_new=True)
+    end = _end(target, targets.Where(**cluster), "import")
     with _opened(file) as stream, answers.progress() as tell:
         outcome = end.import_(stream, _of_file(stream, tell), keys_dir=keys_dir or "", yes=yes)
     answers.show(outcome.document, output, lambda: _imported(outcome.document))
@@ -106,7 +106,7 @@ def clone(  # noqa: PLR0913 - options
         context=to_context or where.context,
         kubeconfig=where.kubeconfig,
     )
-    ends = _end(source, where), _end(target, there, may_be_new=True)
+    ends = _end(source, where, "export"), _end(target, there, "import")
     with answers.progress() as tell:
         if all(end.is_directory for end in ends):
             options = {"to": target, "generation": generation, "keys_dir": keys_dir or "", "yes": yes}
@@ -118,8 +118,8 @@ def clone(  # noqa: PLR0913 - options
     return outcome.status
 
 
-def _end(target: str, where: targets.Where, *, may_be_new: bool = False) -> carrying.End:
-    return carrying.End(target, where, targets.is_directory(target, where, may_be_new=may_be_new))
+def _end(target: str, where: targets.Where, verb: str) -> carrying.End:
+    return carrying.End(target, where, targets.is_directory(target, where, may_be_new=verb == "import"), verb)
 
 
 def _opened(file: str) -> IO[bytes]:

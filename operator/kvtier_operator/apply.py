@@ -23,7 +23,7 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import claim, preflight, routing, warm
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Preflight, Problem, State, Warming, unknown
+from kvtier_operator.problems import Preflight, Problem, State, View, Warming, unknown
 from kvtier_operator.snapshot import Live, Snapshot
 
 
@@ -203,14 +203,36 @@ def apply_warming(  # noqa: PLR0913  each by its name
     return warm.outcome(key, kept, job)
 
 
-def apply_pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Done) -> Problem | None:
-    """Make the InferencePool as it is asked for, or remove the one that was; return what keeps it from that.
+def apply_pool(cluster: Cluster, view: View, plan: TierPlan, status: Mapping[str, Any], done: Done) -> View:
+    """Make the InferencePool as it is asked for, or remove the one that was; return the view with how that went.
 
-    Its kind is not ours, and a cluster need not have it: nothing else waits for it.
-
-    Raises:
-        ClusterError: the API server could not be asked.
+    Its kind is not ours, and a cluster need not have it: nothing else waits for it, and no watch tells of it.
     """
+    try:
+        problem, retry_after = _pool(cluster, plan, status, done), _POOL_SECONDS
+    except KindMissing:
+        problem, retry_after = _no_pool_kind(), _POOL_SECONDS
+    except ClusterError as error:
+        problem, retry_after = routing.pool_failed(error, status), error.retry_after
+    if problem is None:
+        return replace(view, has_pool=plan.spec.routing.inference_pool is not None)
+    return replace(view, pool=problem, pool_retry_after=retry_after)
+
+
+_POOL_SECONDS: Final[float | None] = 5.0
+"""After which a person may have seen to what stands in the way."""
+
+
+def _no_pool_kind() -> Problem:
+    return Problem(
+        reason=Reason.POOL_KIND_MISSING,
+        message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
+        "Gateway API's inference extension, or remove spec.routing.inferencePool; it is tried again soon, less often "
+        "each time; everything else goes on",
+    )
+
+
+def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Done) -> Problem | None:
     manifest, key = routing.pool(plan.spec, plan.tier), names.pool_key(plan.tier)
     if manifest is None and not (status.get("routing") or {}).get("inferencePool"):
         return None
@@ -225,18 +247,11 @@ def apply_pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done
         return Problem(
             reason=Reason.POOL_FAILED,
             message=f"{key} exists and does not belong to this tier; it is left as it is: delete or rename it, or "
-            "remove spec.routing.inferencePool",
+            "remove spec.routing.inferencePool; it is looked at again soon, less often each time",
         )
     if found is not None and stands(manifest, found):
         return None
-    try:
-        applied = cluster.apply(manifest, over=None if found is None else found["metadata"]["uid"])
-    except KindMissing:
-        return Problem(
-            reason=Reason.POOL_KIND_MISSING,
-            message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
-            "Gateway API's inference extension, or remove spec.routing.inferencePool; everything else goes on",
-        )
+    applied = cluster.apply(manifest, over=None if found is None else found["metadata"]["uid"])
     if found is None or applied["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
         done.written.append(key)
     return None

@@ -220,7 +220,7 @@ class Operator:
         if outcome.failure is not None:
             logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
             return Done(retry_after=outcome.failure.retry_after)
-        return Done(is_gone=not outcome.exists, again_after=outcome.again_after)
+        return Done(is_gone=not outcome.exists, again_after=outcome.again_after, recheck_after=outcome.recheck_after)
 
     def _may_work(self, key: TierName, body: Manifest) -> bool:
         spec = body.get("spec")

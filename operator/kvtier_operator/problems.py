@@ -113,6 +113,8 @@ class View:
     """What asking them has shown."""
     pool: Problem | None = None
     """What keeps the InferencePool from being as it is asked for."""
+    pool_retry_after: float | None = None
+    """Seconds after which that may have passed; None where nothing keeps it."""
     has_pool: bool | None = None
     """Whether there is one of ours; None where nobody looked, or where it could not be told."""
 

@@ -43,7 +43,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.problems import Problem, State, Warming
+from kvtier_operator.problems import State, Warming
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.proof.probes import Probes
@@ -72,6 +72,8 @@ class Outcome:
     """The claim of the user's own that the tier names."""
     again_after: float | None = None
     """Seconds until something is to be looked at that no watch tells of."""
+    recheck_after: float | None = None
+    """Seconds until something is tried again that nothing waits for; later each time, as long as it does not pass."""
     is_left: bool = False
     """It is another operator's to work on, for now or for good."""
     waits_for_nodes: bool = False
@@ -138,6 +140,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         failure=act.failure,
         existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
         again_after=_again_after(act.view),
+        recheck_after=act.view.pool_retry_after,
         waits_for_nodes=_waits_for_nodes(act.view),
     )
     is_worth_telling = act.told is None or not _passes_soon(act.told) or attempt >= PATIENCE
@@ -234,7 +237,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
     )
     view = replace(view, warming=_warm(cluster, plan, snapshot, body, done, now=sources.clock()))
-    view = _with_pool(cluster, plan, view, body, done)
+    view = apply_pool(cluster, view, plan, body.get("status") or {}, done)
     if done.written and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
@@ -243,15 +246,6 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         except ClusterError as error:
             done.failures.append(error)
     return _concluded(view, done)
-
-
-def _with_pool(cluster: Cluster, plan: TierPlan, view: status.View, body: Manifest, done: Done) -> status.View:
-    try:
-        problem = apply_pool(cluster, plan, body.get("status") or {}, done)
-    except ClusterError as error:
-        problem = Problem(reason=Reason.POOL_FAILED, message=f"{error}; nothing else waits for it")
-    is_wanted = plan.spec.routing.inference_pool is not None
-    return replace(view, pool=problem, has_pool=is_wanted if problem is None else None)
 
 
 def _warm(  # noqa: PLR0913  each by its name

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.api import loras
+from kvtier_operator.api import TierSpec, loras
 from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
@@ -20,7 +20,7 @@ from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, savin
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.plan import Generation
+from kvtier_operator.plan import Generation, backends
 from kvtier_operator.plan import report as plan_report
 from kvtier_operator.problems import Problem, View, look_of, met
 
@@ -116,7 +116,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
             if view.sizing is None
             else {"sizing": plan_report.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
         ),
-        **({} if view.current is None else {"generation": _generation(view.current)}),
+        **({} if view.current is None else {"generation": _generation(view.current, view.spec)}),
         **usage,
         **({"savings": money} if money else {}),
         **({"warm": warmed} if (warmed := warm.document(view, previous)) else {}),
@@ -125,7 +125,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     }
 
 
-_KEPT: Final = ("sizing", "generation", "generations", "tiers")
+_KEPT: Final = ("sizing", "generation")
 
 
 def _used_bytes(status: Mapping[str, Any]) -> int | None:
@@ -144,15 +144,16 @@ def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the volume holds, or held when somebody last counted."""
     look = look_of(view)
     if look is None or view.current is None:
-        return {}
-    found = disk.generations(look, current=view.current.digest)
-    tiers = disk.tiers(look)
+        return {field: previous[field] for field in ("tiers", "generations") if field in previous}
+    found, tiers = disk.generations(look, current=view.current.digest), disk.tiers(look)
     if found is not None:
         return {"tiers": tiers, "generations": found}
-    if len(tiers) == 1:
+    if not look.spec.janitor.enabled or not backends.has_janitor(look.spec.connector):
+        # Nobody counts any more, and what was counted is not how it is.
         return {"tiers": tiers}
     known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)
-    return {"tiers": [tiers[0], known or tiers[1]] if look.spec.janitor.enabled else tiers}
+    counted = disk.with_roles(previous.get("generations", ()), current=view.current.digest)
+    return {"tiers": [tiers[0], known or tiers[1]], **({"generations": counted} if counted else {})}
 
 
 def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,5 +280,6 @@ LONGEST_MESSAGE: Final = 4096
 longer than 32768."""
 
 
-def _generation(current: Generation) -> dict[str, str]:
-    return {"current": current.digest, "root": current.root}
+def _generation(current: Generation, spec: TierSpec | None) -> dict[str, str]:
+    is_on_volume = spec is None or spec.connector.uses_volume
+    return {"current": current.digest, **({"root": current.root} if is_on_volume else {})}

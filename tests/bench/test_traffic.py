@@ -10,7 +10,8 @@ import pytest
 from e2e.bench import journal
 from e2e.bench.engines import EngineFailed
 from e2e.bench.models import TINY
-from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
+from e2e.bench.traffic import Traffic
+from e2e.bench.traffic_stages import TINY_STAGES, Settings
 
 from kvtier_cli.bench.workloads import TINY_SIZES
 
@@ -185,11 +186,23 @@ def test_one_prompt_is_asked_of_each_tier_in_turn(tmp_path: Path) -> None:
     assert cells == ["single first", "single again", "single in GPU"] * len(TINY_SIZES.single_tokens)
 
 
-def test_users_come_twice_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
+def test_users_come_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("none", "restart", ["users"])
-    assert [record["cell"] for record in rig.records("cell")] == ["users", "users"]
-    assert rig.engines[0].calls[-2:] == ["forget all", "forget all"]
+    rig.traffic.play("fs", "restart", ["users"])
+    assert [record["cell"] for record in rig.records("cell")] == ["users"] * 3
+    assert rig.engines[0].calls[1:] == ["forget all"] * 3
+
+
+def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, profiled=["E"])
+    rig.traffic.play("none", "restart", ["E"])
+    records = rig.records("cell")
+    assert [record["cell"] for record in records] == [*["E", "E in GPU"] * 3, "E profiled"]
+    assert ["profile" in record for record in records] == [False] * 6 + [True]
+    parts = [request["parts"] for record in records for request in record["requests"]]
+    assert len({str(prefix) for prefix, _ in parts}) == 1
+    assert len({str(own) for _, own in parts}) == len(parts) == 7 * TINY_SIZES.sharers
+    assert rig.engines[0].calls.count("forget all") == 0
 
 
 def test_one_block_of_a_prompt_is_damaged_before_it_is_asked_for_again(tmp_path: Path) -> None:

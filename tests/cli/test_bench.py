@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -15,13 +16,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from waiting import until
 
 from kvtier_cli.app import main
-from kvtier_cli.bench import trace
+from kvtier_cli.bench import endpoints, trace
 from kvtier_cli.bench.client import Endpoint, Sample, prompt_of
 from kvtier_cli.bench.results import Pass, compare, distribution, shares
+from kvtier_cli.targets import Where
 
 BLOCK = 16
 
@@ -75,6 +78,9 @@ def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 self.send(json.dumps({"data": [{"id": "tiny", "max_model_len": 4096}]}))
+            elif self.path == "/forget":
+                engine.has_metrics = False
+                self.send("")
             elif self.path == "/metrics" and engine.has_metrics:
                 self.send(engine.metrics())
             else:
@@ -220,6 +226,64 @@ def test_a_command_runs_between_the_passes(engine: Engine, capsys: pytest.Captur
     told = tmp_path / "told"
     bench(capsys, engine.url, "--tokens", "32", "--between", f'echo "$KVTIER_BENCH_URL" >> {told}', "--passes", "3")
     assert told.read_text().split() == [engine.url, engine.url]
+
+
+def test_a_pass_that_cannot_begin_is_told_and_costs_no_other(
+    engine: Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    once = f"test -e {tmp_path}/once || ! touch {tmp_path}/once"
+    words = ["--tokens", "32", "--requests", "3", "--passes", "3", "--out", str(tmp_path / "out"), "-o", "json"]
+    assert main(["bench", f"a={engine.url}", f"b={engine.url}", *words, "--between", once]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["target"], each["pass"], each["requests"]) for each in found["passes"]] == [
+        ("a", "single first", 3),
+        ("a", "single again", 0),
+        ("a", "single 3", 3),
+        ("b", "single first", 3),
+        ("b", "single again", 3),
+        ("b", "single 3", 3),
+    ]
+    why = "--between: the command ended with 1"
+    assert [each["problem"] for each in found["passes"]] == ["", why, "", "", "", ""]
+    assert json.loads((tmp_path / "out/bench.json").read_text()) == found
+    table = (tmp_path / "out/bench.txt").read_text()
+    assert f"a, single again: {why}" in table
+    assert "0, not sent" in table
+    assert "interrupted" not in table
+
+
+def test_a_tier_whose_engines_are_not_back_in_time_keeps_what_was_measured(
+    engine: Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[str] = []
+
+    @contextlib.contextmanager
+    def forwarded(tier: str, _where: Where) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+        reached.append(tier)
+        if len(reached) == 2:
+            raise click.UsageError(f"{tier}: none of its engines serves")
+        yield [engine.url], []
+
+    monkeypatch.setattr(endpoints, "_forwarded", forwarded)
+    words = ["--tokens", "32", "--passes", "3", "--no-metrics", "--between", "true", "--out", str(tmp_path / "out")]
+    found = bench(capsys, "llama", *words, code=1)
+    assert [(each["requests"], each["problem"]) for each in found["passes"]] == [
+        (3, ""),
+        (0, "llama: none of its engines serves"),
+        (3, ""),
+    ]
+    assert json.loads((tmp_path / "out/bench.json").read_text()) == found
+
+
+def test_an_engine_that_counts_nothing_any_more_keeps_what_was_measured(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = "import os, urllib.request as u; u.urlopen(os.environ['KVTIER_BENCH_URL'] + '/forget').read()"
+    found = bench(capsys, engine.url, "--tokens", "32", "--between", f'{sys.executable} -c "{ask}"', code=1)
+    first, again = found["passes"]
+    assert (first["requests"], first["problem"]) == (3, "")
+    assert again["requests"] == 0
+    assert "404" in again["problem"]
 
 
 def test_what_cannot_be_asked_is_refused_with_the_option_to_change(

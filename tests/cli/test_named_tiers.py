@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import tarfile
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,14 @@ import yaml
 from definition import tier_definition
 from typing_extensions import override
 
-from kvtier_cli import doctor
+from kvtier_cli import doctor, targets
 from kvtier_cli.app import main
+from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
+from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
 from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.apiserver.executing import ERRORS, OUTPUT, Send
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube import kubeconfig as kubeconfig_module
@@ -212,3 +219,118 @@ def test_what_the_doctor_finds_is_redacted_in_a_report(
         text = found.read().decode()
     assert "hunter2" not in text
     assert json.loads(text)[0]["what"] == "storage"
+
+
+@pytest.mark.parametrize(
+    ("connector", "words"),
+    [
+        ({"type": "SimpleCPU"}, "spec.connector.type SimpleCPU keeps nothing on a shared volume"),
+        ({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "first"}}}, "are those of tier first"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["check"], ["inspect"], ["purge", "--all"], ["gc"], ["export", "/tmp/no.tar"]])
+def test_a_tier_without_blocks_of_kvtiers_is_told_so_and_nothing_is_looked_for(
+    api: ApiServerThread, verb: list[str], connector: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{verb[0]}-{connector['type']}".lower()
+    make_tier(api, name, connector=connector)
+    assert main([verb[0], name, *verb[1:]]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["gc"], ["pin", "0" * 64, "--name", "system"], ["import"]])
+def test_what_only_blocks_in_use_are_for_is_refused_where_vllms_files_are_used(
+    api: ApiServerThread, verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tier(api, f"no-{verb[0]}", connector={"type": "VLLMTiering"})
+    (tmp_path / "x.tar").touch()
+    before = [str(tmp_path / "x.tar")] if verb[0] == "import" else []
+    assert main([verb[0], *before, f"no-{verb[0]}", *verb[1:]]) == 1
+    assert f"has files of vLLM's own on the volume, of which {verb[0]} knows nothing" in capsys.readouterr().err
+
+
+class Changed:
+    """A tier with VLLMTiering, its janitor's document, and what is on its volume."""
+
+    def __init__(self, api: ApiServerThread, name: str, directory: Path) -> None:
+        self.name, self.dir, self.config = name, directory / f"default.{name}", directory / "janitor.json"
+        about = self.dir / "0123456789abcdef" / "Llama_0123456789ab"
+        self.vllms = about.with_name(f"{about.name}_r0") / "abc" / "de_g0" / f"{'0' * 59}deabc.bin"
+        for file in (about / "config.json", self.vllms):
+            file.parent.mkdir(parents=True)
+            file.write_text("{}")
+        config = JanitorConfig(
+            tier=f"default/{name}", tier_dir=str(self.dir), current="0123456789abcdef", layout=VLLM_FS_LAYOUT
+        )
+        self.config.write_text(encode(config))
+        make_tier(api, name, connector={"type": "VLLMTiering"})
+        labels = {names.LABEL_TIER: name, names.LABEL_COMPONENT: names.COMPONENT_JANITOR}
+        pod = make_pod(names.JANITOR_CONTAINER)
+        pod["spec"]["containers"][0]["image"] = "janitor:test"
+        pod["metadata"] |= {"name": f"{name}-janitor", "labels": labels}
+        api.create({"apiVersion": "v1", "kind": "Pod", **pod})
+        Person().cluster.request(
+            "PATCH",
+            f"/api/v1/namespaces/default/pods/{name}-janitor/status",
+            body={"status": {"phase": "Running"}},
+            content_type="application/merge-patch+json",
+            what="start the janitor",
+        )
+
+
+async def run_here(_namespace: str, _pod: str, _container: str, command: list[str], send: Send, _input: object) -> int:
+    """Run on this machine what is to run in a container."""
+    process = await asyncio.create_subprocess_exec(sys.executable, *command[1:], stdout=PIPE, stderr=PIPE)
+    said, complaint = await process.communicate()
+    await send(OUTPUT, said)
+    await send(ERRORS, complaint)
+    return process.returncode or 0
+
+
+@pytest.fixture
+def _in_its_pod(api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands run in the pod of a janitor, whose document is in the test's directory."""
+    monkeypatch.setattr(targets, "CONFIG", str(tmp_path / "janitor.json"))
+    monkeypatch.setattr(api.server, "pod_exec", run_here)
+
+
+@pytest.mark.usefixtures("_in_its_pod")
+def test_what_kvtiers_connector_has_left_is_inspected_checked_and_purged_by_name(
+    api: ApiServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = Changed(api, "changed", tmp_path)
+    root = tier.dir / "aa"
+    claim(root, {"model": "test"}, "aa")
+    store = SharedStore(root, direct=False)
+    for number, tenant in enumerate(("alice", "alice", "bob")):
+        store.put(BlockKey(bytes([number] * 32), 0, tenant), memoryview(bytes(4096)))
+    store.synchronize()
+    found = answer(capsys, "inspect", "changed", code=0)
+    assert (found["blocks"], [each["path"] for each in found["generations"]]) == (3, ["aa"])
+    assert answer(capsys, "check", "changed", code=0)["blocks"] == 3
+    assert answer(capsys, "export", "changed", str(tmp_path / "aa.tar"), code=0)["blocks"] == 3
+    assert answer(capsys, "purge", "changed", "--tenant", "alice", "--yes", code=0)["blocks"] == 2
+    assert len(list(root.rglob("*.kvb"))) == 1
+    assert answer(capsys, "purge", "changed", "--all", "--yes", code=0)["blocks"] == 1
+    assert tier.vllms.exists()
+
+
+@pytest.mark.usefixtures("_in_its_pod")
+@pytest.mark.parametrize(
+    "verb", [["inspect"], ["check"], ["purge", "--tenant", "alice"], ["unpin", "system"], ["export", "-"]]
+)
+def test_where_vllms_files_are_alone_it_is_said_whose_they_are(
+    api: ApiServerThread, verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = Changed(api, f"alone-{verb[0]}", tmp_path)
+    assert main([verb[0], tier.name, *verb[1:]]) == 1
+    assert "no blocks of kvtier's own connector on the volume, and of vLLM's files" in capsys.readouterr().err
+    assert tier.vllms.exists()
+
+
+def test_only_what_kvtiers_connector_starts_is_compiled_for(
+    api: ApiServerThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tier(api, "others", connector={"type": "SimpleCPU"})
+    assert main(["compile", "others"]) == 1
+    assert "engines start with what was compiled with Bundled only" in capsys.readouterr().err

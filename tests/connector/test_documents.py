@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -48,3 +48,32 @@ def test_a_value_of_another_type_is_told_from_one_out_of_range(change: dict[str,
 def test_what_json_writes_in_another_way_is_read(change: dict[str, object]) -> None:
     (name,) = change
     assert getattr(contract.decode(json.dumps({**json.loads(CONNECTOR), **change})), name) == change[name]
+
+
+_ALWAYS_WRITTEN = {
+    CONNECTOR: "attach_grace_seconds cost_aware default_quota_bytes digest direct_io identity io_processes io_threads "
+    "keys_dir live_file load_deadline_seconds max_bytes min_reuse min_tokens refresh_seconds rescan_seconds root "
+    "scan_threads state_dir tenant_from tenant_quotas tier version",
+    JANITOR: "current default_quota_bytes generation_idle_seconds high_watermark http_port identity "
+    "journal_age_seconds keep_previous lease_name lease_namespace low_watermark max_bytes min_bytes min_free_bytes "
+    "min_free_fraction partial_age_seconds quarantine_age_seconds quotas sweep_seconds threads tier tier_dir "
+    "ttl_seconds verify_seconds version",
+}
+"""What pods of every release know."""
+
+
+@pytest.mark.parametrize("document", _ALWAYS_WRITTEN, ids=["connector", "janitor"])
+def test_a_field_that_came_later_is_written_only_where_it_says_something(document: str) -> None:
+    """A pod of an earlier release refuses what it does not know: give a new field ``metadata=documents.ADDED``."""
+    assert " ".join(json.loads(document)) == _ALWAYS_WRITTEN[document]
+
+
+def test_what_a_later_field_says_is_written_and_read() -> None:
+    base = contract_janitor.decode(JANITOR)
+    added = [each for each in fields(base) if each.metadata]
+    assert {"events_port", "layout"} <= {each.name for each in added}
+    said = replace(base, events_port=5557, layout=contract_janitor.VLLM_FS_LAYOUT)
+    written = json.loads(contract_janitor.encode(said))
+    assert written["events_port"] == 5557
+    assert "block_tokens" not in written
+    assert contract_janitor.decode(json.dumps(written)) == said

@@ -43,7 +43,7 @@ class Engine:
         graph.write_text("compiled")
         self.lock = threading.Lock()
         self.refused = ""
-        self.disk_tokens = 0
+        self.disk_tokens = self.prompt_tokens = 0
         self.report = Report(config.state_dir, config.tier)
         self.report.begin("the volume has not answered yet")
         self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
@@ -99,6 +99,9 @@ class Engine:
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a prompt as the connector does, with a block for each of its chunks."""
         prompt = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
+        if isinstance(prompt, list):
+            prompt = "".join(map(chr, prompt))
+        self.prompt_tokens += len(prompt)
         names = []
         into = memoryview(bytearray(PAYLOAD_BYTES))
         for end in range(CHUNK_CHARACTERS, len(prompt) + 1, CHUNK_CHARACTERS):
@@ -124,6 +127,7 @@ class Engine:
             self.follow()
         is_missing = self.store.blocks.keyring is not None and self.active_key() is None
         lines.append(f'vllm:kvtier_disk_key_missing{{engine="0"}} {float(is_missing)}')
+        lines.append(f'vllm:prompt_tokens_total{{engine="0"}} {self.prompt_tokens}')
         lines.append(f'vllm:prompt_tokens_cached_by_source_total{{engine="0",source="disk"}} {self.disk_tokens}')
         return "\n".join(lines) + "\n"
 
@@ -149,7 +153,12 @@ def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
             answer = engine.complete(body)
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+            if not body.get("stream"):
+                self.wfile.write(json.dumps(answer).encode())
+                return
+            tokens = list(hashlib.sha256(str(body["prompt"]).encode()).digest()[: body["max_tokens"]])
+            answer["choices"] = [{"text": "x" * len(tokens), "token_ids": tokens}]
+            self.wfile.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
 
     return Handler
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from e2e.matrix import asking, page  # noqa: E402 - a folder beside the tests
+from e2e.matrix import asking, page, proof  # noqa: E402 - a folder beside the tests
 from e2e.matrix.classes import CLASSES, ModelClass  # noqa: E402 - as above
-from e2e.matrix.proof import judge  # noqa: E402 - as above
+from e2e.matrix.proof import SHOWN, judge, judge_rewritten  # noqa: E402 - as above
 from e2e.matrix.shapes import LLAMA, VOCABULARY  # noqa: E402 - as above
 
 MODEL = ModelClass(name="dense", title="Dense", shape=LLAMA)
+DRAFTING = replace(MODEL, name="draft", draft=LLAMA)
 READ, EXTERNAL = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits"
 
 
@@ -36,6 +39,7 @@ def run(*, read: float = 2, external: float = 256, strangers: float = 0) -> tupl
     made = {
         "answers": {"cold": answers, "gpu": answers, "twins": [answer(5), answer(6)]},
         "block_tokens": 128,
+        "counts": {"gpu": {}},
         "seconds": {"start": 1},
     }
     found = {
@@ -53,6 +57,28 @@ def test_the_same_answers_from_the_volume_are_what_works() -> None:
 def test_an_engine_that_reads_nothing_works_without_disk() -> None:
     assert judge(MODEL, *run(read=0))["verdict"] == "works without disk"
     assert judge(MODEL, *run(external=0))["verdict"] == "works without disk"
+
+
+@pytest.mark.parametrize(("model", "verdict"), [(MODEL, "wrong answers"), (DRAFTING, "works")])
+def test_only_where_drafts_are_checked_later_tokens_may_round_otherwise(model: ModelClass, verdict: str) -> None:
+    made, found = run()
+    made["answers"]["twins"] = [answer(5), answer(6)]
+    found["answers"]["disk"][0]["logprobs"][1] = {"2": -1.3}
+    row = judge(model, made, found)
+    assert (row["verdict"], row["first_difference"]) == (verdict, 0)
+    # Nobody can say it of a row that does not tell the first token from the others.
+    del row["first_difference"]
+    assert proof.verdict(row, is_drafting=True) == "undecided"
+    found["answers"]["disk"][0]["logprobs"][0] = {"1": -1.3}
+    assert judge(model, made, found)["verdict"] == "wrong answers"
+
+
+def test_right_answers_do_not_count_where_the_volume_was_too_slow() -> None:
+    made, found = run()
+    found["counts"]["disk"]["vllm:kvtier_disk_misses:absent"] = 3
+    assert judge(MODEL, made, found)["verdict"] == "works"
+    found["counts"]["disk"]["vllm:kvtier_disk_misses:deadline"] = 1
+    assert judge(MODEL, made, found)["verdict"].startswith("undecided")
 
 
 def test_another_token_is_a_wrong_answer() -> None:
@@ -122,6 +148,34 @@ def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 
+def test_the_page_of_adapters_shows_the_tokens_that_were_run() -> None:
+    text = (ROOT / "docs" / "loras.md").read_text()
+    shown = json.loads((page.RESULTS / "lora.json").read_text())["rewritten_tokens"]
+    assert len(shown) == SHOWN
+    for number, answers in enumerate(shown, 1):
+        words = (" ".join(map(str, tokens)) for tokens in answers)
+        assert f"| {number} | {' | '.join(words)} |" in text
+
+
+BEFORE = [answer(1, 2), answer(3, 4)]
+
+
+def rewritten(now: list[dict[str, Any]], computed: list[dict[str, Any]], *, read: float = 0) -> dict[str, Any]:
+    found = {"answers": {"rewritten": now}, "counts": {"rewritten": {READ: read}}}
+    return judge_rewritten(BEFORE, found, {"answers": {"rewritten": computed}})
+
+
+def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier_and_otherwise_than_before() -> None:
+    other = [answer(5, 6), answer(7, 8)]
+    row = rewritten(other, other)
+    assert "verdict" not in row
+    assert (row["rewritten_changed"], row["rewritten_right"]) == (2, 2)
+    assert row["rewritten_tokens"] == [[[1, 2], [5, 6], [5, 6]], [[3, 4], [7, 8], [7, 8]]]
+    assert rewritten(other, other, read=1)["verdict"].startswith("wrong answers")
+    assert rewritten(BEFORE, other)["verdict"].startswith("wrong answers")
+    assert rewritten(BEFORE, BEFORE)["verdict"].startswith("blind")
+
+
 def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> None:
     ran = {**judge(MODEL, *run()), "vllm": "0.32.0"}
     there = {"verdict": "not run", "message": "needs 2 GPUs", "vllm": "0.32.0", "device": "cuda"}
@@ -133,6 +187,8 @@ def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> 
     assert "| Grouped-query attention (Qwen3) | works | 2 of 2 |" in on_gpu
     assert "| Dense (Llama)" not in on_gpu
     assert "needs 2 GPUs" not in on_gpu
+    page.keep({"gqa": there}, tmp_path)
+    assert page.text(tmp_path).partition("## On one")[2] == on_gpu
 
 
 def test_answers_that_differ_where_less_was_cached_decide_nothing_unless_both_tokens_are_as_good() -> None:
@@ -148,12 +204,14 @@ def test_answers_that_differ_where_less_was_cached_decide_nothing_unless_both_to
     assert judge(MODEL, made, found)["verdict"] == "wrong answers"
 
 
-@pytest.mark.parametrize("spare", [0, 16])
-def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare: int) -> None:
-    prompts = asking.cut(asking.prompts(VOCABULARY), chunk=128, block=16, spare=spare)
-    assert len({len(prompt) for prompt in prompts}) > 20
-    for prompt in prompts:
-        assert (len(prompt) - 1) // 16 * 16 - spare == (len(prompt) - 1) // 128 * 128
+@pytest.mark.parametrize(("spare", "ahead"), [(0, 0), (16, 0), (0, 16)])
+def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare: int, ahead: int) -> None:
+    prompts = asking.cut(asking.prompts(VOCABULARY), chunk=128, block=16, spare=spare, ahead=ahead)
+    lengths = [len(prompt) + ahead for prompt in prompts]
+    assert len(set(lengths)) > 20
+    assert max(lengths) > 4 * min(lengths)
+    for length in lengths:
+        assert (length - 1) // 16 * 16 - spare == (length - 1) // 128 * 128 > 0
 
 
 @pytest.mark.parametrize("path", sorted(page.RESULTS.rglob("*.json")), ids=lambda path: path.stem)

@@ -22,7 +22,6 @@ from kvtier_operator.snapshot import Engines, Neighbour, Snapshot
     ("connector", "one", "four"),
     [
         ({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, "65Gi", "257Gi"),
-        ({"type": "LMCache", "lmcache": {"localDisk": {"size": "100Gi"}}}, "101Gi", "401Gi"),
     ],
 )
 def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod(

@@ -74,6 +74,47 @@ def test_behind_nixl_kvtiers_own_connector_honours_what_it_always_does(server: A
         parse(body)
 
 
+ON_DISK = {"localDisk": {"size": "100Gi"}}
+
+
+@pytest.mark.parametrize(
+    ("connector", "at"),
+    [
+        ({"type": "LMCache", "lmcache": ON_DISK}, "spec.connector.lmcache.localDisk"),
+        ({"type": "Hybrid", "hybrid": {"lmcache": ON_DISK}}, "spec.connector.hybrid.lmcache.localDisk"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("args", "is_taken"),
+    [
+        ([], True),
+        (["--data-parallel-size=1"], True),
+        (["--data-parallel-size=8", "--data-parallel-size-local=1"], True),
+        (["-dp", "8", "-dpl=1"], True),
+        (["--data-parallel-rpc-port=4000", "--dtype=bfloat16"], True),
+        (["--data-parallel-size=11"], False),
+        (["--data-parallel-size", "2"], False),
+        (["--data_parallel_size=2"], False),
+        (["-dp=2"], False),
+        (["--data-parallel-size=8", "--data-parallel-size-local=2"], False),
+    ],
+    ids=str,
+)
+def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
+    connector: dict[str, Any], at: str, args: list[str], is_taken: bool, server: Admission
+) -> None:
+    body = tier({"spec.connector": connector, "spec.engine.args": args})
+    if is_taken:
+        assert server.refusals(body) == []
+        parse(body)
+        return
+    with pytest.raises(SpecInvalid) as refused:
+        parse(body)
+    assert refused.value.field == at
+    assert "raise spec.replicas instead" in refused.value.message
+    assert server.refusals(body) == [(at, refused.value.message)]
+
+
 def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> None:
     with_volume, without = (
         tier({"spec.connector": {"type": "SimpleCPU"}}),

@@ -79,8 +79,8 @@ def environment(case: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=RELEASES)
-def vllm_reads(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return what a release of vLLM makes of each rendered command line, by the name of the case."""
+def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return what a release of vLLM makes of each rendered command line, and what our modules have started there."""
     release = subprocess.run(
         [sys.executable, ROOT / ".ci/vllm_release.py", request.param], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -95,33 +95,39 @@ def vllm_reads(request: pytest.FixtureRequest) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
-    assert answers.keys() == asked.keys()
-    return dict(answers)
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert answers["read"].keys() == asked.keys()
+    return answers
 
 
-def test_vllm_reads_each_command_line_as_it_was_meant(vllm_reads: dict[str, Any]) -> None:
+def test_vllm_reads_each_command_line_as_it_was_meant(vllm: dict[str, Any]) -> None:
     for case, expected in CASES.items():
-        answer = vllm_reads[case]
+        answer = vllm["read"][case]
         assert {key: answer.get(key) for key in expected} == expected, case
 
 
-def test_vllm_finds_the_children_of_a_hybrid(vllm_reads: dict[str, Any]) -> None:
+def test_vllm_finds_the_children_of_a_hybrid(vllm: dict[str, Any]) -> None:
     for case, expected in CHILDREN.items():
-        answer = vllm_reads[case]
+        answer = vllm["read"][case]
         assert (answer["class"], answer["policy"]) == ("MultiConnector", "recompute")
         found = [{key: child.get(key) for key in one} for child, one in zip(answer["children"], expected, strict=True)]
         assert found == expected, case
 
 
-def test_vllm_knows_the_connector_of_lmcaches_cache_server(vllm_reads: dict[str, Any]) -> None:
-    answer = vllm_reads["lmcache-processes"]
+def test_vllm_knows_the_connector_of_lmcaches_cache_server(vllm: dict[str, Any]) -> None:
+    answer = vllm["read"]["lmcache-processes"]
     assert answer["class"] in {"LMCacheMPConnector", "LMCacheMPConnectorUpstream", "needs lmcache"}
     assert answer["document"]["kv_connector_extra_config"]["lmcache.mp.autostart"] is True
 
 
-def test_nothing_of_the_document_is_lost_on_the_way(vllm_reads: dict[str, Any]) -> None:
-    for case, answer in vllm_reads.items():
+def test_importing_the_connector_the_spec_and_the_tier_starts_nothing(vllm: dict[str, Any]) -> None:
+    started = vllm["started"]
+    assert {f"kvtier_connector.tier.{each}" for each in ("connector", "spec", "tier")} <= set(started["modules"])
+    assert (started["threads"], started["cuda"]) == ([], False)
+
+
+def test_nothing_of_the_document_is_lost_on_the_way(vllm: dict[str, Any]) -> None:
+    for case, answer in vllm["read"].items():
         (word,) = (word for word in engine(case)["args"] if word.startswith("--kv-transfer-config="))
         written = json.loads(word.partition("=")[2])
         found = answer["document"]

@@ -50,6 +50,39 @@ def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -
     assert generation(cluster) == before
 
 
+COUNTED = {"usedBytes": 1 << 30, "blocks": 9}
+
+
+def test_what_the_status_says_of_generations_follows_the_connector() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    bundled = generation(cluster)
+    cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": bundled, "role": "Current", **COUNTED}]}})
+    run(cluster)
+    assert cluster.look(TIER_KEY)["status"]["generation"]["root"].endswith(bundled)
+
+    change(cluster, connector={"type": "VLLMTiering"})
+    run(cluster)
+    told = cluster.look(TIER_KEY)["status"]
+    assert told["generations"] == [{"digest": bundled, "role": "Previous", **COUNTED}]
+    assert told["generation"]["root"].endswith(generation(cluster))
+
+    change(cluster, connector={"type": "SimpleCPU"})
+    run(cluster)
+    told = cluster.look(TIER_KEY)["status"]
+    assert "generations" not in told
+    assert set(told["generation"]) == {"current"}  # its blocks are in no directory of the volume
+
+
+def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": generation(cluster), **COUNTED}]}})
+    change(cluster, janitor={"enabled": False})
+    run(cluster)
+    assert "generations" not in cluster.look(TIER_KEY)["status"]
+
+
 def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
     cluster = FakeCluster(tier(connector={"type": "VLLMOffloading"}, volume=None))
     run(cluster)

@@ -17,6 +17,7 @@ from kvtier_localcluster.apiserver.api_errors import ApiError
 from kvtier_localcluster.apiserver.resources import Registry, Resource
 from kvtier_localcluster.apiserver.validation import Validator
 from kvtier_operator.api import TierSpec, crd, parse
+from kvtier_operator.api.tier_spec import NO_PREFIXES
 from kvtier_operator.errors import SpecInvalid
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
@@ -123,6 +124,7 @@ def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], 
         ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
         ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
         ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
+        ({"spec.model.config": {"is_encoder_decoder": True}}, "spec.model.config", NO_PREFIXES),
         (
             {"spec.engine.env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
             "spec.engine.env",
@@ -149,6 +151,7 @@ GOOD = [
     {"spec.replicas": 2},
     {"spec.replicas": 1, "spec.volume.claim.accessModes": ["ReadWriteOnce"]},
     {"spec.replicas": 2, "spec.volume.claim.accessModes": ["ReadWriteOnce", "ReadWriteMany"]},
+    {"spec.replicas": 2, "spec.volume.claim.accessModes": ["ReadWriteOnce"], "spec.connector": {"type": "SimpleCPU"}},
     {"spec.replicas": 2, "spec.volume": {"existingClaim": "kv", "path": "team-a/kv.1"}},
     {"spec.volume.deletionPolicy": "Delete"},
     {"spec.engine": {"accelerator": {"resource": "none"}, "tensorParallel": 2, "args": [], "env": []}},
@@ -257,6 +260,16 @@ def test_scaling_a_volume_of_one_node_is_refused_too(server: Admission) -> None:
     after = copy.deepcopy(before)
     after["spec"]["replicas"] = 2
     assert server.refusals(after, before) == [("spec.replicas", SHARED)]
+
+
+def test_a_connector_that_would_mount_a_volume_of_one_node_in_many_engines_is_refused(server: Admission) -> None:
+    of_one_node = {"spec.volume.claim.accessModes": ["ReadWriteOnce"], "spec.replicas": 2}
+    before = tier({**of_one_node, "spec.connector": {"type": "SimpleCPU"}})
+    for connector in ({"type": "Bundled"}, {"type": "VLLMTiering"}, {"type": "Hybrid", "hybrid": {"nixl": {}}}):
+        after = tier({**of_one_node, "spec.connector": connector})
+        assert server.refusals(after, before) == [("spec.replicas", SHARED)]
+        with pytest.raises(SpecInvalid, match="more than one replica needs ReadWriteMany"):
+            parse(after)
 
 
 TEXTS = st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126), max_size=12)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
 from kvtier_operator.api.reasons import Reason
@@ -39,6 +42,10 @@ from kvtier_operator.parts import crashes
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Reason.DEVICE_OUT_OF_MEMORY),
         ("ValueError: No available memory for the cache blocks. Try increasing", Reason.DEVICE_OUT_OF_MEMORY),
         ("api_server.py: error: unrecognized arguments: --max-modle-len", Reason.ARGS_REFUSED),
+        (
+            "AssertionError: Encoder-decoder models are not currently supported with KV connectors",
+            Reason.MODEL_UNSUPPORTED,
+        ),
         ("ModuleNotFoundError: No module named 'kvtier_connector'", Reason.CONFIG_REFUSED),
     ],
 )
@@ -49,6 +56,17 @@ def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, re
     assert found.reason is reason
     assert found.quote in line
     assert found.remedy
+
+
+def test_vllm_itself_says_that_an_encoder_decoder_model_takes_no_connector() -> None:
+    vllm = find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    source = Path(vllm.origin).with_name("v1") / "core" / "sched" / "scheduler.py"
+    said = next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line)
+    found = crashes.explain(f"AssertionError: {said.strip()}", 1)
+    assert found is not None
+    assert found.reason is Reason.MODEL_UNSUPPORTED
 
 
 def test_a_bus_error_is_a_page_of_shared_memory_that_is_not_there() -> None:

@@ -167,7 +167,6 @@ def test_states_make_blocks_large() -> None:
         (without(layer_types=["mamba"] * 32), "none of its layers is an attention layer"),
         (without(index_topk=2048), "sparse attention"),
         (without(swa_head_dim=64), "heads of another size"),
-        (without(is_encoder_decoder=True), "encoder-decoder"),
         (without(torch_dtype="int3"), "dtype 'int3' is not known here"),
     ],
 )

@@ -128,7 +128,12 @@ def is_routed_and_not_any_more(kubectl: Client) -> None:
             "versions": [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
         },
     }
+    asked = {"type": "Router", "inferencePool": {"endpointPicker": {"name": "epp"}}}
+    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"routing": asked}})
+    until(lambda: kubectl.condition("RoutingReady").get("reason") == "PoolKindMissing", seconds=SLOW)
+    # Nothing tells the operator of the kind, and its next look is ten minutes away.
     kubectl.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
+    until(lambda: kubectl.get(f"/apis/{names.INFERENCE_POOL}", "inferencepools", "llama-engine"), seconds=SLOW)
     for mode in ("FailOpen", "FailClose"):
         pool = {"endpointPicker": {"name": "epp", "failureMode": mode}}
         routing = {"type": "Router", "inferencePool": pool}
@@ -224,7 +229,10 @@ def replay(api: ApiServerThread, tmp_path: Path, values: dict[str, Any]) -> Rbac
 
     def exists(target: Any) -> bool:
         plural = f"{target.plural}.{target.group}".rstrip(".")
-        return api.server.get(plural, target.namespace, target.name) is not None
+        try:
+            return api.server.get(plural, target.namespace, target.name) is not None
+        except KeyError:
+            return False  # no such kind yet
 
     rbac = Rbac(operators_own(manifests), is_operator, exists)
     api.server.faults.append(rbac.fault)

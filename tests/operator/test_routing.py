@@ -15,7 +15,7 @@ from vllm_router.launch_router import parse_router_args
 
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
-from kvtier_operator.errors import KindMissing, SpecInvalid
+from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing, SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
@@ -70,6 +70,20 @@ def test_a_router_may_list_the_pods_of_its_namespace_and_nothing_else() -> None:
     (container,) = pod["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8000, "metrics": 29000}
+
+
+def test_a_router_runs_as_the_pod_template_says() -> None:
+    body = tier(routing=ROUTER, engine={"podTemplate": {"securityContext": {"runAsUser": 4711, "runAsGroup": 12}}})
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c:1")
+    made = {each["metadata"]["name"]: each for each in render(plan) if each["kind"] == "Deployment"}
+    contexts = {name: made[name]["spec"]["template"]["spec"]["securityContext"] for name in made}
+    assert {name: context["runAsUser"] for name, context in contexts.items()} == dict.fromkeys(made, 4711)
+    of_volume = {"fsGroup", "fsGroupChangePolicy"}
+    assert {name: of_volume <= set(context) for name, context in contexts.items()} == {
+        "llama-engine": True,
+        "llama-janitor": True,
+        "llama-router": False,  # it mounts nothing
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,12 +187,50 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
 
 
 class WithoutPools(FakeCluster):
-    """A cluster that does not know the kind."""
+    """A cluster that makes no InferencePool as long as `why` says something."""
+
+    why: ClusterError | None = KindMissing("cannot apply InferencePool/llama-engine: 404 page not found")
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
-        if manifest["kind"] == names.POOL_KIND:
-            raise KindMissing("cannot apply InferencePool/llama-engine: 404 page not found")
+        if manifest["kind"] == names.POOL_KIND and self.why is not None:
+            raise self.why
         return super().apply(manifest, over=over)
+
+
+def without_pools(why: ClusterError) -> WithoutPools:
+    cluster = WithoutPools({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
+    cluster.why = why
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("why", "reason", "seconds"),
+    [
+        (ClusterUnavailable("cannot apply InferencePool/llama-engine: 503"), "PoolFailed", 1),
+        (ClusterForbidden("cannot apply InferencePool/llama-engine: 403"), "PoolFailed", 60),
+        (KindMissing("cannot apply InferencePool/llama-engine: 404"), "PoolKindMissing", 5),
+    ],
+)
+def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
+    why: ClusterError, reason: str, seconds: float
+) -> None:
+    cluster = without_pools(why)
+    outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    assert (outcome.failure, outcome.recheck_after) == (None, seconds)
+    routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
+    assert (routing["status"], routing["reason"]) == ("False", reason)
+    assert "it is tried again soon" in routing["message"]
+    cluster.why = None
+    outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    assert (outcome.failure, outcome.recheck_after) == (None, None)
+    assert cluster.look(POOL) is not None
+
+
+def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() -> None:
+    cluster = without_pools(ClusterUnavailable("cannot apply: read tcp 10.0.0.1:40001: connection reset"))
+    before = run(cluster)
+    cluster.why = ClusterUnavailable("cannot apply: 504")
+    assert run(cluster) == before  # each change of the status would wake the tier at once
 
 
 def test_a_cluster_without_inference_pools_is_told_so_and_serves() -> None:

@@ -102,6 +102,49 @@ def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
     assert attempts == [1, 2, 3, 4, 1]
 
 
+def test_what_is_to_be_looked_at_soon_is_not_put_off_by_what_is_tried_less_and_less_often() -> None:
+    attempts: list[int] = []
+
+    def work(key: str, attempt: int) -> Done:
+        attempts.append(attempt)
+        return Done(retry_after=NEVER, again_after=0.01)
+
+    with queue(work) as found:
+        found.add("a")
+        until(lambda: attempts[:3] == [1, 2, 3])
+
+
+def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_before() -> None:
+    attempts: list[int] = []
+
+    def work(key: str, attempt: int) -> Done:
+        attempts.append(attempt)
+        # Only the resync lets it run again so soon: the tenth look in a row is put off for minutes.
+        return Done(retry_after=0.001) if 10 < len(attempts) <= 13 else Done(recheck_after=1.0)
+
+    with queue(work, resync_seconds=0.001) as found:
+        found.add("a")
+        until(lambda: len(attempts) >= 16)
+    assert attempts[:16] == [*[1] * 11, 2, 3, 4, 1, 1]
+
+
+def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_passed() -> None:
+    seen: Counter[str] = Counter()
+
+    def work(key: str, attempt: int) -> Done:
+        seen[key] += 1
+        if key == "steady":
+            return Done(again_after=0.001)
+        return Done(recheck_after=0.001) if key == "lasts" or seen[key] % 2 else Done(again_after=0.001)
+
+    with queue(work) as found:
+        for key in ("steady", "lasts", "passes"):
+            found.add(key)
+        until(lambda: seen["steady"] > 300 and seen["passes"] > 100)
+    # Each wait is twice as long as the one before, up to a minute: the thirtieth ends after a quarter of an hour.
+    assert 1 < seen["lasts"] < 30
+
+
 def test_an_unexpected_error_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     attempts: list[int] = []
 

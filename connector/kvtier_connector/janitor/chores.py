@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
-from kvtier_connector.contract_janitor import decode
+from kvtier_connector.contract_janitor import BLOCKS_LAYOUT, decode
 from kvtier_connector.errors import ConfigInvalid, ConnectorError
+from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.progress import Tell
 
 _TELL_SECONDS: Final = 0.2
@@ -86,7 +87,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _directory(request: Mapping[str, Any]) -> Path:
     if "directory" in request:
         return Path(request["directory"])
-    return Path(decode(Path(request["config"]).read_text(encoding="utf-8")).tier_dir)
+    return tier_directory(Path(request["config"]))
+
+
+def tier_directory(config_file: Path) -> Path:
+    """Return the directory of the tier that a janitor's document is of.
+
+    Raises:
+        ConfigInvalid: the document cannot be used, or nothing there was written by kvtier's own connector.
+        OSError: it cannot be read.
+    """
+    config = decode(config_file.read_text(encoding="utf-8"))
+    directory = Path(config.tier_dir)
+    # A connector that the tier had before may have left generations of kvtier's, which chores are for.
+    if config.layout != BLOCKS_LAYOUT and not find_generations(directory):
+        raise ConfigInvalid(
+            f"tier {config.tier}: there are no blocks of kvtier's own connector on the volume, and of vLLM's files "
+            "this command knows nothing; kvtier status shows what they take, and the janitor keeps them within "
+            "spec.disk.budget"
+        )
+    return directory
 
 
 class Lines:

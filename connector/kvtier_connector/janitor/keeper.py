@@ -135,7 +135,7 @@ class Keeper:
         # What a step had no time for is heard in the next one, and not only when it is time to look again.
         if is_time or self._eviction is not None or not self._has_heard_all:
             self._listen(has_time)
-        self._meet()
+        self._meet(has_time)
         if self._has_heard_all:
             # Whatever a journal tells of need not be opened for its header.
             self._patrol_once(has_time)
@@ -205,14 +205,14 @@ class Keeper:
         with self._problems.trying("journals"):
             self._has_heard_all = self._news.follow(self._digests(), has_time)
 
-    def _meet(self) -> None:
+    def _meet(self, has_time: Callable[[], bool]) -> None:
         """Ask the volume about blocks that somebody used and nobody told of."""
         for (digest, key), used_ns in list(self._news.doubtful.items())[:_MOST_MET]:
             # Mostly the journal of the engine that stored it was read after that of the one that used it.
             generation = self.ledger.generation(digest)
-            if self.ledger.find(generation, key) < 0:
-                self._patrol.meet(digest, [key])
+            unknown = [key] if self.ledger.find(generation, key) < 0 else []
             del self._news.doubtful[digest, key]
+            self._news.doubtful |= {(digest, each): 0 for each in self._patrol.meet(digest, unknown, has_time)}
             if (row := self.ledger.find(generation, key)) >= 0:
                 self.ledger.use(row, used_ns)
 

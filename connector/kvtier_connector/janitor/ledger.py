@@ -151,7 +151,7 @@ class Ledger:
         )
 
     def apply(self, generation: int, records: Iterable[Record]) -> list[Record]:
-        """Learn what engines did; return the news of blocks that somebody used but nobody told of so far."""
+        """Learn what engines did; return the news of blocks that somebody used or went on from, and nobody told of."""
         doubtful = []
         for record in records:
             name = self._name(generation, record.key, record.key.hash)
@@ -164,6 +164,10 @@ class Ledger:
             elif record.op == Op.STORED:
                 size = HEADER_BYTES + record.payload_bytes
                 self._store(name, row, generation, record, size)
+                before = record.lineage.parent
+                if before and self.find_name(self._name(generation, record.key, before)) < 0:
+                    # To go on from a block is no use of it: it may have been demoted since.
+                    doubtful.append(Record(Op.USED, record.key._replace(hash=before), 0, 0))
             elif record.op in {Op.USED, Op.RETAINED}:
                 # What is retained counts as used last when its time is over.
                 if row >= 0:

@@ -69,7 +69,8 @@ class News:
                 for records in reader.read():
                     for record in self._ledger.apply(generation, self._believed(records)):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
-                            self.doubtful[digest, record.key] = record.time_ns
+                            known = self.doubtful.get((digest, record.key), 0)
+                            self.doubtful[digest, record.key] = max(known, record.time_ns)
                     if not has_time():
                         return False
             except StoreUnavailable as error:

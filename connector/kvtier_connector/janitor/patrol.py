@@ -152,9 +152,19 @@ class Patrol:
         self._ledger.end_walk(self._began_ns)
         self.walked_ns = self._began_ns
 
-    def meet(self, digest: str, keys: Iterable[BlockKey]) -> None:
-        """Look at blocks that the ledger does not know; those that cannot be looked at are tried again later."""
-        self._keep(digest, self._meet(digest, keys))
+    def meet(self, digest: str, keys: Iterable[BlockKey], may_go_on: Callable[[], bool]) -> list[BlockKey]:
+        """Look at blocks that the ledger does not know, and at those before them that it does not know either.
+
+        An engine may have died before it told of them. Those that cannot be looked at are tried again later. Returned
+        are those before them for which there was no time; until everything has been walked once, the walk finds them.
+        """
+        wanted, is_first = list(keys), True
+        while wanted and (is_first or may_go_on()):
+            met, unread = self._meet(digest, wanted)
+            self._keep(digest, unread)
+            wanted = self._unknown_before(digest, met) if self.is_counted else []
+            is_first = False
+        return wanted
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
         self._directories.clear()
@@ -231,7 +241,7 @@ class Patrol:
             else:
                 unknown.append(key)
         for some in _parts(unknown):
-            unread += self._meet(digest, some)
+            unread += self._meet(digest, some)[1]
         self.partials.extend(f"{digest}/{path}" for path in found.partials)
         for path in found.read:
             self.unread.pop((digest, path), None)
@@ -278,12 +288,18 @@ class Patrol:
             if digest == piece.generation and f"{path}/".startswith(f"{piece.path}/"):
                 del self.unread[digest, path]
 
-    def _meet(self, digest: str, keys: Iterable[BlockKey]) -> list[Unread]:
+    def _unknown_before(self, digest: str, met: Iterable[Met]) -> list[BlockKey]:
+        headers = [(each.key, each.header) for each in met if each.header is not None]
+        before = [key._replace(hash=header.lineage.parent) for key, header in headers if header.lineage.parent]
+        generation = self._ledger.generation(digest) if before else -1
+        return [key for key in before if self._ledger.find(generation, key) < 0]
+
+    def _meet(self, digest: str, keys: Iterable[BlockKey]) -> tuple[list[Met], list[Unread]]:
         met, unread = meet_all(self._pool, self._fs, f"{self._tier_dir}/{digest}", keys)
         generation = self._ledger.generation(digest) if met else -1
         for each in met:
             self._add(generation, each)
-        return unread
+        return met, unread
 
     def _add(self, generation: int, met: Met) -> None:
         header = met.header

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final, cast
 
-from kvtier_connector.contract_janitor import decode
 from kvtier_connector.errors import ConnectorError
 from kvtier_connector.janitor import transfer
-from kvtier_connector.janitor.chores import Lines
+from kvtier_connector.janitor.chores import Lines, tier_directory
 
 _LENGTH_DIGITS: Final = 8
 _PIECE_BYTES: Final = 1 << 20
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     said = Lines(sys.stderr)
     try:
-        tier = Path(decode(options.config.read_text(encoding="utf-8")).tier_dir)
+        tier = tier_directory(options.config)
         if options.verb == "export":
             to, most = sys.stdout.buffer, options.hottest
             outcome = transfer.export(tier, said.tell, to=to, generation=options.generation, most_bytes=most)

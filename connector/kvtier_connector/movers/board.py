@@ -76,12 +76,16 @@ class Board:
         """Map the memory behind the descriptor, which `create_board` made."""
         self._fd = fd
         self._memory = mmap.mmap(fd, _BOARD_BYTES)
+        # What others read meanwhile is written number by number: struct clears all of its place first.
+        self._numbers = memoryview(self._memory)[:_TICKETS_START].cast("I")
+        self._starts = memoryview(self._memory)[:_TICKETS_START].cast("d")
         self._tickets = memoryview(self._memory)[_TICKETS_START:_ENTRIES_START].cast("I")
         self._mutexes = [threading.Lock() for _ in range(MOST_IO_THREADS)]
 
     def close(self) -> None:
         """Unmap it; the descriptor stays open."""
-        self._tickets.release()
+        for view in (self._numbers, self._starts, self._tickets):
+            view.release()
         self._memory.close()
 
     def head(self) -> Head:
@@ -90,7 +94,7 @@ class Board:
 
     def set_head(self, head: Head) -> None:
         """Say something to all."""
-        _HEAD.pack_into(self._memory, 0, *head)
+        self._numbers[0], self._numbers[1] = head
 
     def ticket(self, entry: int) -> int:
         """Return the ticket that the entry shows."""
@@ -117,12 +121,22 @@ class Board:
         return self._memory[start : start + min(length, MOST_TASK_BYTES)]
 
     def set_current(self, mover: int, current: Current) -> None:
-        """Say what a mover works on; a mover's."""
-        _MOVER.pack_into(self._memory, _MOVERS_START + mover * _MOVER.size, *current)
+        """Say what a mover works on; a mover's. Nobody sees a ticket before what goes with it."""
+        start = _MOVERS_START + mover * _MOVER.size
+        number = start // self._numbers.itemsize
+        if current.ticket == NO_TICKET:
+            self._numbers[number + 1] = NO_TICKET
+        self._numbers[number] = current.entry
+        self._starts[start // self._starts.itemsize + 1] = current.started
+        self._numbers[number + 1] = current.ticket
 
     def current(self, mover: int) -> Current:
         """Return what a mover works on."""
-        return Current(*_MOVER.unpack_from(self._memory, _MOVERS_START + mover * _MOVER.size))
+        start = _MOVERS_START + mover * _MOVER.size
+        number = start // self._numbers.itemsize
+        # The ticket first: what goes with it may be of a later one, and is never of an earlier one.
+        ticket = self._numbers[number + 1]
+        return Current(self._numbers[number], ticket, self._starts[start // self._starts.itemsize + 1])
 
     def lock(self, mover: int) -> None:
         """Take the mover's lock; that mover's own."""

@@ -80,8 +80,9 @@ def start_process(
     """Run a module of this package with its settings; raise OSError where the host has no room for it."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([_PACKAGE, *(path for path in sys.path if path)])
-    tunables = environment.get("GLIBC_TUNABLES")
-    environment["GLIBC_TUNABLES"] = f"{tunables}:{_TUNABLES}" if tunables else _TUNABLES
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if _TUNABLES.partition("=")[0] not in tunables:
+        environment["GLIBC_TUNABLES"] = f"{tunables}:{_TUNABLES}" if tunables else _TUNABLES
     return subprocess.Popen(
         [sys.executable, "-m", module, settings],
         stdin=subprocess.DEVNULL,

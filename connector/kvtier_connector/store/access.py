@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.keyring import Keyring
@@ -41,12 +42,15 @@ class Access:
         self.home = home_of(root)
         """Whose blocks these are."""
         self._on_freed = on_freed
+        self._absent_from_cache = mount_of(root).is_nfs
+        """Whether a name that was looked for in vain stays absent for this node, for half a minute with NFS."""
 
     def read(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
         """Open and read a block's file, and move it out of the way if it is damaged.
 
         A network file system says ESTALE of an open file that was removed or replaced on the server. Its name is asked
         for once more then: whatever is there now is the answer. Servers that go on to say so are a volume that fails.
+        A name that was looked for in vain before is asked for once more too where the node answers from a cache.
 
         Args:
             key: The block.
@@ -60,7 +64,7 @@ class Access:
             try:
                 return self._read_once(key, direct, read)
             except OSError as error:
-                if error.errno != errno.ESTALE:
+                if not self._ask_anew(key, error.errno):
                     raise
             return self._read_once(key, direct, read)
         except FileNotFoundError:
@@ -127,6 +131,31 @@ class Access:
         except OSError:
             quarantine(self._fs, self._root, status, key, Fault.MAGIC)
         return Fault.MAGIC
+
+    def _ask_anew(self, key: BlockKey, reason: int | None) -> bool:
+        """Have the node ask the server for what its caches may have wrong; say whether that may change the answer."""
+        if reason == errno.ESTALE:
+            # Some nodes open what they have in mind for another second.
+            with contextlib.suppress(OSError):
+                self._fs.look_again(self._path(key))
+            return True
+        return reason == errno.ENOENT and self._ask_for_names(key)
+
+    def _ask_for_names(self, key: BlockKey) -> bool:
+        """Have the node ask the server which names there are above a block; say whether there are directories.
+
+        A client of NFS asks whenever a directory is opened, and forgets then what was absent if anything has changed.
+        """
+        if not self._absent_from_cache:
+            return False
+        directory = self._root
+        try:
+            for name in block_path(key).split("/"):
+                self._fs.close(self._fs.open(directory, READ_FLAGS))
+                directory = f"{directory}/{name}"
+        except OSError:
+            return False
+        return True
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"

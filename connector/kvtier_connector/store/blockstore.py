@@ -24,7 +24,7 @@ from kvtier_connector.store.codec import Codec
 from kvtier_connector.store.compression import Compression
 from kvtier_connector.store.format import HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.fs import (
-    CREATE_FLAGS,
+    FIRST_WRITE_FLAGS,
     LOCAL,
     DirectIo,
     FileSystem,
@@ -388,5 +388,6 @@ class BlockStore:
 
     def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
         direct = self._direct.flag(data)
-        with replacing(self._fs, path, flags=CREATE_FLAGS | direct) as fd:
+        # Nobody else makes the name; to NFS, an exclusive create is a round trip more, for the mode.
+        with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))

@@ -94,25 +94,31 @@ def advice(mount: Mount) -> list[str]:
     if "sync" in mount.options:
         found.append("mount without sync: it makes each write wait for the device")
     if mount.is_nfs:
-        if "noac" in mount.options:
-            found.append(
-                "mount without noac: it makes each call ask the server; the store needs no more than open does"
-            )
-        small = [
-            name
-            for name in ("rsize", "wsize")
-            if mount.options.get(name, "").isdecimal() and int(mount.options[name]) < _LARGE_BYTES
-        ]
-        if small:
-            found.append(f"mount with {' and '.join(small)} of 1048576, if the server takes it")
-        if "nconnect" not in mount.options:
-            found.append("mount with nconnect=8: one connection carries less than the network does")
-        if "lookupcache" in mount.options:
-            found.append("mount without lookupcache: names that exist are looked up again and again")
+        found += _advice_on_nfs(mount)
     if mount.type.startswith("fuse"):
         read = mount.options.get("max_read", "")
         if read.isdecimal() and int(read) < _LARGE_BYTES:
             found.append(f"max_read is {read}: each read is cut into pieces of it; raise it if the client can")
+    return found
+
+
+def _advice_on_nfs(mount: Mount) -> list[str]:
+    found = []
+    if "nocto" in mount.options:
+        found.append("mount without nocto: what others have stored is known as late as attributes are cached, a minute")
+    if "noac" in mount.options:
+        found.append("mount without noac: it makes each call ask the server; the store needs no more than open does")
+    small = [
+        name
+        for name in ("rsize", "wsize")
+        if mount.options.get(name, "").isdecimal() and int(mount.options[name]) < _LARGE_BYTES
+    ]
+    if small:
+        found.append(f"mount with {' and '.join(small)} of 1048576, if the server takes it")
+    if "nconnect" not in mount.options:
+        found.append("mount with nconnect=8: one connection carries less than the network does")
+    if "lookupcache" in mount.options:
+        found.append("mount without lookupcache: names that exist are looked up again and again")
     return found
 
 

@@ -39,6 +39,9 @@ NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno
 DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 """For a directory through which others are reached: a link to one is none."""
 
+_NO_ATTRIBUTE = "user.kvtier"
+"""No file has it."""
+
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -80,6 +83,15 @@ class FileSystem:
     def stat(self, path: str) -> os.stat_result:
         """Describe a path without following a link."""
         return os.lstat(path)
+
+    def look_again(self, path: str) -> None:
+        """Have the node ask the server whether a name still means the file that it has in mind.
+
+        Of the calls that change nothing, this one is answered from no cache of FUSE; a server that does not know the
+        file any more has the system look up the name.
+        """
+        with contextlib.suppress(OSError):
+            os.getxattr(path, _NO_ATTRIBUTE, follow_symlinks=False)
 
     def touch(self, path: str) -> None:
         """Have the volume note that the file was written to now, by its own clock; of a link, the link."""

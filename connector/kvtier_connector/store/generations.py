@@ -6,6 +6,7 @@ Reads names only. No thread lives here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from kvtier_connector.store.layout import BLOCKS, TIER_FILE
 
 MOST_LEVELS = 6
 """A path inside the claim, the tier and the digest; deeper directories belong to somebody else."""
+
+_OF_VLLM = re.compile(r"(.+_[0-9a-f]{12})_r[0-9]+")
+"""Directory of vLLM's fs tier for one rank, beside one that describes it: hundreds of thousands may lie below."""
 
 
 def find_generations(directory: Path, *, fs: FileSystem = LOCAL) -> list[Path]:
@@ -34,10 +38,14 @@ def _find(fs: FileSystem, directory: Path, levels: int) -> Iterator[Path]:
         entries = fs.scandir(str(directory))
     except (FileNotFoundError, NotADirectoryError):
         return
-    if {TIER_FILE, BLOCKS} & {entry.name for entry in entries}:
+    names = {entry.name for entry in entries}
+    if {TIER_FILE, BLOCKS} & names:
         # A generation holds no other: its thousands of directories need not be looked at.
         yield directory
         return
     for entry in entries:
+        rank = _OF_VLLM.fullmatch(entry.name)
+        if rank is not None and rank[1] in names:
+            continue
         if levels > 1 and entry.is_dir(follow_symlinks=False):
             yield from _find(fs, directory / entry.name, levels - 1)

@@ -135,11 +135,8 @@ _OF_THE_SCHEDULER = (
         ),
     ),
     Reliance(f"{_OFFLOADING}.scheduler:RequestGroupState", read=("offload_keys", "next_stored_chunk_idx")),
-    Reliance(
-        f"{_OFFLOADING}.scheduler:GroupOffloadConfig",
-        called=("load_window_size_in_chunks(num_tokens)",),
-        read=("tokens_per_chunk",),
-    ),
+    Reliance(f"{_OFFLOADING}.scheduler:GroupOffloadConfig", called=("load_window_size_in_chunks(num_tokens)",)),
+    Reliance(f"{_OFFLOADING}.scheduler:GroupOffloadConfig", read=("tokens_per_chunk",)),
     Reliance(
         f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig",
         read=("kv_group_configs", "blocks_per_chunk", "num_workers", "offload_prompt_only"),
@@ -181,7 +178,9 @@ _OF_THE_SCHEDULER = (
     Reliance(f"{_CORE}.sched.output:CachedRequestData", read=("req_ids", "resumed_req_ids", "new_block_ids")),
     Reliance(f"{_CORE}.sched.output:NewRequestData", read=("req_id",)),
     Reliance(f"{_CORE}.kv_cache_manager:KVCacheManager", called=("prefix_cache_lookup_enabled(request)",)),
-    Reliance(f"{_CORE}.kv_cache_manager:KVCacheManager", read=("coordinator",)),
+    Reliance(f"{_CORE}.kv_cache_manager:KVCacheManager", read=("block_pool", "coordinator")),
+    Reliance(f"{_CORE}.block_pool:BlockPool", called=("get_num_free_blocks()",)),
+    Reliance(f"{_CORE}.block_pool:BlockPool", read=("cached_block_hash_to_block", "num_gpu_blocks")),
     Reliance(
         f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator",
         called=("find_longest_cache_hit(block_hashes, max_cache_hit_length)",),

@@ -83,4 +83,20 @@ def _report(
         gauge.labels(*values, found.version, found.standing.value).set(1)
 
 
+def _make_known() -> None:
+    """Have vLLM find the class by its name alone, as MultiConnector looks for those of its children.
+
+    Where it does not, its API server ends with the first statistics of an engine.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - see the module
+
+        KVConnectorFactory.register_connector(KVTierConnector.__name__, __name__, KVTierConnector.__name__)
+    except ValueError:
+        return  # known already
+    except (ImportError, AttributeError, TypeError):
+        logger.exception("kvtier cannot be used in a MultiConnector: this vLLM keeps its connectors in another way")
+
+
 KVTierConnector = choose()
+_make_known()

@@ -83,7 +83,9 @@ class Drain:
             before(number, frame)
 
         def restore() -> None:
-            if signal.getsignal(signal.SIGTERM) is note:
+            # Only the main thread may; from another one, what was heard of before goes on being told.
+            is_ours = signal.getsignal(signal.SIGTERM) is note
+            if is_ours and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
 
         signal.signal(signal.SIGTERM, note)

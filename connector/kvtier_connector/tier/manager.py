@@ -8,7 +8,7 @@ ones to the GPU while the next are still being read. Chunks that another request
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,8 @@ class KVTierManager(TieringOffloadingManager):
         self._copying = 0
         """Chunks that the worker is copying to the GPU."""
         self._again = ReqContext(req_id="kvtier-store-again")
+        self.is_gpu_empty: Callable[[], bool] = lambda: True
+        """Whether the GPU holds no block of any request, and none to share."""
 
     def request(self, context: ReqContext) -> TierRequest:
         """Return what the tier keeps of a request."""

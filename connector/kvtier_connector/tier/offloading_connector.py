@@ -66,7 +66,13 @@ class KVTierConnector(OffloadingConnector):
             found = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
             return int(found[1])
 
+        def is_gpu_empty() -> bool:
+            pool = kv_cache_manager.block_pool
+            # One block is never given away.
+            return not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
         self.connector_scheduler.count_local_tokens = count_local_tokens
+        self.connector_scheduler.manager.is_gpu_empty = is_gpu_empty
 
     @override
     def get_handshake_metadata(self) -> Declared | None:
@@ -78,7 +84,7 @@ class KVTierConnector(OffloadingConnector):
     ) -> None:
         assert self.connector_scheduler is not None
         told = [metadata[rank] for rank in sorted(metadata)]
-        self.connector_scheduler.manager.volume.open([each for each in told if isinstance(each, Declared)])
+        self.connector_scheduler.declarations.begin([each for each in told if isinstance(each, Declared)])
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

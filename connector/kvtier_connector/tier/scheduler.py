@@ -33,7 +33,7 @@ from vllm.v1.request import Request
 from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.tier.adapters import Lora
-from kvtier_connector.tier.exchange import KVTierMetadata
+from kvtier_connector.tier.exchange import Declarations, KVTierMetadata
 from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
@@ -73,7 +73,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._adapters = self.manager.volume.adapters
         self._found: dict[int, str | None] | None = None
         """What the workers have told of the weights, while they are asked."""
-        self._question = 0
+        self._question, self.declarations = 0, Declarations(self.config.num_workers, self.manager.volume.open)
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -160,15 +160,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                     self._hand_over(name, load)
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
-        ended, self._ended = self._ended, {}
+        jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
         # A step that computes nothing, and holds nothing back, may lie before the update for which all was reset.
         is_due = scheduler_output.num_scheduled_tokens or self._waits
         if is_asking := self.manager.volume.is_doubting and self._found is None and bool(is_due):
             self._question += 1
             self._found = {}
-        question = self._question if is_asking else 0
-        orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
-        return KVTierMetadata(made.load_jobs, made.store_jobs, made.jobs_to_flush, ended, question, orders)
+        asked = (self._question if is_asking else 0, self._adapters.give_orders(scheduler_output.num_scheduled_tokens))
+        return KVTierMetadata(*jobs, ended, *asked, self.declarations.is_asking)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -184,9 +183,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                         del self._loading[key]
         if self._stale_jobs:
             self._forget_stale(connector_output)
+        self.declarations.take(getattr(connector_output.kv_connector_worker_meta, "declared", {}))
         if self._found is not None:
-            told = getattr(connector_output.kv_connector_worker_meta, "weights", {})
-            self._found.update({rank: found for rank, (question, found) in told.items() if question == self._question})
+            told = getattr(connector_output.kv_connector_worker_meta, "weights", {}).items()
+            self._found.update({rank: found for rank, (question, found) in told if question == self._question})
             if len(self._found) == self.config.num_workers:
                 all_found, self._found = self._found, None
                 self.manager.volume.settle_weights([all_found[rank] for rank in sorted(all_found)])
@@ -224,7 +224,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._found = None
-        self.manager.volume.doubt_weights()
+        self.manager.volume.doubt_weights(is_clean=self.manager.is_gpu_empty())
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
             self.manager.hold()

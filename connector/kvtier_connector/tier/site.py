@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvtier_connector.contract import ConnectorConfig
+from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
 from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.rows import Region
@@ -194,6 +194,9 @@ class Sites:
     def _start(self, wait_seconds: float) -> None:
         self.here.movers.start()
         claimed = {**self._config.identity, **self._facts, "engine.epoch": self.weights.epoch}
+        if self.weights.is_mixed:
+            # What the GPU holds is of several, so nobody can say of which a block is.
+            claimed.update(dict.fromkeys(MUST_BE_KNOWN))
         self.here.volume.start(claimed, wait_seconds)
 
 

@@ -151,14 +151,14 @@ class SharedVolumeTier(SecondaryTierManager):
         self._sites = Sites(config, parts, self.fs, generation=generation)
         self._take_place()
 
-    def open(self, declared: Sequence[Declared]) -> None:
+    def open(self, declared: Sequence[Declared], wait_seconds: float = OPEN_WAIT_SECONDS) -> None:
         """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
-        self._sites.open(self._spec, declared, OPEN_WAIT_SECONDS)
+        self._sites.open(self._spec, declared, wait_seconds)
         self._take_place()
 
-    def doubt_weights(self) -> None:
-        """Read and write nothing until the workers have told which weights there are: they may be replaced now."""
-        self._sites.weights.doubt()
+    def doubt_weights(self, *, is_clean: bool) -> None:
+        """Read and write nothing until the workers have told of the weights; `is_clean` is whether the GPU is empty."""
+        self._sites.weights.doubt(is_clean=is_clean)
         self._why_not_loading = metrics.NEW_WEIGHTS
 
     @property

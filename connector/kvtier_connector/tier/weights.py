@@ -46,15 +46,29 @@ class Weights:
         """Names the weights; empty for those that the model came with."""
         self.is_doubted = False
         """Whether they may be others than the epoch says."""
+        self.is_mixed = False
+        """Whether the GPU may hold blocks of others, under the names of blocks of these."""
+        self._now = original
+        self._is_clean = True
 
-    def doubt(self) -> None:
-        """Note that they may have been replaced."""
+    def doubt(self, *, is_clean: bool) -> None:
+        """Note that they may be replaced; `is_clean` is whether nothing of before is left on the GPU."""
         self.is_doubted = True
+        self._is_clean = is_clean
+        self.is_mixed = self.is_mixed and not is_clean
 
     def settle(self, found: str | None) -> None:
         """Take in what the workers have found; None if they could not look."""
         self.is_doubted = False
-        if found is None or self._original is None or not self._is_shared:
+        self.is_mixed = self.is_mixed or (not self._is_clean and found != self._now)
+        self._now = found
+        if self.is_mixed:
+            logger.error(
+                "The weights were replaced while requests ran on with blocks of others: nothing is read from the "
+                "volume or written to it until the caches are reset with reset_running_requests=True"
+            )
+            self.epoch = _alone()
+        elif found is None or self._original is None or not self._is_shared:
             self.epoch = _alone()
         else:
             self.epoch = "" if found == self._original else f"w{found}"[:MAX_EPOCH_CHARACTERS]

@@ -37,6 +37,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         self._adapters: LoadedAdapters | None = None
         self.declared: Declared | None = None
         """What the scheduler's side must know of this worker; None before the KV caches are there."""
+        self._is_declaring = False
         self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
 
     @override
@@ -52,6 +53,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         super().start_kv_transfers(metadata)
         if isinstance(metadata, KVTierMetadata):
             self._ended.update(metadata.ended_loads)
+            self._is_declaring |= metadata.is_declaring
             if metadata.question:
                 found = None if self._model is None else self._model.digest()
                 self._weights[self.spec.config.parallel.rank] = (metadata.question, found)
@@ -63,11 +65,13 @@ class KVTierWorker(OffloadingConnectorWorker):
         made = super().build_connector_worker_meta()
         weights, self._weights = self._weights, {}
         told = [] if self._adapters is None else self._adapters.take_told()
-        if made is None and not weights and not told:
+        is_declaring, self._is_declaring = self._is_declaring and self.declared is not None, False
+        if made is None and not weights and not told and not is_declaring:
             return None
-        made = made or OffloadingWorkerMetadata()
-        adapters = {self.spec.config.parallel.rank: told} if told else {}
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters)
+        made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
+        adapters = {rank: told} if told else {}
+        declared = {rank: self.declared} if is_declaring and self.declared is not None else {}
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declared)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

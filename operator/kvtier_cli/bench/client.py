@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,6 +37,12 @@ class Endpoint:
     vocabulary: int = 2000
     """Prompts are made of tokens below this number."""
     seed: int = 0
+    turns: Iterator[str] | None = None
+    """Whose turn it is, of several engines without end; None where all requests go to `url`."""
+
+    def next_url(self) -> str:
+        """Return where the next request goes."""
+        return self.url if self.turns is None else next(self.turns)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -139,7 +145,7 @@ async def ask(
     sent = time.perf_counter()
     sample.started = sent - began
     try:
-        async with session.post(f"{endpoint.url}/v1/completions", json=body, headers=headers) as answer:
+        async with session.post(f"{endpoint.next_url()}/v1/completions", json=body, headers=headers) as answer:
             if answer.status != 200:  # noqa: PLR2004  HTTP's word for fine
                 sample.error = f"HTTP {answer.status}: {(await answer.text())[:300]}"
             else:

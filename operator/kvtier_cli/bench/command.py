@@ -22,6 +22,7 @@ from kvtier_cli.bench.endpoints import Target
 from kvtier_cli.bench.results import Pass
 from kvtier_cli.bench.workloads import Request, Sizes
 from kvtier_cli.exits import FINE, FOUND, INTERRUPTED
+from kvtier_operator.errors import OperatorError
 
 WORKLOADS: Final = ("single", "turns", "shared", "never")
 _COMPARED: Final = 2
@@ -72,7 +73,7 @@ def bench(targets_: tuple[str, ...], *, workload: str, out: Path | None, output:
 
     A TARGET is the name of a tier, an address such as http://llama-engine:8000, or NAME=ADDRESS. Prompts are random
     tokens, the same in each run with the same --seed: a second run finds the blocks of the first, and --seed 1 does
-    not. Exit code 1: a request failed, or two targets gave different answers.
+    not. Exit code 1: a request or a whole pass failed, or two targets gave different answers.
     """
     where = targets.Where(**{name: options.pop(name) for name in ("namespace", "context", "kubeconfig")})
     plan = _plan(workload, options)
@@ -116,7 +117,8 @@ def bench(targets_: tuple[str, ...], *, workload: str, out: Path | None, output:
     answers.show(found, output, lambda: results.page(found))
     if is_interrupted:
         return INTERRUPTED
-    is_good = not found["answers"]["different"] and not any(each["failed"] for each in found["passes"])
+    has_failed = any(each["failed"] or each["problem"] for each in found["passes"])
+    is_good = not found["answers"]["different"] and not has_failed
     return FINE if is_good else FOUND
 
 
@@ -184,33 +186,41 @@ def _refuse_too_long(opened: list[Target], plan: list[tuple[str, list[Request]]]
 def _play_all(opened: list[Target], run: Run) -> None:
     total = len(opened) * sum(len(requests) for _, requests in run.plan)
     with answers.progress("request") as tell:
+
+        def told() -> None:
+            count = sum(len(done.samples) for done in run.done)
+            tell(count / total, count, 0)
+
         for target in opened:
+            reached = target
             for number, (name, requests) in enumerate(run.plan):
-                if number and run.between:
-                    _between(run.between, target)
-                with _noted(run, target, name, len(requests)) as each:
-
-                    def told() -> None:
-                        count = sum(len(done.samples) for done in run.done)
-                        tell(count / total, count, 0)
-
+                each = Pass(target=target.name, name=name, wanted=len(requests))
+                run.done.append(each)
+                try:
+                    if number and run.between:
+                        _between(run.between, reached)
+                        reached = reached if reached.anew is None else reached.anew()
+                    each.before = reached.counts()
+                except (click.ClickException, OperatorError, OSError) as error:
+                    # What was measured before may have taken hours, and the next pass may find it well again.
+                    each.problem = error.message if isinstance(error, click.ClickException) else str(error)
+                    continue
+                with _noted(each, reached):
                     playing = client.play(
-                        target.endpoint, requests, at_a_time=run.concurrency, samples=each.samples, tell=told
+                        reached.endpoint, requests, at_a_time=run.concurrency, samples=each.samples, tell=told
                     )
                     each.seconds = asyncio.run(playing)
 
 
 @contextlib.contextmanager
-def _noted(run: Run, target: Target, name: str, wanted: int) -> Iterator[Pass]:
+def _noted(each: Pass, target: Target) -> Iterator[None]:
     """Count what the engines count meanwhile, and keep what there is if it is interrupted."""
-    each = Pass(target=target.name, name=name, wanted=wanted, before=target.counts())
-    run.done.append(each)
     try:
-        yield each
+        yield
     finally:
         each.samples.sort(key=lambda sample: sample.number)
         each.seconds = each.seconds or max((sample.started + sample.took for sample in each.samples), default=0.0)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OperatorError, OSError):
             each.after = target.counts()
 
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import re
 import shutil
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +23,12 @@ from kvtier_cli import standing
 from kvtier_cli.bench.client import Endpoint
 from kvtier_cli.targets import Where
 from kvtier_operator import names
+from kvtier_operator.api.routing_spec import CLIENT_IP, ROUTER
 from kvtier_operator.errors import OperatorError
 
 _SECONDS: Final = 10.0
+_MOST_FORWARDED: Final = 16
+"""Engines of a tier that are asked: each takes a process of kubectl."""
 _FORWARDING: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
 COUNTED: Final = "vllm:prompt_tokens_total"
 """A metric that every vLLM has."""
@@ -38,6 +44,8 @@ class Target:
     """Tokens of prompt and answer together; None where the endpoint does not say."""
     read_metrics: Callable[[], Sequence[str]] | None = None
     """Returns the metrics of its engines; None where nobody wants them."""
+    anew: Callable[[], Target] | None = None
+    """Reaches the pods that there are now; None where it was named by its address."""
 
     def counts(self) -> Mapping[str, Any]:
         """Return what the engines have counted since they started."""
@@ -66,12 +74,22 @@ def opened(word: str, where: Where, *, wants_metrics: bool, metrics: Mapping[str
         read = _metrics_reader(name, metrics.get(name, f"{url}/metrics")) if wants_metrics else None
         yield replace(target, read_metrics=read)
         return
-    with _forwarded(word, where) as (url, pods):
+    with contextlib.ExitStack() as stack:
+        turn = itertools.count()
 
-        def fetch() -> list[str]:
-            return [where.person.fetch(pod, names.HTTP_PORT, "/metrics") for pod in pods]
+        def reach() -> Target:
+            stack.close()
+            urls, pods = stack.enter_context(_forwarded(word, where))
 
-        yield _target(word, url, fetch if wants_metrics else None, **ask)
+            def fetch() -> list[str]:
+                return [where.person.fetch(pod, names.HTTP_PORT, "/metrics") for pod in pods]
+
+            target = _target(word, urls[0], fetch if wants_metrics else None, **ask)
+            # It goes on where it was: an odd number of prompts comes to other engines when it is asked again.
+            in_turn = (urls[number % len(urls)] for number in turn)
+            return replace(target, endpoint=replace(target.endpoint, turns=in_turn), anew=reach)
+
+        yield reach()
 
 
 def _target(name: str, url: str, read: Callable[[], Sequence[str]] | None, **ask: Any) -> Target:
@@ -120,12 +138,12 @@ def _fetch(url: str, key: str) -> str:
 
 
 @contextlib.contextmanager
-def _forwarded(tier: str, where: Where) -> Iterator[tuple[str, list[names.Manifest]]]:
-    """Bring the Service of a tier to this machine: the router's where it has one."""
+def _forwarded(tier: str, where: Where) -> Iterator[tuple[list[str], list[names.Manifest]]]:
+    """Bring a tier to this machine: its router, or each of its engines, since a port is forwarded to one pod."""
     namespace = where.asked_namespace
     try:
         body = where.person.tier(namespace, tier)
-        pods = [each for each in where.person.pods(namespace, tier, names.COMPONENT_ENGINE) if standing.is_ready(each)]
+        pods = [each for each in where.person.pods(namespace, tier, names.COMPONENT_ENGINE) if _serves(each)]
     except OperatorError as error:
         raise click.UsageError(f"{tier}: {error}; an endpoint is named by its address, http://…") from error
     if not pods:
@@ -133,22 +151,44 @@ def _forwarded(tier: str, where: Where) -> Iterator[tuple[str, list[names.Manife
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise click.UsageError(f"{tier}: needs kubectl to forward its port: install it, or name the address, http://…")
-    is_routed = ((body["spec"].get("routing") or {}).get("type")) == "Router"
-    ref = names.tier_ref(body)
-    service = names.router(ref) if is_routed else names.engine(ref)
     options = [f"--context={where.context}"] if where.context else []
     options += [f"--kubeconfig={where.kubeconfig}"] if where.kubeconfig else []
-    command = [kubectl, *options, "port-forward", f"--namespace={namespace}", f"service/{service}"]
-    with subprocess.Popen(
-        [*command, f":{names.HTTP_PORT}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    command = [kubectl, *options, "port-forward", f"--namespace={namespace}"]
+    with contextlib.ExitStack() as stack:
+        asked = _asked(body, pods)
+        yield [stack.enter_context(_forward(tier, [*command, each, f":{names.HTTP_PORT}"])) for each in asked], pods
+
+
+def _serves(pod: names.Manifest) -> bool:
+    return standing.is_ready(pod) and "deletionTimestamp" not in pod["metadata"]
+
+
+def _asked(body: names.Manifest, pods: list[names.Manifest]) -> list[str]:
+    """Return whom this client's requests would come to, as ``spec.routing`` has them."""
+    routing, ref = (body["spec"].get("routing") or {}).get("type"), names.tier_ref(body)
+    if routing == ROUTER:
+        return [f"service/{names.router(ref)}"]
+    found = sorted(f"pod/{each['metadata']['name']}" for each in pods)
+    return found[:1] if routing == CLIENT_IP else found[:_MOST_FORWARDED]
+
+
+@contextlib.contextmanager
+def _forward(tier: str, command: list[str]) -> Iterator[str]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
             said = ""
             for line in process.stdout:
                 said += line
                 if match := _FORWARDING.search(line):
-                    yield f"http://127.0.0.1:{match[1]}", pods
+                    # A line for each connection follows, and a pipe that nobody reads holds them all up.
+                    reader = threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True)
+                    reader.start()
+                    try:
+                        yield f"http://127.0.0.1:{match[1]}"
+                    finally:
+                        process.terminate()
+                        reader.join()
                     return
             raise click.UsageError(f"{tier}: its port cannot be forwarded: {said.strip()}; name the address, http://…")
         finally:

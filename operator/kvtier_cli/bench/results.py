@@ -28,6 +28,8 @@ class Pass:
     after: Mapping[str, Any] = field(default_factory=dict)
     wanted: int = 0
     """Requests that it has if nobody interrupts it."""
+    problem: str = ""
+    """Why none of them was sent; empty where they were."""
 
 
 def distribution(values: Iterable[float | None]) -> Document | None:
@@ -65,6 +67,7 @@ def _of_pass(each: Pass) -> Document:
         "wanted": each.wanted,
         "failed": len(failed),
         "failures": list(dict.fromkeys(sample.error for sample in failed))[:_MOST_LISTED],
+        "problem": each.problem,
         "seconds": round(each.seconds, 3),
         "ttft": distribution(sample.first_token for sample in good),
         "tpot": distribution(sample.per_token for sample in good),
@@ -135,7 +138,7 @@ def page(found: Document) -> str:
     """Return the table for people."""
     rows = [["TARGET", "PASS", "REQUESTS", "TTFT mean", "P50", "P99", "TPOT P50", "TOKENS/s", "HITS", "SAVED"]]
     for each in found["passes"]:
-        failed = f", {each['failed']} failed" if each["failed"] else ""
+        failed = f", {each['failed']} failed" if each["failed"] else ", not sent" if each["problem"] else ""
         ttft = each["ttft"] or {}
         rows.append(
             [
@@ -164,8 +167,9 @@ def page(found: Document) -> str:
         ways = " | ".join("; ".join(asked) for asked in each["answers"])
         text += f"  request {each['request']} of {each['pass']} differs: {ways}\n"
     for each in found["passes"]:
-        text += "".join(f"{each['target']}, {each['pass']}: {error}\n" for error in each["failures"])
-    if not found["isComplete"]:
+        said = [*each["failures"], *([each["problem"]] if each["problem"] else [])]
+        text += "".join(f"{each['target']}, {each['pass']}: {error}\n" for error in said)
+    if any(each["requests"] != each["wanted"] and not each["problem"] for each in found["passes"]):
         text += "interrupted: these are the answers that there were\n"
     return text
 

@@ -156,12 +156,12 @@ def arrivals(sizes: Sizes) -> list[Request]:
     ]
 
 
-def sharers(sizes: Sizes) -> list[Request]:
-    """Return prompts that share a long prefix."""
+def sharers(sizes: Sizes, *, first: int = 0) -> list[Request]:
+    """Return prompts that share a long prefix and end with parts of their own, numbered from a number on."""
     return [
         {
             "label": "sharer",
-            "parts": [(_SHARED, sizes.shared_tokens), (_SHARED + 1 + number, sizes.own_tokens)],
+            "parts": [(_SHARED, sizes.shared_tokens), (_SHARED + 1 + first + number, sizes.own_tokens)],
             "output_tokens": sizes.shared_output,
         }
         for number in range(sizes.sharers)

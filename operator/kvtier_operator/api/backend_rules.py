@@ -7,6 +7,7 @@ than its default. What a connector does of its own accord is in its documentatio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -195,9 +196,54 @@ def _has_device(spec: Any) -> bool:
     return bool(spec.engine.accelerator.resource != NO_ACCELERATOR)
 
 
+_ENGINES: Final = r"^--?(data[-_]parallel[-_]size|dp)($|=)"
+_ENGINES_HERE: Final = r"^--?(data[-_]parallel[-_]size[-_]local|dpl)($|=)"
+_ONE: Final = "=1"
+
+
+def _has_one_engine(spec: Any) -> bool:
+    """Tell whether a pod runs one engine core, as far as single words of the command line tell; in CEL, too."""
+    more = [word for word in spec.engine.args if not word.endswith(_ONE)]
+    if any(re.match(_ENGINES_HERE, word) for word in more):
+        return False
+    is_one_here = any(re.match(_ENGINES_HERE, word) and word.endswith(_ONE) for word in spec.engine.args)
+    return is_one_here or not any(re.match(_ENGINES, word) for word in more)
+
+
+def _one_engine_for_its_disk(field: str, find: Callable[[Any], Any]) -> Rule:
+    """Return the rule that engine cores do not write into one directory of LMCache's, of whose files each has a list.
+
+    Args:
+        field: path of the settings of LMCache, below the spec.
+        find: those settings, of a parsed connector.
+    """
+    steps = field.split(".")
+    has = " && ".join(f"has(self.{'.'.join(steps[:end])})" for end in range(2, len(steps) + 1))
+    here, anywhere = (
+        f"word.matches(r'{pattern}') && !word.endsWith('{_ONE}')" for pattern in (_ENGINES_HERE, _ENGINES)
+    )
+    is_one_here = f"word.matches(r'{_ENGINES_HERE}') && word.endsWith('{_ONE}')"
+    return Rule(
+        cel=f"!({has} && has(self.{field}.localDisk)) || !has(self.engine.args) || "
+        f"!(self.engine.args.exists(word, {here}) || (self.engine.args.exists(word, {anywhere}) && "
+        f"!self.engine.args.exists(word, {is_one_here})))",
+        message="is one directory of the pod, and with --data-parallel-size in spec.engine.args several engine cores "
+        "would write into it and remove each other's files: raise spec.replicas instead, set "
+        "--data-parallel-size-local=1, or remove it",
+        check=lambda spec: (
+            (settings := find(spec.connector)) is None or settings.local_disk is None or _has_one_engine(spec)
+        ),
+        field=f".{field}.localDisk",
+    )
+
+
+USES_VOLUME: Final = f"(self.connector.type in ['{kinds.BUNDLED}', '{kinds.VLLM_TIERING}'] || {_NIXL})"
+"""As `Connector.uses_volume`."""
+
+
 RULES: Final = (
     Rule(
-        cel=f"has(self.volume) || !(self.connector.type in ['{kinds.BUNDLED}', '{kinds.VLLM_TIERING}'] || {_NIXL})",
+        cel=f"has(self.volume) || !{USES_VOLUME}",
         message="is required: spec.connector.type keeps blocks on it; give spec.volume.claim or "
         "spec.volume.existingClaim",
         check=lambda spec: spec.volume.is_there or not spec.connector.uses_volume,
@@ -239,14 +285,20 @@ RULES: Final = (
         field=".engine.env",
     ),
     Rule(
-        cel=f"!(self.connector.type in ['{kinds.LMCACHE}', '{kinds.MOONCAKE}', '{kinds.HYBRID}']) || "
+        cel=f"!(self.connector.type in ['{kinds.LMCACHE}', '{kinds.MOONCAKE}', '{kinds.HYBRID}']) || {_NIXL} || "
         f"self.engine.accelerator.resource != '{NO_ACCELERATOR}'",
         message="is none, vLLM's CPU build, with which this spec.connector.type does not work: use Bundled, "
-        "VLLMOffloading or VLLMTiering, or name the resource of a device",
+        "VLLMOffloading, VLLMTiering or Hybrid with nixl, or name the resource of a device",
         check=lambda spec: (
-            spec.connector.type not in {kinds.LMCACHE, kinds.MOONCAKE, kinds.HYBRID} or _has_device(spec)
+            spec.connector.type not in {kinds.LMCACHE, kinds.MOONCAKE, kinds.HYBRID}
+            or spec.connector.is_ours
+            or _has_device(spec)
         ),
         field=".engine.accelerator.resource",
+    ),
+    _one_engine_for_its_disk("connector.lmcache", lambda connector: connector.lmcache),
+    _one_engine_for_its_disk(
+        "connector.hybrid.lmcache", lambda connector: connector.hybrid and connector.hybrid.lmcache
     ),
 )
 """What `TierSpec` adds to its own rules."""

@@ -99,6 +99,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.DEVICE_OUT_OF_MEMORY,
         Reason.ARGS_REFUSED,
         Reason.ADAPTER_REFUSED,
+        Reason.MODEL_UNSUPPORTED,
         Reason.CONFIG_REFUSED,
         Reason.ENGINE_CRASHED,
         Reason.CONTAINER_CRASHED,
@@ -234,6 +235,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.ARGS_REFUSED: "Correct `spec.engine.args` for this vLLM.",
     Reason.ADAPTER_REFUSED: "Correct or remove the adapter that the message names in `spec.model.loras`, or raise "
     "`spec.model.maxLoraRank`.",
+    Reason.MODEL_UNSUPPORTED: "Serve it without a KVCacheTier: nothing of it can be kept.",
     Reason.CONFIG_REFUSED: "Set `kvtier.dev/restart`, so that connector and configuration are of one release.",
     Reason.ENGINE_CRASHED: "`kubectl logs --previous` says why.",
     Reason.CONTAINER_CRASHED: "Correct it in `spec.engine.podTemplate.containers`.",

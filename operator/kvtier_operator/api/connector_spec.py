@@ -155,7 +155,7 @@ WHOLE_CHUNKS: Final = Rule(
 
 
 class LMCache(ApiModel):
-    """LMCache, of the package `lmcache` in the engine's image."""
+    """LMCache, of the package `lmcache` in the engine's image. Experimental."""
 
     mode: Literal["InProcess", "MultiProcess"] = "InProcess"
     """`InProcess` is `LMCacheConnectorV1`: each rank of the engine has its part of the host memory. `MultiProcess` is
@@ -165,7 +165,7 @@ class LMCache(ApiModel):
     serde: Literal["naive", "cachegen", "kivi"] = "naive"
     """How chunks are written to Redis: `naive` as they are; `cachegen` and `kivi` lose precision."""
     local_disk: LMCacheDisk | None = None
-    """A tier on the node's disk. With the mode `InProcess` only."""
+    """A tier on the node's disk. With the mode `InProcess` only, and one engine core in each pod."""
     redis: LMCacheRedis | None = None
     """A Redis that all engines share. Without it, no engine reads what another one computed."""
 
@@ -206,7 +206,7 @@ class LMCache(ApiModel):
 
 
 class Nixl(ApiModel):
-    """NIXL beside kvtier's own connector: prefill engines hand blocks to decode engines, and both use the volume."""
+    """NIXL beside kvtier's own connector: prefill engines hand blocks to decode engines. Experimental."""
 
     role: Literal["Prefill", "Decode", "Both"] = "Both"
     """What the engines of this tier do. A router sends a prompt to a `Prefill` tier first and its answer's
@@ -346,13 +346,13 @@ class Connector(ApiModel):
     simple_cpu: Annotated[SimpleCpu | None, Field(alias="simpleCPU")] = None
     """Settings of `SimpleCPU`."""
     lmcache: LMCache | None = None
-    """Settings of `LMCache`."""
+    """Settings of `LMCache`. Experimental: no engine has answered with it yet."""
     hybrid: Hybrid | None = None
-    """Settings of `Hybrid`."""
+    """Settings of `Hybrid`. Experimental: with LMCache none has answered yet, with NIXL on vLLM's CPU build."""
     flex_kv: Annotated[FlexKV | None, Field(alias="flexKV")] = None
-    """Settings of `FlexKV`."""
+    """Settings of `FlexKV`. Experimental: no engine has been run with it."""
     mooncake: Mooncake | None = None
-    """Settings of `Mooncake`."""
+    """Settings of `Mooncake`. Experimental: no engine has been run with it."""
 
     rules = (*map(_only_with, _BLOCKS), *map(_needed_by, _REQUIRED))
 

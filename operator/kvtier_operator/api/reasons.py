@@ -85,6 +85,7 @@ class Reason(enum.Enum):
     DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory", "The model and its KV cache do not fit the accelerator."
     ARGS_REFUSED = "ArgsRefused", "vLLM does not take the flags that it was given."
     ADAPTER_REFUSED = "AdapterRefused", "vLLM cannot use an adapter of `spec.model.loras`."
+    MODEL_UNSUPPORTED = "ModelUnsupported", "vLLM cannot run the model with a KV connector."
     CONFIG_REFUSED = "ConfigRefused", "The connector in the pod does not take its configuration."
     MULTI_ATTACH = "MultiAttach", "The volume is attached to another node and can be attached to one only."
     VOLUME_NOT_MOUNTED = "VolumeNotMounted", "A node cannot mount a volume of an engine pod."

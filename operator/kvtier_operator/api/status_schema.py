@@ -99,7 +99,7 @@ class Generation(ApiModel):
     current: Annotated[StrictStr, Field(max_length=64)] | None = None
     """Digest of everything that decides whether a block may be read: model, revision, image, layout, hash."""
     root: Annotated[StrictStr, Field(max_length=1024)] | None = None
-    """Directory of its blocks, as the pods see it."""
+    """Directory of its blocks, as the pods see it; left out where `spec.connector` keeps none on the volume."""
 
 
 class Storage(ApiModel):
@@ -269,7 +269,8 @@ class TierStatus(ApiModel):
     generations: Annotated[
         tuple[Annotated[dict[str, object], Pasted(GenerationUsage)], ...], Field(max_length=64), Keyed("digest")
     ] = ()
-    """The generations on the volume, the current one first, the others as they were last used."""
+    """The generations on the volume, the current one first, the others as they were last used. Left out where no
+    janitor counts them."""
     tiers: Annotated[
         tuple[Annotated[dict[str, object], Pasted(TierUsage)], ...], Field(max_length=8), Keyed("name")
     ] = ()

@@ -8,9 +8,11 @@ generated from them, and so is its reference page.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvtier_operator import quantity
 from kvtier_operator.api import backend_rules
@@ -22,7 +24,7 @@ from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
 from kvtier_operator.api.events_spec import KvEvents
 from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
 from kvtier_operator.api.routing_spec import Routing
-from kvtier_operator.api.rules import ApiModel, Checked, Rule
+from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
 from kvtier_operator.api.warm_spec import Warm
@@ -97,6 +99,12 @@ class SecretKey(ApiModel):
     """Key in it."""
 
 
+NO_PREFIXES: Final = (
+    "is that of an encoder-decoder model: vLLM has no prefix cache for one and starts none with a KV connector; serve "
+    "it without a KVCacheTier"
+)
+
+
 class Model(ApiModel):
     """The model that every replica serves."""
 
@@ -120,6 +128,14 @@ class Model(ApiModel):
     """The fields of the model's config.json that say how large its KV is (layers, heads, head sizes, attention types),
     or all of it, for a model that the operator does not know by its name. Only sizes follow from it; where that of the
     files on the volume changes, a new cache generation starts."""
+
+    @field_validator("config")
+    @classmethod
+    def _refuse_encoder_decoders(cls, config: Anything | None) -> Anything | None:
+        # The API server's rules cannot look into what has no schema.
+        if isinstance(config, Mapping) and config.get("is_encoder_decoder"):
+            raise PydanticCustomError(RULE_BROKEN, "{text}", {"text": NO_PREFIXES, "field": ""})
+        return config
 
 
 class Hash(ApiModel):
@@ -251,12 +267,16 @@ class TierSpec(ApiModel):
             field=".operatorClassName",
         ),
         Rule(
-            cel="self.replicas <= 1 || !has(self.volume) || !has(self.volume.claim) || "
-            f"'{SHARED}' in self.volume.claim.accessModes",
+            cel=f"self.replicas <= 1 || !{backend_rules.USES_VOLUME} || !has(self.volume) || "
+            f"!has(self.volume.claim) || '{SHARED}' in self.volume.claim.accessModes",
             message=f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, "
             "or use a storage class whose volumes several nodes can mount",
             check=lambda spec: (
-                spec.replicas <= 1 or spec.volume.claim is None or SHARED in spec.volume.claim.access_modes
+                spec.replicas <= 1
+                # A claim that is kept and not mounted limits nothing.
+                or not spec.connector.uses_volume
+                or spec.volume.claim is None
+                or SHARED in spec.volume.claim.access_modes
             ),
             field=".replicas",
         ),

@@ -45,9 +45,13 @@ class Done:
     """What a pass asks for next."""
 
     retry_after: float | None = None
-    """Seconds until the next try after the first failure in a row; None where the pass did not fail."""
+    """Seconds until the next try after the first failure in a row; None where nothing failed."""
+    recheck_after: float | None = None
+    """Seconds until the first look in a row at what may pass and nothing waits for; None where there is no such thing.
+
+    Counted apart from failures: it may last for days, and a failure meanwhile is the first one all the same."""
     again_after: float | None = None
-    """Seconds until the next look after a pass that did not fail; None for the resync interval."""
+    """Seconds until the next look, if that is sooner; None for the resync interval."""
     is_gone: bool = False
     """Nothing is left to do for the key until it is added again."""
 
@@ -84,6 +88,7 @@ class WorkQueue(Generic[Key]):
         self._taken = 0
         self._running: dict[Key, _Due | None] = {}
         self._failures: dict[Key, int] = {}
+        self._rechecks: dict[Key, int] = {}
         self._hurried: set[Key] = set()
         """Keys that are due because somebody added them."""
         self._beat = time.monotonic()
@@ -164,8 +169,7 @@ class WorkQueue(Generic[Key]):
             except Exception:
                 logger.exception("A pass over %s failed unexpectedly; it is tried again.", key)
                 done = Done(retry_after=1.0)
-            # What changes again and again while something lasting is wrong with it must not make all else wait long.
-            self._finish(key, done, max(1, attempt - 1) if is_hurried else attempt)
+            self._finish(key, done, is_hurried=is_hurried)
 
     def _take(self) -> Key | None:
         """Wait for a key that is due and return it, or None when the queue is closed."""
@@ -192,19 +196,31 @@ class WorkQueue(Generic[Key]):
             heapq.heappop(heap)  # rescheduled since: the newer entry counts
         return heap[0][0] if heap else None
 
-    def _finish(self, key: Key, done: Done, attempt: int) -> None:
+    def _finish(self, key: Key, done: Done, *, is_hurried: bool) -> None:
         with self._changed:
             again = self._running.pop(key)
             self._beat = time.monotonic()
-            if done.retry_after is not None:
-                self._failures[key] = attempt
-                delay = min(done.retry_after * 2 ** min(attempt - 1, 16), LONGEST_DELAY_SECONDS)
-            else:
-                self._failures.pop(key, None)
-                delay = self._resync_seconds if done.again_after is None else done.again_after
+            delays = [done.again_after, _put_off(self._failures, key, done.retry_after, is_hurried=is_hurried)]
+            if done.retry_after is None:
+                # A pass that failed need not have come to what is to be looked at again, so it says nothing of that.
+                delays.append(_put_off(self._rechecks, key, done.recheck_after, is_hurried=is_hurried))
+                delays.append(self._resync_seconds)
+            delay = min(each for each in delays if each is not None)
             if again is not None:
                 self._schedule(key, again)
             elif not done.is_gone:
                 # Jitter keeps a thousand tiers, listed in one second, from being looked at in one second for ever.
                 at = self._beat + delay * random.uniform(0.9, 1.1)  # noqa: S311  no secret
                 self._schedule(key, _Due(at, is_pressing=False))
+
+
+def _put_off(counts: dict[Key, int], key: Key, first: float | None, *, is_hurried: bool) -> float | None:
+    """Count one more in a row and return its delay in seconds, twice as long each time; None ends the row."""
+    if first is None:
+        counts.pop(key, None)
+        return None
+    # What changes again and again while something lasting is wrong with it must not make all else wait long.
+    count = max(1, counts.get(key, 0) + (not is_hurried))
+    counts[key] = count
+    delay: float = min(first * 2 ** min(count - 1, 16), LONGEST_DELAY_SECONDS)
+    return delay

@@ -93,6 +93,12 @@ _CLUES: Final = (
         "spec.engine.args, raise spec.engine.tensorParallel, or use a larger device",
     ),
     _clue(
+        r"encoder-decoder models are not (currently )?supported with kv connectors",
+        Reason.MODEL_UNSUPPORTED,
+        "vLLM has no prefix cache for an encoder-decoder model and starts none with a KV connector: serve it without a "
+        "KVCacheTier",
+    ),
+    _clue(
         r"(unrecognized arguments|invalid choice|error: argument|expected one argument)",
         Reason.ARGS_REFUSED,
         "vLLM does not take its flags: correct spec.engine.args for this version of spec.engine.image",

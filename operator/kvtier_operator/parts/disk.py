@@ -7,7 +7,7 @@ never a problem of the tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -233,7 +233,7 @@ def generations(look: Look, *, current: str) -> list[dict[str, Any]] | None:
     return [
         {
             "digest": each.digest,
-            "role": "Current" if each.digest == current else "Updated" if "." in each.digest else "Previous",
+            "role": _role(each.digest, current),
             "usedBytes": each.used_bytes,
             "blocks": each.blocks,
             **_time("created", each.created),
@@ -241,6 +241,16 @@ def generations(look: Look, *, current: str) -> list[dict[str, Any]] | None:
         }
         for each in ordered[:MOST_GENERATIONS]
     ]
+
+
+def with_roles(counted: Iterable[Mapping[str, Any]], *, current: str) -> list[dict[str, Any]]:
+    """Return generations as somebody counted them before another one became the current one."""
+    told = [{**each, "role": _role(each["digest"], current)} for each in counted]
+    return sorted(told, key=lambda each: each["digest"] != current)
+
+
+def _role(digest: str, current: str) -> str:
+    return "Current" if digest == current else "Updated" if "." in digest else "Previous"
 
 
 MOST_GENERATIONS: Final = 64

@@ -17,15 +17,15 @@ USER_ID: Final = 10001
 """Any non-root number will do; the volume's files belong to the group of the same number."""
 
 
-def security_context(template: PodTemplate) -> Manifest:
-    """Return the security context of every pod that mounts the volume: all are of one user and group."""
+def security_context(template: PodTemplate, *, mounts_volume: bool = True) -> Manifest:
+    """Return the security context of every pod of a tier: all are of one user, and of one group on the volume."""
+    # Changing the owner of millions of block files at each start would take longer than the start.
+    on_volume = {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"} if mounts_volume else {}
     return {
         "runAsNonRoot": True,
         "runAsUser": USER_ID,
         "runAsGroup": USER_ID,
-        "fsGroup": USER_ID,
-        # Changing the owner of millions of block files at each start would take longer than the start.
-        "fsGroupChangePolicy": "OnRootMismatch",
+        **on_volume,
         "seccompProfile": {"type": "RuntimeDefault"},
         **(template.security_context or {}),
     }

@@ -131,12 +131,7 @@ def _pod(plan: TierPlan, settings: Router) -> Manifest:
         "enableServiceLinks": False,
         # Answers that are being written may be as long as those of the engines.
         "terminationGracePeriodSeconds": _DRAIN_SECONDS + 60,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": pod_settings.USER_ID,
-            "runAsGroup": pod_settings.USER_ID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_settings.security_context(template, mounts_volume=False),
         "affinity": {
             "podAntiAffinity": {
                 "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]

@@ -10,6 +10,7 @@ from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.routing_spec import CLIENT_IP, Routing
+from kvtier_operator.errors import ClusterError
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.parts.router import ROUTER_IMAGE
 from kvtier_operator.problems import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
@@ -36,6 +37,21 @@ def pool(spec: TierSpec, tier: TierRef) -> Manifest | None:
             },
         },
     }
+
+
+def pool_failed(error: ClusterError, status: Mapping[str, Any]) -> Problem:
+    """Return why the InferencePool is not as it is asked for, in the words of the first of several failures in a row.
+
+    Each change of the status wakes the tier at once, and an error that says something else each time would never be
+    waited out.
+    """
+    found = Problem(
+        reason=Reason.POOL_FAILED,
+        message=f"{error}; it is tried again soon, less often each time; nothing else waits for it",
+    )
+    told = as_before(_ROUTED, status)
+    passes_soon = error.retry_after is not None and error.retry_after <= _SOON_SECONDS
+    return told if told is not None and told.reason is found.reason and passes_soon else found
 
 
 def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,5 +152,6 @@ def _of_pod(pod: Pod, image: str) -> Problem | None:
     return None
 
 
+_SOON_SECONDS: Final = 5.0
 _ROUTED: Final = "RoutingReady"
 ROUTED: Final = Condition(_ROUTED, _judge)

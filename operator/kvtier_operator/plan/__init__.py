@@ -96,8 +96,9 @@ def make_plan(  # noqa: PLR0913  each by its name
 ) -> TierPlan:
     """Decide everything else that the manifests need."""
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
-    is_on_one_node = snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
-    is_on_one_node = is_on_one_node or plan.is_on_one_node
+    is_on_one_node = plan.is_on_one_node or (
+        spec.connector.uses_volume and snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
+    )
     plan = replace(
         plan,
         restart=restart,
@@ -231,7 +232,9 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         janitor=make_janitor(
             spec, tier, root=generation.root, image=janitor_image, chunk_tokens=_chunk_tokens(spec, decisions)
         ),
-        is_on_one_node=spec.volume.claim is not None and SHARED not in spec.volume.claim.access_modes,
+        is_on_one_node=spec.connector.uses_volume
+        and spec.volume.claim is not None
+        and SHARED not in spec.volume.claim.access_modes,
     )
 
 

@@ -67,7 +67,7 @@ def make_janitor(
         )
     )
     document = json.loads(text)
-    fixed = {field: document[field] for field in ("version", *contract_janitor.FIXED_FIELDS)}
+    fixed = {field: document[field] for field in ("version", *contract_janitor.FIXED_FIELDS) if field in document}
     return JanitorPlan(image=spec.janitor.image or image, config_text=text, config_digest=digest.digest(fixed))
 
 

@@ -110,8 +110,6 @@ def read_layers(config: Mapping[str, Any]) -> Layers:
     for field, why in _UNEVEN.items():
         if config.get(field):
             raise ConfigUnclear(f"{why} ({field})")
-    if config.get("is_encoder_decoder"):
-        raise ConfigUnclear("it is an encoder-decoder model (is_encoder_decoder)")
     count = number(config, *_LAYER_COUNTS)
     if count > _MOST_LAYERS:
         raise ConfigUnclear(f"it has {count} layers, more than any model")

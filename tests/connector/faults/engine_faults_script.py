@@ -39,8 +39,11 @@ ROWS = 8
 """Of the CPU tier."""
 FILLERS = 8
 """Prompts of which nothing else fits into either."""
+FULL = "enospc on write"
+SHED = "vllm:kvtier_disk_shed_stores:no_space"
 STORM_SECONDS = 4.0
-RECOVERY_SECONDS = 60.0
+RECOVERY_SECONDS = 120.0
+LOOK_SECONDS = 1.0
 
 
 def prompt(seed: int) -> list[int]:
@@ -110,12 +113,14 @@ def main() -> None:
     def is_read(when: str) -> bool:
         """Say whether the volume gives what it has before long."""
         deadline = time.monotonic() + RECOVERY_SECONDS
-        is_all = False
-        while not is_all and time.monotonic() < deadline:
+        while True:
             engine.push_out()
             got, is_all = engine.ask_the_volume(seeds)
             answers.extend({"when": when, **answer} for answer in got)
-        return is_all
+            if is_all or time.monotonic() > deadline:
+                return is_all
+            # Breakers stay open for a while, and each look computes a dozen prompts.
+            time.sleep(LOOK_SECONDS)
 
     record("computed", seeds, reads_cache=False)
     record("stored", seeds)
@@ -126,6 +131,10 @@ def main() -> None:
         engine.push_out()
         with broken(control, flags):
             record(fault, [*seeds, next(fresh)])
+            # A busy machine writes later, and a breaker that a fault before has opened lets nothing be written.
+            deadline = time.monotonic() + RECOVERY_SECONDS
+            while fault == FULL and SHED not in read_metrics(engine.llm) and time.monotonic() < deadline:
+                record(fault, [next(fresh)])
     until = threading.Event()
     storming = threading.Thread(target=storm, args=(control, until))
     storming.start()

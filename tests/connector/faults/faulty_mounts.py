@@ -22,6 +22,7 @@ from waiting import until
 
 PASS_THROUGH = Path(__file__).parent / "passthrough.py"
 WAIT_SECONDS = 60.0
+END_SECONDS = 5.0
 wait_for = functools.partial(until, seconds=WAIT_SECONDS)
 
 
@@ -131,7 +132,8 @@ def mounted(place: Path) -> Iterator[FaultyVolume]:
         finally:
             volume.clear()
             subprocess.run(["umount", "--lazy", str(mountpoint)], check=False, capture_output=True)
+            # A mount namespace made meanwhile, of another test's pod, keeps the mount for as long as it lives.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(WAIT_SECONDS)
+                process.wait(END_SECONDS)
             process.kill()
             process.wait()

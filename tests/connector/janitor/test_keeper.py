@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig, key
+from tier_dir import BLOCK_BYTES, Rig, key, payload
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import Lineage
 from kvtier_connector.store.live import BrakeFile
 from kvtier_connector.store.mode import Mode
 
@@ -122,6 +123,29 @@ def test_a_pinned_prefix_stays_however_old_it_is(rig: Rig) -> None:
     write_pins(rig.dir, {"system": key(2).hash})
     rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4))
     assert engine.there(range(10)) == [0, 1, 2, 5]
+
+
+def test_a_pinned_prefix_stays_whose_engine_died_before_it_told_of_the_middle(rig: Rig) -> None:
+    first, killed, last = rig.engine(), rig.engine(), rig.engine()
+    first.put(0, lineage=Lineage(b"", 0))
+    write_pins(rig.dir, {"system": key(4).hash})
+    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4)
+    rig.sweep(keeper)
+    for number in (1, 2, 3):
+        killed.store.put(key(number), payload(number), Lineage(key(number - 1).hash, number))
+    # What the ledger knows of the middle, it knows from the files, which nobody walks for days.
+    last.put(4, lineage=Lineage(key(3).hash, 4))
+    last.put_chain(*range(5, 14))
+    rig.sweep(keeper)
+    assert last.there(range(5)) == [0, 1, 2, 3, 4]
+    assert keeper.ledger.total.blocks == len(last.there(range(14))) < 14
+
+
+def test_a_block_whose_beginning_is_not_there_is_counted_all_the_same(rig: Rig) -> None:
+    engine, keeper = rig.engine(), rig.keeper()
+    rig.sweep(keeper)
+    engine.put(3, lineage=Lineage(key(2).hash, 3))
+    assert rig.sweep(keeper).blocks == 1
 
 
 def test_nothing_is_evicted_before_the_pins_could_be_read_but_what_outlived_its_time(rig: Rig) -> None:
@@ -365,25 +389,3 @@ def test_a_new_volume_is_no_problem(rig: Rig) -> None:
     usage = rig.sweep(rig.keeper(max_bytes=100))
     assert (usage.blocks, usage.problems) == (0, ())
     assert (rig.dir / "brake.json").exists()
-
-
-def test_other_settings_hold_from_the_next_step(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put(*range(10))
-    keeper = rig.keeper()
-    assert rig.sweep(keeper).blocks == 10
-    keeper.configure(replace(keeper.config, max_bytes=4 * BLOCK_BYTES))
-    assert rig.sweep(keeper).blocks == 3
-
-
-def test_a_block_of_an_engine_whose_clock_is_far_ahead_goes_like_any_other(rig: Rig) -> None:
-    engine = rig.engine()
-    rig.clock.move(400 * DAY)
-    engine.put(1)
-    rig.clock.move(-400 * DAY)
-    keeper = rig.keeper(ttl_seconds=DAY)
-    rig.sweep(keeper)
-    assert engine.has(1)
-    rig.clock.move(2 * DAY)
-    rig.sweep(keeper)
-    assert not engine.has(1)

@@ -224,3 +224,10 @@ def test_a_client_lets_go_of_what_it_retained_but_not_of_what_others_did() -> No
     ledger.apply(generation, [told(Op.RETAINED, 1, 200), told(Op.RETAINED, 2, 100), told(Op.USED, 4, 50)])
     ledger.apply(generation, [told(Op.DEMOTED, 2, 60)])
     assert order_of_eviction(ledger) == [2, 3, 4, 1, 0]
+
+
+def test_to_go_on_from_a_block_that_nobody_told_of_is_no_use_of_it() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("digest")
+    (doubtful,) = ledger.apply(generation, [stored(2, 70, parent=1, position=1)])
+    assert (doubtful.key, doubtful.time_ns) == (key(1), 0)

@@ -16,9 +16,9 @@ import pytest
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
 from kvtier_cli.app import main
-from kvtier_connector.contract_janitor import JanitorConfig, encode
+from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.janitor import transfer
+from kvtier_connector.janitor import piping, transfer
 from kvtier_connector.store.check import check
 from kvtier_connector.store.format import FORMAT_VERSION
 from kvtier_connector.store.fs import FileSystem
@@ -321,6 +321,22 @@ def test_one_command_can_be_the_next_ones_input(engine: Engine, rig: Rig, tmp_pa
     assert (source.returncode, done.returncode) == (0, 0)
     assert check(tmp_path / "green/aa") == []
     assert len(list((tmp_path / "green").rglob("*.kvb"))) == len(list(engine.root.rglob("*.kvb")))
+
+
+@pytest.mark.parametrize("has_ours", [True, False])
+def test_a_janitor_of_vllms_files_gives_what_kvtiers_connector_has_left(
+    rig: Rig, tmp_path: Path, has_ours: bool, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    if has_ours:
+        rig.engine().put(1, 2)
+    config = JanitorConfig(tier="ns/x", tier_dir=str(rig.dir), current="1111111111111111", layout=VLLM_FS_LAYOUT)
+    (tmp_path / "janitor.json").write_text(encode(config))
+    assert piping.main(["export", "--config", str(tmp_path / "janitor.json")]) == (0 if has_ours else 1)
+    said = json.loads(capfdbinary.readouterr().err.splitlines()[-1])
+    if has_ours:
+        assert (said["document"]["generation"], said["document"]["blocks"]) == ("aa", 2)
+    else:
+        assert "no blocks of kvtier's own connector" in said["error"]
 
 
 def test_pods_of_two_janitors_hand_it_over_through_a_pipe(engine: Engine, rig: Rig, tmp_path: Path) -> None:

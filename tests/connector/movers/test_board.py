@@ -6,10 +6,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from kvtier_connector.contract import MOVER_MAPPED_BYTES, mover_memory_bytes
 from kvtier_connector.movers import rows as rows_module
@@ -39,6 +43,15 @@ from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreF
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.layout import BlockKey, Lineage
 
+_BUSY_MOVER = """
+import sys, time
+from kvtier_connector.movers.board import NO_TICKET, Board, Current
+board, number = Board(int(sys.argv[1])), 0
+while True:
+    number += 1
+    board.set_current(0, Current(number % 9, number % 1000 + 1, time.monotonic()))
+    board.set_current(0, Current(0, NO_TICKET, time.monotonic()))
+"""
 HASHES = st.binary(min_size=3, max_size=32)
 
 
@@ -195,3 +208,39 @@ def test_the_memory_of_movers_counts_their_page_tables_up_to_what_they_keep_mapp
     assert small - base == 16 << 20
     assert mover_memory_bytes(1 << 40, movers=1, chunk_bytes=0) - base == MOVER_MAPPED_BYTES // 512
     assert mover_memory_bytes(8 << 30, movers=1, chunk_bytes=0, has_huge_pages=True) - base == 32 << 10
+
+
+def test_nobody_sees_a_task_that_began_before_the_mover_did() -> None:
+    # Such a one would be taken for a mover that hangs, and killed.
+    fd = create_board()
+    board = Board(fd)
+    began = time.monotonic()
+    mover = subprocess.Popen([sys.executable, "-c", _BUSY_MOVER, str(fd)], pass_fds=[fd])
+    try:
+        until(lambda: board.current(0).started > 0, seconds=60)
+        seen = [board.current(0) for _ in range(400_000)]
+    finally:
+        mover.kill()
+        mover.wait()
+        board.close()
+        os.close(fd)
+    assert any(current.ticket for current in seen)
+    assert min(current.started for current in seen) > began
+
+
+def test_nobody_sees_a_head_that_was_not_said() -> None:
+    fd = create_board()
+    board = Board(fd)
+    board.set_head(Head(8, 4))
+    say = "import sys; from kvtier_connector.movers.board import Board, Head; board = Board(int(sys.argv[1]))\n"
+    say += "while True: board.set_head(Head(8, 4)); board.set_head(Head(9, 4))"
+    engine = subprocess.Popen([sys.executable, "-c", say, str(fd)], pass_fds=[fd])
+    try:
+        until(lambda: board.head().wanted > 8, seconds=60)
+        seen = {board.head() for _ in range(400_000)}
+    finally:
+        engine.kill()
+        engine.wait()
+        board.close()
+        os.close(fd)
+    assert seen <= {Head(8, 4), Head(9, 4)}

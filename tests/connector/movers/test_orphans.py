@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from crews import Crews, is_alive, is_waiting, payload, shut, wait_until
 
+from kvtier_connector.movers.process import start_process
 from kvtier_connector.store.blockstore import Hit
 
 ENGINE = """
@@ -110,3 +111,25 @@ def test_movers_stay_with_an_engine_that_asks_for_nothing(crews: Crews) -> None:
     crew.load(1, 1)
     crew.wait_for(1)
     assert all(is_alive(process) for process in crew.processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.cpu.x86_non_temporal_threshold=0x10000"),
+        (
+            "glibc.malloc.arena_max=2",
+            "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x10000",
+        ),
+        ("glibc.cpu.x86_non_temporal_threshold=0x40000000", "glibc.cpu.x86_non_temporal_threshold=0x40000000"),
+    ],
+)
+def test_how_movers_copy_can_be_set_by_the_environment_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+) -> None:
+    (tmp_path / "tells.py").write_text("import os; print(os.environ['GLIBC_TUNABLES'], flush=True)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("GLIBC_TUNABLES", given)
+    with start_process("tells", "", stdout=subprocess.PIPE) as process:
+        said, _ = process.communicate()
+    assert said.decode().strip() == expected

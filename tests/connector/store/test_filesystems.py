@@ -48,6 +48,7 @@ def test_this_machine_tells_of_its_own() -> None:
     ("type_", "options", "words"),
     [
         ("nfs4", "noac,nconnect=4", ["noac"]),
+        ("nfs4", "nocto,nconnect=4", ["nocto"]),
         ("nfs", "rsize=65536,wsize=1048576,nconnect=2", ["rsize of 1048576"]),
         ("nfs4", "rsize=1048576", ["nconnect"]),
         ("nfs4", "nconnect=2,lookupcache=none,sync", ["sync", "lookupcache"]),

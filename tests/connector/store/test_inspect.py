@@ -48,6 +48,14 @@ def test_every_generation_of_a_volume_is_found(volume: Path) -> None:
     assert find_generations(volume / "nothing") == []
 
 
+def test_the_directories_of_vllms_tier_are_not_searched(volume: Path) -> None:
+    vllms = volume / "ns.qwen" / "0123456789abcdef"
+    for place in ("M_0123456789ab", "M_0123456789ab_r0/abc/blocks", "M_ba9876543210_r0/blocks"):
+        (vllms / place).mkdir(parents=True)
+    # Only where its description stands beside it, it is vLLM's.
+    assert find_generations(vllms) == [vllms / "M_ba9876543210_r0"]
+
+
 def test_a_generation_without_its_description_is_found_by_its_blocks(volume: Path) -> None:
     (volume / "ns.qwen/ccc/tier.json").unlink()
     assert volume / "ns.qwen/ccc" in find_generations(volume)

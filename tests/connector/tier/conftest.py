@@ -21,10 +21,6 @@ with warnings.catch_warnings():
     from prompts import PROMPT
     from rig import Rigs
 
-# What torch and vLLM made lives as long as the tests: no collection looks at it again.
-gc.collect()
-gc.freeze()
-
 
 @pytest.fixture
 def rigs(tmp_path: Path) -> Iterator[Rigs]:

@@ -24,11 +24,17 @@ class Engines:
         self._made: list[SimulatedEngine] = []
 
     def make(
-        self, shape: Shape | None = None, *, fs: FileSystem = LOCAL, weights: int = 0, **settings: Any
+        self,
+        shape: Shape | None = None,
+        *,
+        fs: FileSystem = LOCAL,
+        weights: int = 0,
+        is_child: bool = False,
+        **settings: Any,
     ) -> SimulatedEngine:
-        """Start an engine of these weights whose tier has these settings."""
+        """Start an engine of these weights whose tier has these settings; a child's declaration is not passed on."""
         config_file = self.rigs.config_file(**{"cost_aware": False, **settings})
-        made = SimulatedEngine(config_file, shape or Shape(), fs, weights=weights)
+        made = SimulatedEngine(config_file, shape or Shape(), fs, weights=weights, is_child=is_child)
         self._made.append(made)
         return made
 

@@ -39,6 +39,7 @@ from engine_parts import (
 from rig import PATIENCE_SECONDS, wait_until
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -62,6 +63,9 @@ from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.scheduler import KVTierScheduler
 from kvtier_connector.tier.tier import SharedVolumeTier
 
+NOT_OURS = KVConnectorHandshakeMetadata()
+"""What MultiConnector passes on where it asks another child first."""
+
 
 class TierUnderTest(SharedVolumeTier):
     """The tier with the system calls of a test; it reports at once."""
@@ -72,8 +76,10 @@ class TierUnderTest(SharedVolumeTier):
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
-    def __init__(self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0) -> None:
-        """Start it; the weights are all of this number."""
+    def __init__(
+        self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0, is_child: bool = False
+    ) -> None:
+        """Start it; the weights are all of this number. A child's declaration is not passed on."""
         self.shape = shape
         self.model = torch.nn.Linear(1, 4, bias=False)
         torch.nn.init.constant_(self.model.weight, weights)
@@ -108,7 +114,7 @@ class SimulatedEngine:
         self.connector = connector
         declared = self.worker.get_handshake_metadata()
         assert declared is not None
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): declared})
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): NOT_OURS if is_child else declared})
         self.side: KVTierScheduler = connector.connector_scheduler
         self.manager: KVTierManager = self.side.manager
         self.tier = self.manager.volume

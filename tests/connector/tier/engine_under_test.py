@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from engine_process import RESULT
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
-from vllm.lora.request import LoRARequest
+# A fifth of what importing vLLM takes goes into looking for garbage among a million objects that stay.
+gc.disable()
+
+from engine_process import RESULT  # noqa: E402 - see above
+from vllm import LLM, SamplingParams  # noqa: E402 - see above
+from vllm.config import KVTransferConfig  # noqa: E402 - see above
+from vllm.lora.request import LoRARequest  # noqa: E402 - see above
 
 CHUNK_TOKENS = 128
 
@@ -27,7 +31,7 @@ def make_llm(  # noqa: PLR0913 - keywords
     **offloading: Any,
 ) -> LLM:
     """Start an engine; ``engine`` are further settings of it, and ``offloading`` of its connector."""
-    return LLM(
+    started = LLM(
         model=str(model),
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -57,6 +61,9 @@ def make_llm(  # noqa: PLR0913 - keywords
             },
         ),
     )
+    gc.freeze()
+    gc.enable()
+    return started
 
 
 def ask(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
@@ -153,16 +154,45 @@ def test_a_handler_that_vllm_sets_afterwards_stays() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_the_signals_of_a_process_in_which_vllm_listens_to_none_are_left_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    made = Drain(60, metrics.Stats(), name="ns/tier")
-    made.watch()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-    thread = threading.Thread(target=made.watch)
+def in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """A process in which nobody listens to SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("silent")
+def test_the_signals_of_a_process_in_which_vllm_listens_to_none_are_left_alone() -> None:
+    made = Drain(60, metrics.Stats(), name="ns/tier")
+    made.watch()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    in_a_thread(made.watch)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("silent")
+def test_it_ends_from_another_thread_too_and_vllm_goes_on_hearing() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    made = Drain(60, metrics.Stats(), name="ns/tier")
+    made.watch()
+    ended: list[bool] = []
+
+    def close() -> None:
+        made.close()
+        ended.append(True)
+
+    in_a_thread(close)
+    assert ended
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
 
 
 def lost_since(stats: metrics.Stats) -> float:

@@ -306,7 +306,7 @@ def without_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_doubt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedVolumeTier, "doubt_weights", lambda _: None)
+    patch.setattr(SharedVolumeTier, "doubt_weights", lambda _, **__: None)
 
 
 @pytest.mark.parametrize("leave_out", [None, without_epoch, without_doubt])

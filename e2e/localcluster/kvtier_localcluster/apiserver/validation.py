@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import weakref
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from kvtier_localcluster.apiserver.api_errors import bad_request, invalid
 from kvtier_localcluster.apiserver.builtin_schema import SchemaWalk
 from kvtier_localcluster.apiserver.cel_cost import cost_problems
 from kvtier_localcluster.apiserver.defaulting import set_builtin_defaults
-from kvtier_localcluster.apiserver.objects import Json
+from kvtier_localcluster.apiserver.objects import Json, compact_json
 from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.structural import structural_problems
 
@@ -134,6 +136,14 @@ def _settle_builtin(resource: Resource, new: Json, old: Json | None) -> tuple[li
     set_builtin_defaults(resource, new)
     problems = list(builtin_rules.problems(resource, new, old))
     if resource.kind == "CustomResourceDefinition" and not problems:
-        problems = [f"spec: Invalid value: {problem}" for problem in structural_problems(new)]
-        problems = problems or list(cost_problems(new))
+        metadata = {"name": new["metadata"]["name"]}
+        problems = list(_definition_problems(compact_json({"metadata": metadata, "spec": new["spec"]})))
     return problems, walk.dropped
+
+
+@functools.lru_cache(maxsize=32)
+def _definition_problems(text: str) -> tuple[str, ...]:
+    """Return what is wrong with a definition: kept, since rules are slow to estimate and many servers get the same."""
+    definition = json.loads(text)
+    problems = [f"spec: Invalid value: {problem}" for problem in structural_problems(definition)]
+    return tuple(problems or cost_problems(definition))

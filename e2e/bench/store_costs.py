@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rest goes on a volume: from a plain reader or writer to ours, one difference at a time.
+
+``python -m kvtier_netfs glusterfs-distribute -- python -m e2e.bench.store_costs {a}``. Each round measures every way
+once, in rotating order. Beside each rate stands what processors did for a gigabyte, by program: where the programs of a
+volume run on the machine that measures, that is what decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from e2e.bench.contestants import FsJob, Kvtier, KvtierMovers, KvtierStaged, Plain, Region
+from e2e.bench.volumes import forget_pages
+
+from kvtier_connector.store.checksums import checksum
+from kvtier_connector.store.fs import LOCAL, make_directories, new_page
+from kvtier_connector.store.layout import block_path
+
+MIB = 1 << 20
+MOVERS = "kvtier movers"
+"""What their processes are called here."""
+_VISIBLE = 0.02
+_OF_VOLUMES = ("gluster", "mfs", "ceph", "ganesha")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class PlainAsOurs(Plain):
+    """The plain one in the directories that ours has, with a header of a page."""
+
+    name = "plain, our directories, a header"
+
+    def path(self, number: int) -> str:
+        """Return where ours keeps the block."""
+        return f"{self.directory}/{block_path(self.keys[number])}"
+
+    def _read(self, number: int) -> None:
+        with self._open(number, os.O_RDONLY) as fd:
+            os.preadv(fd, [new_page(), self.region.row(number)], 0)
+
+    def _write(self, number: int) -> None:
+        make_directories(LOCAL, os.path.dirname(self.path(number)))  # noqa: PTH120 - as the plain one
+        with self._open(number, os.O_WRONLY | os.O_CREAT) as fd:
+            os.pwritev(fd, [new_page(), self.region.row(number)], 0)
+
+
+class PlainRenamed(PlainAsOurs):
+    """And written aside, looked for before, renamed."""
+
+    name = "and looked for, renamed"
+
+    def _write(self, number: int) -> None:
+        path = self.path(number)
+        if os.path.exists(path):  # noqa: PTH110 - one system call
+            return
+        make_directories(LOCAL, os.path.dirname(path))  # noqa: PTH120 - as the plain one
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if self.is_direct else 0)
+        fd = os.open(f"{path}-aside", flags, 0o600)
+        os.pwritev(fd, [new_page(), self.region.row(number)], 0)
+        os.close(fd)
+        os.rename(f"{path}-aside", path)  # noqa: PTH104 - one system call
+
+
+class PlainVerified(PlainAsOurs):
+    """And the checksum of each."""
+
+    name = "and a checksum"
+
+    def _read(self, number: int) -> None:
+        super()._read(number)
+        checksum(self.region.row(number))
+
+
+class UrgentMovers(KvtierMovers):
+    """Movers that give way to nobody."""
+
+    name = "movers that do not give way"
+
+    def prepare(self, threads: int) -> None:
+        """Undo what they did when they began."""
+        super().prepare(threads)
+        for process in _programs():
+            if process[1] == MOVERS:
+                os.sched_setscheduler(process[0], os.SCHED_OTHER, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, process[0], 0)
+
+
+WAYS = (Plain, PlainAsOurs, PlainRenamed, PlainVerified, Kvtier, KvtierStaged, KvtierMovers, UrgentMovers, FsJob)
+
+
+def _programs() -> list[tuple[int, str, float]]:
+    """Return the processes that may have a part in it: number, program and the seconds that they have run."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdecimal():
+            continue
+        try:
+            words = (directory / "cmdline").read_bytes().split(b"\0")
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        name = os.path.basename(words[0].decode(errors="replace"))  # noqa: PTH119 - of a command line
+        if b"kvtier_connector.movers.process" in words:
+            name = MOVERS
+        elif int(directory.name) == os.getpid():
+            name = "this program"
+        elif not name.startswith(_OF_VOLUMES):
+            name = "others"
+        found.append((int(directory.name), name, (int(fields[11]) + int(fields[12])) / _TICKS))
+    return found
+
+
+def measured(work: Callable[[], object]) -> tuple[float, dict[str, float]]:
+    """Return how long it took, and the seconds that programs ran meanwhile."""
+    before = {process: seconds for process, _, seconds in _programs()}
+    began = time.perf_counter()
+    work()
+    taken = time.perf_counter() - began
+    ran: defaultdict[str, float] = defaultdict(float)
+    for process, name, seconds in _programs():
+        ran[name] += seconds - before.get(process, seconds)
+    return taken, ran
+
+
+def main() -> None:
+    """Measure, and print a table of each direction."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--chunk-mib", type=int, default=8)
+    parser.add_argument("--job-mib", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--has-directories", action="store_true", help="store where the directories are there already")
+    options = parser.parse_args()
+    region = Region(options.job_mib // options.chunk_mib, options.chunk_mib * MIB)
+    rates: dict[tuple[str, str], list[float]] = {}
+    costs: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    base = Path(tempfile.mkdtemp(prefix="costs-", dir=options.directory))
+    print(f"load before: {' '.join(f'{each:.1f}' for each in os.getloadavg())}", flush=True)
+    try:
+        with ThreadPoolExecutor(options.threads) as pool:
+            for turn in range(options.rounds):
+                at = turn % len(WAYS)
+                for way in (*WAYS[at:], *WAYS[:at]):
+                    place = base / f"{turn}-{WAYS.index(way)}"
+                    place.mkdir()
+                    one = way(place, region, is_direct=True)
+                    if options.has_directories:
+                        Kvtier(place, region, is_direct=True).store(pool)
+                        one.store(pool) if not isinstance(one, Kvtier) else None
+                        for path in [each for each in place.rglob("*") if each.is_file()]:
+                            path.unlink()
+                    one.prepare(options.threads)
+                    stores = (
+                        (lambda one=one: Kvtier.store(one, pool))
+                        if way is KvtierStaged
+                        else (lambda one=one: one.store(pool))
+                    )
+                    for direction, work in (("store", stores), ("load", lambda one=one: one.load(pool))):
+                        if direction == "load":
+                            forget_pages(place)
+                            region.erase()
+                        seconds, ran = measured(work)
+                        rates.setdefault((direction, way.name), []).append(region.bytes / seconds / 1e9)
+                        for name, spent in ran.items():
+                            costs[direction, way.name][name] += spent
+                    one.close()
+                    assert region.is_intact(), way.name
+                    shutil.rmtree(place)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    gigabytes = options.rounds * region.bytes / 1e9
+    for direction in ("load", "store"):
+        plain = statistics.median(rates[direction, Plain.name])
+        print(f"\n| {direction} | GB/s, median (extremes) | of plain | processor seconds a GB, by program |")
+        print("|---|---|---|---|")
+        for way in WAYS:
+            found = rates[direction, way.name]
+            ran = {name: seconds / gigabytes for name, seconds in costs[direction, way.name].items()}
+            shown = sorted(((seconds, name) for name, seconds in ran.items() if seconds >= _VISIBLE), reverse=True)
+            spent_by = ", ".join(f"{name} {seconds:.2f}" for seconds, name in shown[:5])
+            middle = statistics.median(found)
+            print(
+                f"| {way.name} | {middle:.2f} ({min(found):.2f}-{max(found):.2f}) | {middle / plain:.0%} | {spent_by} |"
+            )
+    print(f"\nload after: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
+
+
+if __name__ == "__main__":
+    main()
