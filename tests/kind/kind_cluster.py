@@ -59,6 +59,14 @@ class Cluster:
         found = self.get("pods", "-l", selector)["items"]
         return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
+    def ready_engines(self, tier: str) -> set[str]:
+        """Return the names of the engine pods that serve and are not going."""
+        return {
+            each["metadata"]["name"]
+            for each in self.pods(tier)
+            if any(it["type"] == "Ready" and it["status"] == "True" for it in each["status"].get("conditions", ()))
+        }
+
     def condition(self, tier: str, kind: str) -> dict[str, Any]:
         """Return a condition of the present generation; nothing while there is none."""
         body = self.get("kvcachetier", tier)

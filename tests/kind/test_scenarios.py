@@ -30,10 +30,6 @@ def spec(cluster: Cluster, **changes: Any) -> dict[str, Any]:
     }
 
 
-def names_of(pods: list[dict[str, Any]]) -> set[str]:
-    return {each["metadata"]["name"] for each in pods}
-
-
 def is_hit(cluster: Cluster, pod: str, prompt: str) -> None:
     """Ask until the engine has heard of what another one stored."""
     until(lambda: cluster.ask(pod, prompt) > 0, f"a hit on the volume by {pod}", seconds=SECONDS)
@@ -42,7 +38,7 @@ def is_hit(cluster: Cluster, pod: str, prompt: str) -> None:
 def test_a_tier_becomes_ready_with_what_it_is_made_of(cluster: Cluster) -> None:
     cluster.apply(spec(cluster))
     cluster.reaches(TIER, "Ready", "True")
-    assert len(cluster.pods(TIER)) == 2
+    assert len(cluster.ready_engines(TIER)) == 2
     assert cluster.get("pvc", f"{TIER}-blocks")["status"]["phase"] == "Bound"
     assert cluster.get("service", f"{TIER}-engine")["spec"]["ports"][0]["port"] == 8000
     until(lambda: cluster.pods(TIER, "janitor") != [], "the janitor", seconds=SECONDS)
@@ -50,30 +46,31 @@ def test_a_tier_becomes_ready_with_what_it_is_made_of(cluster: Cluster) -> None:
 
 
 def test_one_replica_reads_what_another_one_computed(cluster: Cluster) -> None:
-    first, second = sorted(names_of(cluster.pods(TIER)))
+    first, second = sorted(cluster.ready_engines(TIER))
     for prompt in PROMPTS:
         cluster.ask(first, prompt)
     is_hit(cluster, second, PROMPTS[0])
 
 
 def test_engines_that_were_all_replaced_find_what_was_there(cluster: Cluster) -> None:
-    before = names_of(cluster.pods(TIER))
+    before = cluster.ready_engines(TIER)
     cluster.kubectl("delete", "pod", *before, "--wait=false")
-    until(lambda: len(names_of(cluster.pods(TIER)) - before) == 2, "two new engines", seconds=SECONDS)
+    # `Ready` is true still when nobody has looked yet.
+    until(lambda: len(cluster.ready_engines(TIER) - before) == 2, "two new engines", seconds=SECONDS)
     cluster.reaches(TIER, "Ready", "True")
-    is_hit(cluster, min(names_of(cluster.pods(TIER))), PROMPTS[1])
+    is_hit(cluster, min(cluster.ready_engines(TIER)), PROMPTS[1])
 
 
 def test_another_version_leaves_engines_alone_until_they_are_restarted_and_keeps_the_cache(cluster: Cluster) -> None:
-    before = names_of(cluster.pods(TIER))
+    before = cluster.ready_engines(TIER)
     cluster.upgrade()
     cluster.reaches(TIER, "UpToDate", "False", "EnginesOutdated")
-    assert names_of(cluster.pods(TIER)) == before
+    assert cluster.ready_engines(TIER) == before
     cluster.kubectl("annotate", "kvcachetier", TIER, "--overwrite", "kvtier.dev/restart=1")
-    until(lambda: not before & names_of(cluster.pods(TIER)), "new engines", seconds=2 * SECONDS)
+    until(lambda: len(cluster.ready_engines(TIER) - before) == 2, "new engines", seconds=2 * SECONDS)
     cluster.reaches(TIER, "UpToDate", "True")
     cluster.reaches(TIER, "Ready", "True")
-    is_hit(cluster, min(names_of(cluster.pods(TIER))), PROMPTS[2])
+    is_hit(cluster, min(cluster.ready_engines(TIER)), PROMPTS[2])
 
 
 def test_the_volume_is_kept_within_its_budget(cluster: Cluster) -> None:

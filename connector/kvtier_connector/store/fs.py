@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -41,6 +42,9 @@ DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RD
 
 _NO_ATTRIBUTE = "user.kvtier"
 """No file has it."""
+
+_DIRECTORY_PAUSES = (0.01, 0.05, 0.2)
+"""Seconds before a directory is made in one that is said to be there and not to be there."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -159,15 +163,24 @@ LOCAL = FileSystem()
 
 
 def make_directories(fs: FileSystem, path: str) -> None:
-    """Make a directory and those above it; one that is there already is fine."""
-    try:
-        fs.mkdir(path)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_directories(fs, os.path.dirname(path))  # noqa: PTH120 - text in, text out
-        with contextlib.suppress(FileExistsError):
+    """Make a directory and those above it; one that is there already is fine.
+
+    Where another client of a network volume makes the one above at the same moment, some clients say for a while that it
+    is there, and that nothing can be made in it: it is asked again.
+    """
+    for pause in (0.0, 0.0, *_DIRECTORY_PAUSES):
+        if pause:
+            time.sleep(pause)
+        try:
             fs.mkdir(path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            make_directories(fs, os.path.dirname(path))  # noqa: PTH120 - text in, text out
+        else:
+            return
+    with contextlib.suppress(FileExistsError):
+        fs.mkdir(path)
 
 
 def new_token() -> str:

@@ -33,6 +33,28 @@ def test_the_first_claim_makes_the_directory_and_the_file(tmp_path: Path) -> Non
     assert check(root, partial_age_seconds=0) == []
 
 
+class HalfMadeFs(WatchedFs):
+    """Another client is making the directory above: for some calls it is there, and nothing can be made in it."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def before(self, call: str, path: str | None) -> None:
+        if call == "mkdir" and path is not None and path.endswith("d1gest") and self.left:
+            self.left -= 1
+            raise FileNotFoundError(errno.ENOENT, "no such directory", path)
+
+
+def test_a_directory_that_another_client_is_making_is_waited_for(tmp_path: Path) -> None:
+    claim(tmp_path / "a" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(4))
+    assert (tmp_path / "a" / "d1gest" / TIER_FILE).exists()
+
+
+def test_a_directory_that_nothing_can_be_made_in_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be claimed"):
+        claim(tmp_path / "a" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(1000))
+
+
 def test_claiming_again_changes_nothing(tmp_path: Path) -> None:
     claim(tmp_path, IDENTITY, "d1gest")
     before = (tmp_path / TIER_FILE).stat()
