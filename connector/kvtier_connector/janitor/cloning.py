@@ -28,7 +28,7 @@ from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import find_home
 from kvtier_connector.store.progress import Progress, Tell
 from kvtier_connector.store.publishing import replacing
-from kvtier_connector.store.scan import BlockEntry, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, scan
 
 _FICLONE: Final = 0x40049409
 _PIECE_BYTES: Final = 1 << 24
@@ -123,7 +123,7 @@ def find_root(directory: Path, generation: str | None) -> Path:
 
 def _some(root: Path, progress: Progress, threads: int) -> Iterator[list[BlockEntry]]:
     found: list[BlockEntry] = []
-    for entry in scan_parallel(root, threads=threads, on_share=progress.reach):
+    for entry in scan(root, threads=threads, on_share=progress.reach):
         if isinstance(entry, BlockEntry):
             found.append(entry)
         if len(found) == _AT_ONCE:

@@ -24,7 +24,7 @@ from kvtier_connector.store.journal import JournalWriter
 from kvtier_connector.store.layout import TENANTS, BlockKey, adapter_name_label
 from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.records import Op
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
 
 _TENANT = re.compile(rf"{TENANTS}/([^/]+)/")
 _FLUSH_EVERY = 4096
@@ -169,7 +169,7 @@ def _choose(  # noqa: PLR0913 - keywords
     if criteria.needs_headers:
         members = _members(root, criteria, progress, fs=fs, threads=threads, unread=unread)
         progress.finish()
-    for entry in scan_parallel(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
+    for entry in scan(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
         if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
             continue
         if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
@@ -188,7 +188,7 @@ def _members(  # noqa: PLR0913 - keywords
     """Return the keys of the blocks whose headers say that they are meant; opens every block of the tenant."""
     keys = [
         entry.key
-        for entry in scan_parallel(root, fs=fs, threads=threads, unread=[])
+        for entry in scan(root, fs=fs, threads=threads, unread=[])
         if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
     ]
     parents: dict[BlockKey, BlockKey] = {}

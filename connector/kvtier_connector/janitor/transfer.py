@@ -31,7 +31,7 @@ from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import BlockKey, Home, find_home, home_of, parse_block_path
 from kvtier_connector.store.progress import Progress, Tell
 from kvtier_connector.store.publishing import replacing, write_all
-from kvtier_connector.store.scan import BlockEntry, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, scan
 
 HEAD: Final = "kvtier.json"
 END: Final = "kvtier.end.json"
@@ -69,7 +69,7 @@ def export(  # noqa: PLR0913 - keywords with defaults
     progress, counts = Progress(tell), Counter[str]()
     with tarfile.open(fileobj=to, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         _describe(archive, HEAD, {"format": _FORMAT, "generation": root.name, "tier": document})
-        for entry in scan_parallel(root, threads=threads, on_share=progress.reach):
+        for entry in scan(root, threads=threads, on_share=progress.reach):
             if not isinstance(entry, BlockEntry):
                 continue
             if entry.key in cold:

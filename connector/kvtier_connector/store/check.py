@@ -32,7 +32,7 @@ from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import TIER_FILE, BlockKey, Home, find_home
 from kvtier_connector.store.progress import Progress
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan_parallel
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, scan
 from kvtier_connector.store.sealing import begin_reading
 from kvtier_connector.store.verify import PIECE_BYTES
 
@@ -215,7 +215,7 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
     waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
-        for entry in scan_parallel(
+        for entry in scan(
             root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach
         ):
             if not isinstance(entry, BlockEntry):

@@ -165,8 +165,8 @@ LOCAL = FileSystem()
 def make_directories(fs: FileSystem, path: str) -> None:
     """Make a directory and those above it; one that is there already is fine.
 
-    Where another client of a network volume makes the one above at the same moment, some clients say for a while that it
-    is there, and that nothing can be made in it: it is asked again.
+    Where another client of a network volume makes the one above at the same moment, some clients say for a while that
+    it is there, and that nothing can be made in it: it is asked again.
     """
     for pause in (0.0, 0.0, *_DIRECTORY_PAUSES):
         if pause:

@@ -13,7 +13,7 @@ from kvtier_connector.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.progress import Progress
-from kvtier_connector.store.scan import BlockEntry, LeftoverKind, list_journals, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, LeftoverKind, list_journals, scan
 
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
 """Upper bounds in seconds, with the names that people see."""
@@ -72,7 +72,7 @@ def look_at(  # noqa: PLR0913 - keywords with defaults
     except ConnectorError as error:
         generation = Generation(str(root.relative_to(directory)), {}, str(error))
     try:
-        entries = scan_parallel(
+        entries = scan(
             root, fs=fs, partial_age_seconds=0, clock=lambda: now_ns, threads=threads, on_share=progress.reach
         )
         for entry in entries:

@@ -66,24 +66,7 @@ class Leftover(NamedTuple):
     mtime_ns: int
 
 
-def scan(
-    root: Path,
-    *,
-    fs: FileSystem = LOCAL,
-    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
-    clock: Callable[[], int] = time.time_ns,
-) -> Iterator[BlockEntry | Leftover]:
-    """Yield blocks and leftovers under the root, directory by directory; a root that is not there has none.
-
-    A partial file younger than `partial_age_seconds` belongs to a writer at work and is not yielded.
-
-    Raises:
-        StoreUnavailable: a directory or a file cannot be looked at.
-    """
-    yield from scan_parallel(root, fs=fs, partial_age_seconds=partial_age_seconds, clock=clock)
-
-
-def scan_parallel(  # noqa: PLR0913 - keywords with defaults
+def scan(  # noqa: PLR0913 - keywords with defaults
     root: Path,
     *,
     fs: FileSystem = LOCAL,
@@ -93,11 +76,17 @@ def scan_parallel(  # noqa: PLR0913 - keywords with defaults
     unread: list[OSError] | None = None,
     on_share: Callable[[float], None] = lambda _: None,
 ) -> Iterator[BlockEntry | Leftover]:
-    """Do as `scan` does, with this many directories read at once: a network volume answers each only after a while.
+    """Yield blocks and leftovers under the root, directory by directory; a root that is not there has none.
 
-    The threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
+    A partial file younger than `partial_age_seconds` belongs to a writer at work and is not yielded.
+
+    With several `threads`, as many directories are read at once: a network volume answers each only after a while. They
+    end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
     With `unread`, a directory that cannot be looked at ends nothing: why it cannot is added to the list.
     `on_share` is told how much of the walk is done, from 0 to 1: hashes spread blocks evenly over directories.
+
+    Raises:
+        StoreUnavailable: a directory or a file cannot be looked at, and there is no `unread`.
     """
     youngest_ns = clock() - int(partial_age_seconds * 1e9)
     directories = _Directories(fs, str(root), unread)

@@ -17,7 +17,7 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import compact
 from kvtier_connector.store.layout import tenant_of
-from kvtier_connector.store.scan import BlockEntry, LeftoverKind, remove_old_journals, scan_parallel
+from kvtier_connector.store.scan import BlockEntry, LeftoverKind, remove_old_journals, scan
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
@@ -63,7 +63,7 @@ def walk_here(  # noqa: PLR0913 - keywords but for the first
     """Walk in this process; `threads` directories are read at once, since a network volume answers after a while."""
     names: list[bytes] = []
     sizes: dict[str, int] = {}
-    for files, entry in enumerate(scan_parallel(root, fs=fs, clock=clock, threads=threads), start=1):
+    for files, entry in enumerate(scan(root, fs=fs, clock=clock, threads=threads), start=1):
         if is_stopped():
             return
         if isinstance(entry, BlockEntry):

@@ -29,7 +29,6 @@ from kvtier_connector.store.scan import (
     list_journals,
     remove_old_journals,
     scan,
-    scan_parallel,
 )
 
 TOKEN = "0123456789abcdef" * 2
@@ -206,7 +205,7 @@ def test_a_directory_that_was_replaced_on_the_server_is_listed_again(root: Path,
             return super().scandir(path)
 
     fs = StaleOnce()
-    found = {entry.path for entry in scan_parallel(root, fs=fs, threads=threads)}
+    found = {entry.path for entry in scan(root, fs=fs, threads=threads)}
     assert fs.listed >= step
     assert found == {block_path(key(number)) for number in range(3)}
 
@@ -326,7 +325,7 @@ def test_the_command_speaks_json(root: Path, capsys: pytest.CaptureFixture[str])
 def test_the_share_of_a_walk_that_is_done_only_grows_and_ends_at_one(root: Path, threads: int) -> None:
     (root / "quarantine").mkdir(exist_ok=True)
     shares: list[float] = []
-    assert len(list(scan_parallel(root, threads=threads, on_share=shares.append))) == 3
+    assert len(list(scan(root, threads=threads, on_share=shares.append))) == 3
     assert shares == sorted(shares)
     assert len(set(shares)) > 3
     assert shares[-1] == pytest.approx(1)
