@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 
-from kvtier_connector.tier.adapters import Orders, Told
-from kvtier_connector.tier.packing import Declared
+from kvtier_connector.fingerprints.adapters import Orders, Told
+from kvtier_connector.fingerprints.packing import Declared
 
 
 @dataclass

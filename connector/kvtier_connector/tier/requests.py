@@ -29,11 +29,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier_connector.contract import TENANT_PARAMETER
+from kvtier_connector.fingerprints.adapters import AdapterIdentity, Adapters, Lora, Reading
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.adapters import AdapterIdentity, Adapters, Lora, Reading
 from kvtier_connector.tier.admission import Verdict
 from kvtier_connector.tier.hints import NO_HINTS, Hints
 

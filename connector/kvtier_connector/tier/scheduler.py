@@ -31,10 +31,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_connector.contract import NAMES, NAMES_PARAMETER
+from kvtier_connector.fingerprints.adapters import Lora
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.tier.adapters import Lora
 from kvtier_connector.tier.exchange import Declarations, KVTierMetadata
-from kvtier_connector.tier.first_tokens import DISK, MEMORY, NOTHING, FirstTokens
+from kvtier_connector.tier.gains import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager

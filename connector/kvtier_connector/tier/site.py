@@ -19,6 +19,9 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
+from kvtier_connector.fingerprints.facts import engine_facts
+from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.fingerprints.weights import Weights, can_change_unseen, join
 from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.rows import Region
@@ -29,12 +32,9 @@ from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Admission, Offers
 from kvtier_connector.tier.drain import Drain
-from kvtier_connector.tier.facts import engine_facts
-from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequests
 from kvtier_connector.tier.transfers import Transfers
 from kvtier_connector.tier.volume import Volume
-from kvtier_connector.tier.weights import Weights, can_change_unseen, join
 
 logger = init_logger("vllm.kvtier.site")
 

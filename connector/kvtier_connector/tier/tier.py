@@ -33,19 +33,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.fingerprints.adapters import Adapters
+from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.movers.tasks import MOST_PROBED, Done, Lane, Looked, Task
 from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.adapters import Adapters
 from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
 from kvtier_connector.tier.drain import Drain
+from kvtier_connector.tier.gains import Savings
 from kvtier_connector.tier.hinted import HintedRequests
-from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import TierRequest, TierRequests
-from kvtier_connector.tier.savings import Savings
 from kvtier_connector.tier.site import Parts, Rows, Sites
 from kvtier_connector.tier.transfers import POLL_SECONDS, Landed, shape_of_rows
 from kvtier_connector.tier.volume import read_config

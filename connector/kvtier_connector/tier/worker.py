@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 
+from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
+from kvtier_connector.fingerprints.packing import Declared, describe
+from kvtier_connector.fingerprints.weights import LoadedModel
 from kvtier_connector.tier.exchange import KVTierMetadata, KVTierWorkerMetadata
-from kvtier_connector.tier.loaded_adapters import LoadedAdapters
-from kvtier_connector.tier.packing import Declared, describe
-from kvtier_connector.tier.weights import LoadedModel
 
 
 class KVTierWorker(OffloadingConnectorWorker):

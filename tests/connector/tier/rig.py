@@ -37,12 +37,12 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from waiting import until
 
 from kvtier_connector import contract
+from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.packing import Declared
 from kvtier_connector.tier.requests import Salt
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.tier import SharedVolumeTier

@@ -14,10 +14,10 @@ from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from vllm.lora.request import LoRARequest
 
+from kvtier_connector.fingerprints import adapters
+from kvtier_connector.fingerprints.adapters import Adapters, Lora, Told
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
-from kvtier_connector.tier import adapters
-from kvtier_connector.tier.adapters import Adapters, Lora, Told
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16

@@ -9,9 +9,9 @@ from engine_fleet import Engines
 from engine_parts import prompt_of
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.tier.connector import KVTierConnector
 from kvtier_connector.tier.exchange import Declarations, KVTierWorkerMetadata
-from kvtier_connector.tier.packing import Declared
 
 FIRST = Declared(("attention",), "one", "weights of the first")
 SECOND = Declared(("attention",), "one", "weights of the second")

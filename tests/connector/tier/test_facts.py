@@ -15,9 +15,9 @@ import torch
 from rig import DECLARED, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
+from kvtier_connector.fingerprints.facts import engine_facts
+from kvtier_connector.fingerprints.model_files import fingerprint
 from kvtier_connector.store.identity import claim
-from kvtier_connector.tier.facts import engine_facts
-from kvtier_connector.tier.model_files import fingerprint
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.volume import UNREADABLE
 

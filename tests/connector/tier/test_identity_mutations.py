@@ -26,15 +26,16 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, O
 from vllm.v1.request import Request
 
 from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.fingerprints import adapters, facts
+from kvtier_connector.fingerprints.weights import Weights
 from kvtier_connector.store import sealing, verify
 from kvtier_connector.store.blockstore import BlockStore, Hit
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header, encode_header, misplaced
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
-from kvtier_connector.tier import adapters, facts, requests, site
+from kvtier_connector.tier import requests, site
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.tier import SharedVolumeTier
-from kvtier_connector.tier.weights import Weights
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -18,9 +18,9 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from kvtier_connector.tier import loaded_adapters
-from kvtier_connector.tier.adapters import Orders, Told
-from kvtier_connector.tier.loaded_adapters import LoadedAdapters
+from kvtier_connector.fingerprints import loaded_adapters
+from kvtier_connector.fingerprints.adapters import Orders, Told
+from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
 
 
 def real_loader() -> tuple[Any, LoadedAdapters]:

@@ -12,7 +12,7 @@ from engine_parts import prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
 
-from kvtier_connector.tier.weights import Weights
+from kvtier_connector.fingerprints.weights import Weights
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 

@@ -8,7 +8,7 @@ import torch
 from test_weights import Holder
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from kvtier_connector.tier import packed_weights
+from kvtier_connector.fingerprints import packed_weights
 
 
 class Layer(torch.nn.Module):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rig import DECLARED, Rigs, keys
 
-from kvtier_connector.tier import packing
-from kvtier_connector.tier.packing import describe
+from kvtier_connector.fingerprints import packing
+from kvtier_connector.fingerprints.packing import describe
 
 BLOCKS = 7
 

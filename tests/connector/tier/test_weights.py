@@ -15,9 +15,9 @@ from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
 
+from kvtier_connector.fingerprints.weights import LoadedModel, Weights, can_change_unseen, join
 from kvtier_connector.store import identity
 from kvtier_connector.tier.offloading_connector import KVTierConnector
-from kvtier_connector.tier.weights import LoadedModel, Weights, can_change_unseen, join
 
 PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
 HITS = 12 * 16

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvtier_connector.fingerprints.model_files import fingerprint
+from kvtier_connector.fingerprints.packing import Declared, layout_env
+from kvtier_connector.fingerprints.weights import join
 from kvtier_connector.store.format import FORMAT_VERSION
-from kvtier_connector.tier.model_files import fingerprint
-from kvtier_connector.tier.packing import Declared, layout_env
-from kvtier_connector.tier.weights import join
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,7 +22,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
-from kvtier_connector.tier.adapters import Orders, Told
+from kvtier_connector.fingerprints.adapters import Orders, Told
 
 logger = init_logger("vllm.kvtier.adapters")
 

@@ -21,8 +21,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from kvtier_connector.fingerprints.packed_weights import PackedWeights
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS
-from kvtier_connector.tier.packed_weights import PackedWeights
 
 logger = init_logger("vllm.kvtier.weights")
 
