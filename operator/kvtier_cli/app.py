@@ -133,10 +133,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read it has seen enough; what is still in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
-    except (OperatorError, ConnectorError, OSError) as error:
+    except (OperatorError, ConnectorError) as error:
         click.echo(f"{name}: {error}", err=True)
         return FOUND
+    except OSError as error:
+        click.echo(f"{name}: {_in_words(error)}", err=True)
+        return FOUND
     return status if isinstance(status, int) else 0
+
+
+def _in_words(error: OSError) -> str:
+    """Return what the system refused, without its number."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def complete(arguments: Sequence[str] | None = None) -> int:

@@ -26,25 +26,27 @@ def read_documents(file: str) -> list[Any]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise SpecInvalid(file, f"is not text in UTF-8: {error}") from error
+        raise SpecInvalid(_called(file), f"is not text in UTF-8: {error}") from error
     try:
         return [item for document in yaml.safe_load_all(text) if document is not None for item in _items(document)]
     except yaml.YAMLError as error:
-        raise SpecInvalid(file, f"is not YAML: {error}") from error
+        raise SpecInvalid(_called(file), f"is not YAML: {error}") from error
 
 
 def read_tiers(file: str) -> list[Manifest]:
     """Return the KVCacheTier resources of a file, of which there is at least one.
 
+    What else people keep in one file with a tier, such as its Secret or its claim, is passed over.
+
     Raises:
-        SpecInvalid: it holds something else, or nothing.
+        SpecInvalid: it holds none, or something that was to be one.
         OSError: it cannot be read.
     """
-    bodies = read_documents(file)
-    for body in bodies:
-        _expect_tier(body, file)
+    documents = read_documents(file)
+    bodies = [body for body in documents if _is_tier(body, file)]
     if not bodies:
-        raise SpecInvalid(file, f"holds no {names.KIND}")
+        others = f"something else than {names.KIND} resources of {names.API_VERSION}"
+        raise SpecInvalid(_called(file), f"holds {others}" if documents else f"holds no {names.KIND}")
     return bodies
 
 
@@ -71,13 +73,23 @@ def _items(document: Any) -> Iterator[Any]:
         yield document
 
 
-def _expect_tier(body: Any, file: str) -> None:
-    is_tier = isinstance(body, Mapping) and (body.get("apiVersion"), body.get("kind")) == (
-        names.API_VERSION,
-        names.KIND,
-    )
-    if not is_tier:
-        raise SpecInvalid(file, f"holds something else than {names.KIND} resources of {names.API_VERSION}")
+def _is_tier(body: Any, file: str) -> bool:
+    version, kind = (body.get("apiVersion"), body.get("kind")) if isinstance(body, Mapping) else (None, None)
+    if not isinstance(version, str) or not isinstance(kind, str):
+        raise SpecInvalid(
+            _called(file), "holds something that is no object of Kubernetes: apiVersion or kind is missing"
+        )
+    if (version, kind) != (names.API_VERSION, names.KIND):
+        group = names.API_VERSION.partition("/")[0]
+        if version.partition("/")[0] == group or kind.lower() == names.KIND.lower():
+            meant = f"write apiVersion: {names.API_VERSION} and kind: {names.KIND}"
+            raise SpecInvalid(_called(file), f"holds a {kind} of {version}, which there is not: {meant}")
+        return False
     metadata = body.get("metadata")
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
         raise SpecInvalid("metadata.name", "is required")
+    return True
+
+
+def _called(file: str) -> str:
+    return "standard input" if file == "-" else file

@@ -82,31 +82,48 @@ def _containers(document: names.Manifest) -> Iterator[dict[str, Any]]:
 
 @install.command
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-def chart(directory: Path) -> int:
+@answers.output_option()
+def chart(directory: Path, *, output: str) -> int:
     """Write the Helm chart of this release to DIRECTORY, which must not be there yet."""
     if directory.exists():
         raise click.UsageError(f"{directory} is there already: name another directory, or remove it")
     shutil.copytree(carried.find(carried.CHART), directory)
-    click.echo(f"helm install kvtier {directory} --namespace {_NAMESPACE} --create-namespace")
+    command = f"helm install kvtier {directory} --namespace {_NAMESPACE} --create-namespace"
+    answers.show({"directory": str(directory), "next": command}, output, lambda: f"{command}\n")
     return FINE
 
 
+def _names_like(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    return [each for each in carried.samples() if each.startswith(begun)]
+
+
 @install.command
-@click.argument("name", required=False)
-def samples(name: str | None) -> int:
+@click.argument("name", required=False, shell_complete=_names_like)
+@answers.output_option()
+def samples(name: str | None, *, output: str) -> int:
     """List the samples, or print the one of that NAME: `kvtier install samples minimal | kubectl apply -f -`."""
     found = carried.samples()
     if name is None:
-        rows = [(each, _purpose(path)) for each, path in found.items()]
-        click.echo(answers.columns([("NAME", "WHAT IT SHOWS"), *rows]), nl=False)
+        purposes = {each: _purpose(path) for each, path in found.items()}
+        answers.show(purposes, output, lambda: answers.columns([("NAME", "WHAT IT SHOWS"), *purposes.items()]))
         return FINE
     if name not in found:
         raise click.UsageError(f"there is no sample {name}; there are {', '.join(found)}")
-    click.echo(found[name].read_text(), nl=False)
+    if output == "json":
+        import yaml  # noqa: PLC0415  as above
+
+        answers.show(list(yaml.safe_load_all(found[name].read_text())), output, str)
+    else:
+        click.echo(found[name].read_text(), nl=False)
     return FINE
 
 
 def _purpose(path: Path) -> str:
-    """Return the first comment that is no licence."""
-    comments = (line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
-    return next((each for each in comments if each and not each.startswith("SPDX")), "")
+    """Return the first sentence of the comment at the top, which may go over several lines."""
+    words: list[str] = []
+    for line in path.read_text().splitlines():
+        sentence, stop, _ = line.removeprefix("#").strip().partition(". ")
+        words.append(sentence)
+        if stop or sentence.endswith((".", ":")):
+            break
+    return " ".join(words).rstrip(".:")

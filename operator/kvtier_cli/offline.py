@@ -14,7 +14,7 @@ from kvtier_operator import settings as settings_module
 from kvtier_operator.api import parse
 from kvtier_operator.plan import make_unchecked_plan
 
-_FILE = click.Path(dir_okay=False, allow_dash=True)
+_FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)
 _NODES = click.option(
     "--nodes", type=_FILE, help="nodes and pods as `kubectl get nodes,pods -A -o yaml` prints them, to look what fits"
 )

@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from pydantic.alias_generators import to_camel
+
 from kvtier_cli import input_files
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec, parse
@@ -148,8 +150,15 @@ def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None)
             warm_bytes=diff.warm_bytes(old[name].get("status") or {}),
         )
         pages.append(report.describe_diff(name, found))
-        documents.append({"tier": name, **asdict(found), "warnings": diff.warnings(found)})
+        documents.append({"tier": name, **_document(found), "warnings": diff.warnings(found)})
     return Planned(documents, "\n".join(pages))
+
+
+def _document(found: diff.Diff) -> dict[str, Any]:
+    """Write an edit as the API writes its fields; what stands in a field of the tier stays as it is."""
+    document = {to_camel(name): value for name, value in asdict(found).items()}
+    document["changes"] = [{to_camel(name): value for name, value in each.items()} for each in document["changes"]]
+    return document
 
 
 def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:

@@ -178,7 +178,12 @@ def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
     Raises:
         ClusterError: there is no such tier, it has none, or the chore is none for its connector.
     """
-    namespace = where.asked_namespace
+    try:
+        namespace = where.asked_namespace
+    except ClusterUnavailable as error:
+        raise ClusterUnavailable(
+            f"{tier} is no directory here, and as the name of a tier it takes a cluster: {error}"
+        ) from error
     body = where.person.tier(namespace, tier)
     if (why := _why_not(body, verb)) is not None:
         raise ClusterUnavailable(f"tier {tier}: {why}")

@@ -40,8 +40,15 @@ def export(source: str, file: str, *, generation: str | None, hottest: int | Non
     if Path(file).exists():
         raise click.UsageError(f"{file} is there already: name another, or remove it")
     end.find()
-    with Path(file).open("wb") as stream, answers.progress() as tell:
-        outcome = end.export(stream, tell, generation=generation, most_bytes=hottest)
+    try:
+        with Path(file).open("xb") as stream, answers.progress() as tell:
+            outcome = end.export(stream, tell, generation=generation, most_bytes=hottest)
+    except FileExistsError:
+        raise
+    except BaseException:
+        # What is cut off is of no use to an import, and would stand in the way of the next export.
+        Path(file).unlink(missing_ok=True)
+        raise
     answers.show(outcome.document, output, lambda: _exported(outcome.document))
     return outcome.status
 

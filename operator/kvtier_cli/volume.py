@@ -85,7 +85,7 @@ def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int
 @click.option("--older-than", type=parameters.SECONDS, help="written before, as 7d, 12h or 1h30m")
 @click.option("--generation", help="of this generation alone")
 @click.option("--tenant", help="of this tenant alone; '' for the blocks of nobody in particular")
-@click.option("--prefix", metavar="HASH", help="this block and all that continue it")
+@click.option("--prefix", metavar="HASH", type=parameters.HASH, help="this block and all that continue it")
 @click.option("--lora", metavar="NAME", help="of this adapter alone, whatever it holds or held")
 @click.option("--all", "is_all", is_flag=True, help="everything")
 @answers.yes_option("remove them")
@@ -122,8 +122,8 @@ def purge(  # noqa: PLR0913 - options
 
 @click.command
 @_TARGET
-@click.argument("block_hash", metavar="[HASH]", required=False)
-@click.option("--name", help="by which it can be unpinned")
+@click.argument("block_hash", metavar="[HASH]", required=False, type=parameters.HASH)
+@click.option("--name", type=parameters.PIN, help="by which it can be unpinned")
 @answers.output_option()
 @targets.cluster_options
 def pin(target: str, block_hash: str | None, *, name: str | None, output: str, **cluster: str) -> int:
@@ -172,6 +172,8 @@ def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any
     if config and not targets.is_directory(target, targets.Where(**where)):
         raise click.UsageError("--config is for a directory: a tier has its own document")
     limits = {name: value for name, value in others.items() if value is not None}
+    if {"low_watermark", "high_watermark"} <= set(limits) and limits["low_watermark"] >= limits["high_watermark"]:
+        raise click.UsageError(f"--low {limits['low_watermark']} must be below --high {limits['high_watermark']}")
     try:
         return _do("gc", target, where, output, {"config": config, "limits": limits, "yes": yes})
     except ConfigInvalid as error:

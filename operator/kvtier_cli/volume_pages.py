@@ -32,8 +32,8 @@ def _generation(document: Document) -> str:
     rows = [("blocks", _heap(document["blocks"]))]
     if document["problem"]:
         rows.insert(0, ("problem", document["problem"]))
-    if document["oldest_seconds"] is not None:
-        written = f"{duration(document['newest_seconds'])} to {duration(document['oldest_seconds'])} ago"
+    if document["oldestSeconds"] is not None:
+        written = f"{duration(document['newestSeconds'])} to {duration(document['oldestSeconds'])} ago"
         rows.append(("written", written))
         rows += [
             ("  over 30 d" if name == OLDER else f"  up to {name}", _heap(heap))
@@ -58,15 +58,15 @@ def check(document: Document) -> str:
     """Return each problem, and the counts last, where they stay on the screen."""
     problems = document["problems"]
     lines = [f"{each['path'] or '.'}: {each['kind']}: {each['message']}" for each in problems]
-    count = sum(document["problems_by_kind"].values())
+    count = sum(document["problemsByKind"].values())
     if count > len(problems):
         lines.append(f"and {count - len(problems)} more")
     if document["unverified"]:
         lines.append(_sealed(document["unverified"]))
     if document["compressed"]:
-        saved = readable_size(document["saved_bytes"])
+        saved = readable_size(document["savedBytes"])
         lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problems_by_kind"].items()))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problemsByKind"].items()))
     lines.append(
         f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, "
         f"{counted(count, 'problem')}" + (f": {kinds}" if kinds else "")

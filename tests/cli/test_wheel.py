@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -82,6 +83,11 @@ def test_its_samples_are_valid_and_can_be_planned_and_rendered(wheel: Path) -> N
     for verb in (["validate", "-"], ["plan", "-"], ["render", "-"]):
         done = run(wheel, *verb, given=run(wheel, "install", "samples", "minimal").stdout)
         assert (done.returncode, done.stderr) == (0, "")
+    listed = json.loads(run(wheel, "install", "samples", "-o", "json").stdout)
+    assert list(listed) == names
+    assert listed["shared"].endswith("the other one reads")
+    (printed,) = json.loads(run(wheel, "install", "samples", "minimal", "-o", "json").stdout)
+    assert printed == yaml.safe_load(run(wheel, "install", "samples", "minimal").stdout)
     unknown = run(wheel, "install", "samples", "none")
     assert (unknown.returncode, "there are " in unknown.stderr) == (2, True)
 

@@ -51,11 +51,17 @@ def test_rendering_names_no_owner_that_does_not_exist(capsys: pytest.CaptureFixt
     [
         (yaml.safe_dump(tier(cpu={"size": "0"})), "kvtier: spec.cpu.size: must be at least 1Mi"),
         ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
+        (
+            f"{yaml.safe_dump(tier())}---\napiVersion: kvtier.dev/v1\nkind: KVCacheTier\n",
+            "holds a KVCacheTier of kvtier.dev/v1, which there is not: write apiVersion: kvtier.dev/v1alpha1",
+        ),
+        ("kind: KvCacheTier\napiVersion: v1\n", "holds a KvCacheTier of v1, which there is not"),
+        ("spec: {}\n", "no object of Kubernetes: apiVersion or kind is missing"),
         ("apiVersion: kvtier.dev/v1alpha1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
         ("{", "is not YAML"),
         ("", "holds no KVCacheTier"),
     ],
-    ids=["a bad field", "another kind", "no name", "no YAML", "nothing"],
+    ids=["a bad field", "another kind", "another version", "a typo", "no kind", "no name", "no YAML", "nothing"],
 )
 def test_what_cannot_be_rendered_is_refused_in_words(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -66,9 +72,18 @@ def test_what_cannot_be_rendered_is_refused_in_words(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_file_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "/nowhere.yaml"]) == 1
-    assert "/nowhere.yaml" in capsys.readouterr().err
+def test_a_missing_file_is_misuse_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("render", "plan", "validate"):
+        assert main([verb, "/nowhere.yaml"]) == 2
+        assert "'/nowhere.yaml' does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["render", "plan", "validate"])
+def test_what_lies_beside_a_tier_in_its_file_is_passed_over(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = ROOT / "crds" / "samples" / "gated-model.yaml"
+    assert {each["kind"] for each in yaml.safe_load_all(sample.read_text())} == {"PersistentVolumeClaim", "KVCacheTier"}
+    assert main([verb, str(sample)]) == 0
+    assert "llama-gated" in capsys.readouterr().out
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,20 @@ def test_an_edit_that_costs_nothing_says_so(
     assert words in capsys.readouterr().out
 
 
+def test_an_edit_is_told_to_programs_in_the_words_of_the_api(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = tier(model={"name": "org/other", "config": {"num_hidden_layers": 4}})
+    files = [write(tmp_path / "a", tier()), write(tmp_path / "b", edited)]
+    assert main(["plan", "--diff", *files, "-o", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["generation"] != found["newGeneration"]
+    assert {"restartedPods", "replicas", "warmBytes", "warnings"} <= found.keys()
+    changes = {each["field"]: each for each in found["changes"]}
+    assert changes["spec.model.name"]["isNewGeneration"] is True
+    assert changes["spec.model.config"]["after"] == {"num_hidden_layers": 4}
+
+
 def test_tiers_that_come_and_go_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tier()
     other["metadata"]["name"] = "other"

@@ -63,6 +63,18 @@ def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, api: ApiServe
         assert kubectl.get(TIERS, "kvcachetiers", sample["metadata"]["name"]) is not None
 
 
+def test_samples_can_be_tried_one_after_the_other() -> None:
+    found = [each["metadata"] for path in SAMPLES for each in tiers(path)]
+    assert len({(each["name"], each.get("namespace")) for each in found}) == len(found)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_a_sample_in_a_namespace_of_its_own_says_how_to_make_that(path: Path) -> None:
+    for each in tiers(path):
+        if "namespace" in each["metadata"]:
+            assert f"#   kubectl create namespace {each['metadata']['namespace']}\n" in path.read_text()
+
+
 def test_the_minimal_sample_needs_no_token_and_no_shared_volume_and_the_next_one_shares() -> None:
     (minimal,) = tiers(ROOT / "crds/samples/minimal.yaml")
     spec = parse(minimal)

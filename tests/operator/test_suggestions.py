@@ -22,6 +22,8 @@ from kvtier_operator.plan import make_unchecked_plan
     [
         ("spec.modelName", "spec.model.name"),
         ("spec.storageUri", "spec.model.name, with the weights on a volume of spec.engine.podTemplate"),
+        ("spec.model.uri", "spec.model.name, with the weights on a volume of spec.engine.podTemplate"),
+        ("spec.model.id", "spec.model.name"),
         ("spec.engine.tensorParallelSize", "spec.engine.tensorParallel"),
         ("spec.tensor_parallel_size", "spec.engine.tensorParallel"),
         ("spec.nodeSelector", "spec.engine.podTemplate.nodeSelector"),

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.chores import Outcome
@@ -67,8 +68,8 @@ def check(
         "bytes": report.bytes,
         "unverified": report.unverified,
         "compressed": report.compressed,
-        "saved_bytes": report.saved_bytes,
-        "problems_by_kind": dict(Counter(problem.kind for problem in report.problems)),
+        "savedBytes": report.saved_bytes,
+        "problemsByKind": dict(Counter(problem.kind for problem in report.problems)),
         "problems": [problem._asdict() for problem in report.problems[:MOST_PROBLEMS]],
     }
     return Outcome(1 if report.problems else 0, document)
@@ -88,9 +89,18 @@ def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> Outcome:
         "blocks": sum(each.blocks.files for each in generations),
         "bytes": sum(each.blocks.bytes for each in generations),
         "volume": {"bytes": total, "free": free},
-        "generations": [asdict(each) for each in generations],
+        "generations": [_counted(each) for each in generations],
     }
     return Outcome(1 if any(each.problem for each in generations) else 0, document)
+
+
+def _counted(generation: inspection.Generation) -> dict[str, Any]:
+    document = asdict(generation)
+    document["oldestSeconds"], document["newestSeconds"] = (
+        document.pop("oldest_seconds"),
+        document.pop("newest_seconds"),
+    )
+    return document
 
 
 def purge(  # noqa: PLR0913 - keywords with defaults

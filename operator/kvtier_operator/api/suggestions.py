@@ -26,6 +26,8 @@ _KNOWN: Final[Mapping[str, str]] = {
     "modeluri": "spec.model.name",
     "modelurl": "spec.model.name",
     "modelpath": "spec.model.name",
+    "uri": "spec.model.name, with the weights on a volume of spec.engine.podTemplate",
+    "id": "spec.model.name",
     "storageuri": "spec.model.name, with the weights on a volume of spec.engine.podTemplate",
     "hftoken": "spec.model.tokenSecretRef",
     "hftokensecret": "spec.model.tokenSecretRef",

@@ -32,7 +32,7 @@ def read_settings(*, kubeconfig: str | None = None, context: str | None = None) 
         config.load_kube_config(config_file=file, context=context, client_configuration=settings)
     except (config.ConfigException, OSError) as error:
         raise ClusterUnavailable(
-            f"no cluster to talk to: {error}; set KUBECONFIG to a file that kubectl can use"
+            f"no cluster to talk to: {str(error).rstrip('.')}; set KUBECONFIG to a file that kubectl can use"
         ) from error
     return settings
 

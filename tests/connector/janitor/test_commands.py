@@ -117,7 +117,6 @@ def test_one_generation_goes(engine: Engine, rig: Rig, capsys: pytest.CaptureFix
     ("arguments", "complaint"),
     [
         (["--generation", "cc"], "holds no generation cc; kvtier inspect shows"),
-        (["--prefix", "xyz"], "hash 'xyz': must be 6 to 64 hex digits"),
         (["--tenant", "alcie"], "holds no tenant alcie; kvtier inspect shows"),
         (["--tenant", "alice", "--generation", "bb"], "holds no tenant alice"),
     ],
@@ -152,6 +151,10 @@ def test_an_unclear_purge_is_misuse(engine: Engine, rig: Rig, arguments: list[st
         (["gc", "DIR", "--low", "75"], "'75' is no share; write it as 90%"),
         (["gc", "DIR", "--keep-previous", "-1"], "-1 is not in the range x>=0"),
         (["gc", "DIR", "--config", "DIR/none"], "does not exist"),
+        (["gc", "DIR", "--high", "50%", "--low", "60%"], "--low 0.6 must be below --high 0.5"),
+        (["pin", "DIR", "0011", "--name", "system"], "hash '0011': must be 6 to 64 hex digits"),
+        (["pin", "DIR", "00112233", "--name", "a b"], "name 'a b': must match"),
+        (["purge", "DIR", "--prefix", "xyz", "--yes"], "hash 'xyz': must be 6 to 64 hex digits"),
     ],
 )
 def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
@@ -164,10 +167,7 @@ def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["pin", "DIR", "0011", "--name", "system"], "hash '0011': must be 6 to 64 hex digits"),
-        (["pin", "DIR", "00112233", "--name", "a b"], "name 'a b': must match"),
         (["unpin", "DIR", "a b"], "no such pin; there are none"),
-        (["gc", "DIR", "--high", "50%", "--low", "60%"], "--low 0.6 must be below --high 0.5"),
         (["gc", "DIR", "--current", "cc", "--keep-previous", "0"], "holds no generation cc; kvtier inspect shows"),
         (["gc", "DIR", "--config", "DIR/blob"], "not text"),
         (["purge", "DIR", "--tenant", "Bad!"], "'Bad!' cannot be a tenant: must be 1 to 32 of a-z, 0-9"),

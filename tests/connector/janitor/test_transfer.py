@@ -149,6 +149,29 @@ def test_what_is_no_export_is_refused_and_changes_nothing(
     assert not (tmp_path / "green").exists()
 
 
+def test_an_export_that_is_refused_or_cut_off_leaves_no_file_in_the_way_of_the_next(
+    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "aa.tar"
+    rig.engine("bb").put(1)
+    assert main(["export", str(rig.dir), str(file)]) == 1
+    assert "holds several generations; name one with --generation: aa, bb" in capsys.readouterr().err
+    assert not file.exists()
+
+    def interrupted(*_: object, to: io.BufferedWriter, **__: object) -> None:
+        to.write(b"begun")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer, "export", interrupted)
+        main(["export", str(rig.dir), str(file), "--generation", "aa"])
+    assert not file.exists()
+    assert export(capsys, rig, file, "--generation", "aa")["blocks"] == 7
+    assert main(["export", str(rig.dir), str(file), "--generation", "aa"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert file.stat().st_size > 0
+
+
 TIER = {"format": FORMAT_VERSION, "digest": "aa", "identity": {"model": "test"}}
 HEAD = {"format": 1, "generation": "aa", "tier": TIER}
 

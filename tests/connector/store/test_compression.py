@@ -326,7 +326,7 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
     make(root).put(key(2), noise(2))
     document = by_hand.check(root, lambda *_: None).document
     saved = HEADER_BYTES + SIZE - (root / block_path(key(1))).stat().st_size
-    assert (document["blocks"], document["compressed"], document["saved_bytes"]) == (2, 1, saved)
+    assert (document["blocks"], document["compressed"], document["savedBytes"]) == (2, 1, saved)
     assert document["problems"] == []
 
 

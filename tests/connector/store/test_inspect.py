@@ -127,8 +127,8 @@ def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
         "30 d": 0,
         "older": 0,
     }
-    assert first["newest_seconds"] < 3600
-    assert first["oldest_seconds"] > 86_400
+    assert first["newestSeconds"] < 3600
+    assert first["oldestSeconds"] > 86_400
     assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}
     assert first["leftovers"]["quarantined"] == {"files": 1, "bytes": 5}
     assert first["journals"]["files"] == 1

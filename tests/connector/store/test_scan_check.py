@@ -278,7 +278,7 @@ def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
         (root / block_path(key(number))).write_bytes(b"")
     status, text = run_check(capsys, str(root), "-o", "json")
     document = json.loads(text)
-    assert (status, len(document["problems"]), document["problems_by_kind"]) == (1, 2, {"empty": 3})
+    assert (status, len(document["problems"]), document["problemsByKind"]) == (1, 2, {"empty": 3})
     assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
 
 
