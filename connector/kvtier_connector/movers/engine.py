@@ -28,8 +28,8 @@ _TEND_SECONDS = 0.05
 _IDLE_TEND_SECONDS = 1.0
 _START_SECONDS = 20.0
 """A host that is busy needs up to this long to start a process."""
-_STORING_SHARE, _YIELDING_SHARE = 0.5, 0.125
-"""Of the movers, so many store at most, and so many while there is something to read."""
+_STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
+"""Of the movers, so many store at most, for a load is to find one that is free; and so many while something is read."""
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
 
 

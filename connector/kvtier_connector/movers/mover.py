@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier_connector.movers.board import NO_TICKET, TOKEN, Board, Current
-from kvtier_connector.movers.rows import Rows, address_of
+from kvtier_connector.movers.rows import Rows, address_of, view_of
 from kvtier_connector.movers.tasks import REPLY, Answer, Lane, Looked, Task, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
 from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fs import is_page_aligned
 
 logger = logging.getLogger("vllm.kvtier.movers")
 
@@ -186,14 +187,31 @@ class Mover:
         return self._store.stream(task.keys[0], self._staging, take)
 
     def _save(self, task: Task, entry: int, ticket: int, active_key: str) -> Answer | None:
-        row = self._rows.address(task.row)
+        address = self._rows.address(task.row)
+        if self._store.keyring is None and self._rows.is_lasting:
+            row = view_of(address, self._row_bytes)
+            if is_page_aligned(row):
+                return self._save_from(row, task, entry, ticket)
         self._board.lock(self._number)
         try:
             if self._board.ticket(entry) != ticket:
                 return None
-            ctypes.memmove(self._staging_address, row, self._row_bytes)
+            ctypes.memmove(self._staging_address, address, self._row_bytes)
         finally:
             self._board.unlock(self._number)
         if (keyring := self._store.keyring) is not None:
             keyring.activate(active_key)
         return self._store.put(task.keys[0], self._staging, task.lineage, is_scratch=True)
+
+    def _save_from(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
+        """Write a row from where it is; a copy would cost as much of a processor as a fast volume does.
+
+        No lock is held for as long as a volume takes, so the row may be given away meanwhile: then the file,
+        which has no name yet, gets none.
+        """
+
+        def is_ours() -> bool:
+            return self._board.ticket(entry) == ticket
+
+        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_ours)
+        return None if isinstance(outcome, StoreFault) and not is_ours() else outcome

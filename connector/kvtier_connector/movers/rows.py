@@ -34,12 +34,17 @@ class Region(NamedTuple):
 class Rows(Protocol):
     """Says where a row is in this process."""
 
+    is_lasting: bool
+    """Whether the memory stays readable until the next call, whatever the engine does."""
+
     def address(self, row: int) -> int:
         """Return it; good until the next call. Raise ValueError for a row that is not there."""
 
 
 class OwnRows:
     """Rows in memory of this process; whoever owns the memory outlives the copies."""
+
+    is_lasting = False
 
     def __init__(self, view: memoryview) -> None:
         """Note where the rows are, and keep no hold of them; one row per entry of the first dimension."""
@@ -67,6 +72,8 @@ class _Window(NamedTuple):
 
 class MappedRows:
     """Rows of files that another process made, mapped window by window as they are used. One thread."""
+
+    is_lasting = True
 
     def __init__(self, regions: Sequence[Region], row_bytes: int, *, most_bytes: int = MOVER_MAPPED_BYTES) -> None:
         """Store the settings; nothing is mapped yet."""
@@ -113,6 +120,11 @@ class MappedRows:
         # An older kernel does it fault by fault.
         with contextlib.suppress(OSError, ValueError):
             window.memory.madvise(_MADV_POPULATE_READ, begin, start + self._row_bytes - begin)
+
+
+def view_of(address: int, count: int) -> memoryview:
+    """Return the bytes at an address; whoever uses them sees to it that they stay there."""
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
 
 
 def address_of(view: memoryview) -> int:

@@ -206,11 +206,18 @@ class BlockStore:
         return self._read(key, self._direct.flag(whole), read)
 
     def put(
-        self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
+        self,
+        key: BlockKey,
+        payload: memoryview,
+        lineage: Lineage = NO_LINEAGE,
+        *,
+        is_scratch: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
-        The payload must not change until this returns. With `is_scratch` it is encrypted where it is, if blocks are
+        The payload must not change until this returns, unless `is_wanted` says False from then on: it is asked when all
+        is written, and the block does not appear. With `is_scratch` it is encrypted where it is, if blocks are
         encrypted, and is worth nothing afterwards; without, memory of the same length is taken for that. Nobody waits
         for the device: after a power failure a block may be damaged or gone, which its reader notices.
         """
@@ -232,11 +239,11 @@ class BlockStore:
                 header = Header(key, stored.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
                 header = header._replace(packing=packing)
                 if encryption_key is None:
-                    self._write(key, with_checksum(header, stored), stored)
+                    self._write(key, with_checksum(header, stored), stored, is_wanted)
                 else:
                     is_ours = is_scratch or packing != NOT_PACKED
                     sealed = stored if is_ours and not stored.readonly else scratch_for(stored)
-                    self._write(key, encrypt(header, stored, sealed, encryption_key), sealed)
+                    self._write(key, encrypt(header, stored, sealed, encryption_key), sealed, is_wanted)
                 written = Stored(HEADER_BYTES + stored.nbytes)
             except OSError as error:
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
@@ -367,13 +374,13 @@ class BlockStore:
             return Miss()
         return Hit(found) if isinstance(found, int) else found
 
-    def _write(self, key: BlockKey, first_page: bytes, data: memoryview) -> None:
+    def _write(self, key: BlockKey, first_page: bytes, data: memoryview, is_wanted: Callable[[], bool]) -> None:
         page = self._page()
         page[:] = first_page
         path = self._path(key)
         for _ in range(_RETRIES):
             try:
-                self._publish(path, page, data)
+                self._publish(path, page, data, is_wanted)
             except OSError as error:
                 if error.errno in _IN_THE_WAY:
                     self._access.clear(key)
@@ -384,10 +391,10 @@ class BlockStore:
                     raise
             else:
                 return
-        self._publish(path, page, data)
+        self._publish(path, page, data, is_wanted)
 
-    def _publish(self, path: str, page: memoryview, data: memoryview) -> None:
+    def _publish(self, path: str, page: memoryview, data: memoryview, is_wanted: Callable[[], bool]) -> None:
         direct = self._direct.flag(data)
         # Nobody else makes the name; to NFS, an exclusive create is a round trip more, for the mode.
-        with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct) as fd:
+        with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct, is_wanted=is_wanted) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct))

@@ -7,7 +7,9 @@ Whoever dies on the way leaves a partial file, which anybody may remove when it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator
 
 from kvtier_connector.store.fs import CREATE_FLAGS, FileSystem, abandon, new_token
 from kvtier_connector.store.layout import partial_path
@@ -17,11 +19,13 @@ _PIECE_BYTES = 1 << 22
 
 
 @contextlib.contextmanager
-def replacing(fs: FileSystem, path: str, *, flags: int = CREATE_FLAGS) -> Iterator[int]:
+def replacing(
+    fs: FileSystem, path: str, *, flags: int = CREATE_FLAGS, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[int]:
     """Give the descriptor of a new file, which takes the path when the caller is done; after a failure it is gone.
 
     Raises:
-        OSError: the volume does not take it; what was at the path stays.
+        OSError: the volume does not take it, or `is_wanted` says False at the end; what was at the path stays.
     """
     partial = partial_path(path, new_token())
     fd = -1
@@ -37,6 +41,8 @@ def replacing(fs: FileSystem, path: str, *, flags: int = CREATE_FLAGS) -> Iterat
         closing, fd = fd, -1
         # Network file systems report a failed write here, so the file gets its name only afterwards.
         fs.close(closing)
+        if not is_wanted():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
         fs.rename(partial, path)
         is_left = False
     finally:

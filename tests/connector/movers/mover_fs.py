@@ -38,6 +38,20 @@ class GatedFs(FileSystem):
             threading.Event().wait(0.005)
 
 
+class GatedWritesFs(GatedFs):
+    """Writes wait while the gate is there, half done."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return FileSystem.preadv(self, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if len(buffers) == 1:
+            return super().pwritev(fd, buffers, offset)
+        done = super().pwritev(fd, buffers[:1], offset)
+        self.wait()
+        return done
+
+
 class HoldingFs(GatedFs):
     """Reads wait with the mover's lock held, as if a copy took that long."""
 

@@ -204,6 +204,45 @@ def test_a_late_save_never_stores_the_bytes_of_another_block(crews: Crews) -> No
     assert crew.blocks.look_up(key(8)) is True
 
 
+def test_a_row_that_is_given_to_another_block_while_it_is_written_is_stored_under_neither_name(crews: Crews) -> None:
+    gate = shut(crews)
+    crew = crews.make(movers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES), file_system="mover_fs:GatedWritesFs")
+    crew.set_row(9, payload(9))
+    crew.save(1, 9, row=9)
+    wait_until(lambda: is_waiting(crews), "the header is written")
+
+    crew.withdraw(1)
+    crew.set_row(9, payload(3))
+    gate.unlink()
+    crew.save(2, 8, row=9)
+    crew.wait_for(2)
+
+    assert crew.outcome(1) is Ending.WITHDRAWN
+    assert crew.blocks.look_up(key(9)) is False
+    assert crew.blocks.get(key(8), memoryview(bytearray(ROW_BYTES))) == HIT
+    assert crew.store.usage_bytes() == ROW_BYTES + HEADER_BYTES
+    assert not list((crews.directory / "volume").rglob("*partial*"))
+
+
+def test_a_load_finds_a_mover_that_is_free_while_the_volume_holds_up_all_that_store(crews: Crews) -> None:
+    crew = crews.make(movers=4, file_system="mover_fs:GatedWritesFs")
+    crew.write(1)
+    gate = shut(crews)
+    for number in range(10, 20):
+        crew.save(number, number, row=number)
+
+    def is_held_up() -> bool:
+        crew.collect()
+        return crew.movers.counts().waiting[Lane.STORE] == 10 - 3
+
+    wait_until(is_held_up, "three of four movers store")
+    crew.load(1, 1)
+    crew.wait_for(1)
+    assert crew.outcome(1) == HIT
+    gate.unlink()
+    crew.wait_for(11)
+
+
 def test_a_task_does_not_end_while_its_row_is_being_copied(crews: Crews) -> None:
     gate = shut(crews)
     crew = crews.make(movers=1, file_system="mover_fs:HoldingFs")
