@@ -145,6 +145,9 @@ class Mover:
         except (ValueError, EOFError, TypeError):
             # It was taken back and the entry given to another while it was read.
             return None
+        if self._board.ticket(entry) != ticket:
+            # So was this one, and it reads like a task all the same.
+            return None
         try:
             if task.lane is Lane.PROBE:
                 return self._look(task)
@@ -163,7 +166,7 @@ class Mover:
             if isinstance(found, Fault):
                 return Looked(tuple(present)) if present else found
             present.append(found)
-            if not found:
+            if task.is_prefix and not found:
                 break
         return Looked(tuple(present))
 

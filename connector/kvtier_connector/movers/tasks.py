@@ -38,17 +38,19 @@ class Task(NamedTuple):
 
     lane: Lane
     keys: tuple[BlockKey, ...]
-    """The chunk; for a probe, up to `MOST_PROBED` in the order of a prompt."""
+    """The chunk; for a probe, up to `MOST_PROBED`."""
     row: int = NO_ROW
     lineage: Lineage = NO_LINEAGE
     """Of what is stored."""
+    is_prefix: bool = True
+    """Of a probe: whether the keys are in the order of a prompt, and none is wanted behind one that is absent."""
 
 
 class Looked(NamedTuple):
     """What a probe found."""
 
     present: tuple[bool, ...]
-    """For the first of the keys; it ends with the first that is absent, since a prefix ends there."""
+    """For the first of the keys; of a prefix it ends with the first that is absent."""
 
 
 class Refused(NamedTuple):
@@ -92,16 +94,16 @@ _OTHERS: dict[int, Answer] = {_MISS: Miss(), _PRESENT: Present()}
 
 def encode_task(task: Task, active_key: str = "") -> bytes:
     """Return what `decode_task` reads; `active_key` names the key that encrypts what is stored, if there are any."""
-    lane, keys, row, lineage = task
+    lane, keys, row, lineage, is_prefix = task
     if lane is Lane.PROBE and len(keys) > MOST_PROBED:
         raise ValueError(f"a probe of {len(keys)} blocks is longer than {MOST_PROBED}")
-    return marshal.dumps((int(lane), [tuple(key) for key in keys], row, tuple(lineage), active_key))
+    return marshal.dumps((int(lane), [tuple(key) for key in keys], row, tuple(lineage), is_prefix, active_key))
 
 
 def decode_task(data: bytes) -> tuple[Task, str]:
     """Read what `encode_task` wrote."""
-    lane, keys, row, lineage, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
-    return Task(Lane(lane), tuple(BlockKey(*key) for key in keys), row, Lineage(*lineage)), active_key
+    lane, keys, row, lineage, is_prefix, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
+    return Task(Lane(lane), tuple(BlockKey(*key) for key in keys), row, Lineage(*lineage), is_prefix), active_key
 
 
 def encode_answer(answer: Answer | None) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class KVTierManager(TieringOffloadingManager):
                     request.on_volume.add(key)
                     count += 1
                     continue
-            found = self._find(key, request)
+            found = self._find(key, request, is_prefix=True)
             if found is LookupResult.MISS:
                 break
             if found is not LookupResult.HIT and unknown is None:
@@ -265,7 +265,7 @@ class KVTierManager(TieringOffloadingManager):
     def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
         """Do nothing: each chunk is taken in when it lands."""
 
-    def _find(self, key: OffloadKey, request: TierRequest) -> LookupResult:
+    def _find(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> LookupResult:
         if self.volume.is_unread(key, request):
             return LookupResult.RETRY
         if request.is_mixed:
@@ -276,7 +276,7 @@ class KVTierManager(TieringOffloadingManager):
             chunk = self._chunks(key)
             if chunk is not None:
                 return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
-            presence = self.volume.presence(key, request)
+            presence = self.volume.presence(key, request, is_prefix=is_prefix)
             if presence is not Presence.PRESENT:
                 return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
         elif key in request.missing:

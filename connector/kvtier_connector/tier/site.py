@@ -183,13 +183,15 @@ class Sites:
 
     def _move(self) -> None:
         """Leave the directory for the one of these weights."""
-        leaving = threading.Thread(target=self.here.close, name="kvtier-leaving", daemon=True)
+        left = self.here
+        leaving = threading.Thread(target=left.close, name="kvtier-leaving", daemon=True)
         leaving.start()
         self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
         root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
         config = replace(self._config, digest=self._name, root=root)
         # Whether the engine was started for this generation was seen when it began.
         self.here = Site(config, self._parts, self._fs, generation="")
+        self.here.transfers.take_over(left.transfers)
 
     def _start(self, wait_seconds: float) -> None:
         self.here.movers.start()

@@ -35,16 +35,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.fingerprints.adapters import Adapters
 from kvtier_connector.fingerprints.packing import Declared
-from kvtier_connector.movers.tasks import MOST_PROBED, Done, Lane, Looked, Task
+from kvtier_connector.movers.tasks import Done, Lane, Looked
 from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
 from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.gains import Savings
 from kvtier_connector.tier.hinted import HintedRequests
+from kvtier_connector.tier.probes import Probes
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 from kvtier_connector.tier.site import Parts, Rows, Sites
 from kvtier_connector.tier.transfers import POLL_SECONDS, Landed, shape_of_rows
@@ -129,10 +129,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._offers = Offers(config.min_reuse)
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] = []
-        self._asked: dict[OffloadKey, list[TierRequest]] = {}
-        """Chunks that a probe is under way for, with the requests that wait for its answer."""
-        self._unsent: list[tuple[OffloadKey, BlockKey]] = []
-        self._probes: dict[int, tuple[OffloadKey, ...]] = {}
+        self._probes = Probes()
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
         self._is_storing_stuck = self._is_closed = False
@@ -170,8 +167,7 @@ class SharedVolumeTier(SecondaryTierManager):
         """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
         if self._sites.settle(found):
             # Nothing is under way in the directory that is left, but questions.
-            for each in (self._asked, self._unsent, self._probes):
-                each.clear()
+            self._probes.clear()
             self._take_place()
 
     def _take_place(self) -> None:
@@ -193,28 +189,28 @@ class SharedVolumeTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return _FOUND[self.presence(key, self.requests.of(req_context))]
 
-    def presence(self, key: OffloadKey, request: TierRequest) -> Presence:
-        """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step."""
+    def presence(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> Presence:
+        """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step.
+
+        With `is_prefix` it is told of no chunk of its group, in their order, behind one that is absent.
+        """
         if key in request.missing:
             return Presence.ABSENT
         if cause := self._why_not_loading or request.read_refusal:
             return self._miss(request, cause)
-        if (asking := self._asked.get(key)) is not None:
-            if request not in asking:
-                asking.append(request)
+        if self._probes.join(key, request):
             return Presence.UNKNOWN
         name = request.block_key(key)
         presence = self._store.state(name)
         if presence is Presence.UNKNOWN:
-            self._asked[key] = [request]
-            self._unsent.append((key, name))
+            self._probes.ask(key, name, request, is_prefix=is_prefix)
         return self._miss(request, metrics.ABSENT) if presence is Presence.ABSENT else presence
 
     def knower(self, request: TierRequest) -> Callable[[OffloadKey], bool]:
         """Return what says of a chunk whether the request may read it for sure; where it says no, `presence` tells."""
         if self._why_not_loading or request.read_refusal:
             return lambda _: False
-        unsure, missing, state, name_of = self._asked, request.missing, self._store.state, request.block_key
+        unsure, missing, state, name_of = self._probes.asked, request.missing, self._store.state, request.block_key
         return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
 
     def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
@@ -226,7 +222,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def is_asking(self, key: OffloadKey) -> bool:
         """Say whether it is not known yet whether there is the chunk."""
         request = self._unread.get(key)
-        return key in self._asked or (request is not None and self._is_early(request))
+        return key in self._probes.asked or (request is not None and self._is_early(request))
 
     def _is_early(self, request: TierRequest) -> bool:
         return request.is_pending or (self.is_doubting and request.read_refusal is None)
@@ -296,7 +292,8 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._send_probes()
+        if questions := self._probes.send(self._transfers.number):
+            self._movers.submit(questions)
         self.hinted.pass_on(self._transfers, self._store, self.row_bytes)
         self._unread = {key: request for key, request in self._unread.items() if self._is_early(request)}
         self.admission.end_step()
@@ -312,7 +309,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._transfers or self._asked or self.hinted or (self.drain.is_begun and self.peek_shed(1)))
+        return bool(self._transfers or self._probes.asked or self.hinted or (self.drain.is_begun and self.peek_shed(1)))
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -346,7 +343,7 @@ class SharedVolumeTier(SecondaryTierManager):
             return
         self._is_closed = True
         self._transfers.withdraw(metrics.SHUTDOWN)
-        self._movers.withdraw(list(self._probes))
+        self._movers.withdraw(list(self._probes.sent))
         self.drain_jobs()
         self.drain.close()
         self._sites.close()
@@ -370,22 +367,10 @@ class SharedVolumeTier(SecondaryTierManager):
     def _collect(self) -> None:
         """Take in what the movers did."""
         for done in self._movers.collect():
-            if done.task in self._probes:
+            if done.task in self._probes.sent:
                 self._answer(done)
             else:
                 self._transfers.end(done)
-
-    def _send_probes(self) -> None:
-        """Hand the questions of this step to the movers."""
-        tasks = []
-        for first in range(0, len(self._unsent), MOST_PROBED):
-            batch = self._unsent[first : first + MOST_PROBED]
-            number = self._transfers.number()
-            self._probes[number] = tuple(key for key, _ in batch)
-            tasks.append((number, Task(Lane.PROBE, tuple(name for _, name in batch))))
-        self._unsent.clear()
-        if tasks:
-            self._movers.submit(tasks)
 
     def _answer(self, done: Done) -> None:
         """Have those who wait for a probe ask the index, which knows by now what is there.
@@ -393,8 +378,8 @@ class SharedVolumeTier(SecondaryTierManager):
         What it does not know is computed by the requests that asked, and not asked about in each step.
         """
         cause = metrics.ABSENT if isinstance(done.outcome, Looked) else metrics.LATE_PROBE
-        for key in self._probes.pop(done.task):
-            for request in self._asked.pop(key):
+        for key, waiting in self._probes.end(done.task):
+            for request in waiting:
                 if self._store.state(request.block_key(key)) is not Presence.PRESENT:
                     request.missing.add(key)
                     self._miss(request, cause)

@@ -220,6 +220,10 @@ class Transfers:
         finished, self._finished = self._finished, []
         return finished
 
+    def take_over(self, left: Transfers) -> None:
+        """Report what ended in the directory that is left and was not reported; nothing is under way there."""
+        self._finished += left.take_finished()
+
     def take_stored(self) -> list[OffloadKey]:
         """Return the chunks that came to lie on the volume since the last call."""
         stored, self._stored = self._stored, []

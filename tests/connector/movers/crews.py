@@ -132,9 +132,10 @@ class CrewUnderTest:
         """Ask to write a row."""
         self.movers.submit([(task, Task(Lane.STORE, (key(number),), row))])
 
-    def probe(self, task: int, *numbers: int) -> None:
+    def probe(self, task: int, *numbers: int, is_prefix: bool = True) -> None:
         """Ask whether blocks are there."""
-        self.movers.submit([(task, Task(Lane.PROBE, tuple(key(number) for number in numbers)))])
+        keys = tuple(key(number) for number in numbers)
+        self.movers.submit([(task, Task(Lane.PROBE, keys, is_prefix=is_prefix))])
 
     def keep_busy(self) -> None:
         """Have one probe under way."""

@@ -63,12 +63,13 @@ KEYS = st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a
     keys=st.lists(KEYS, min_size=1, max_size=MOST_PROBED).map(tuple),
     row=st.integers(0, 2**40),
     lineage=st.builds(Lineage, HASHES, st.integers(0, 2**32 - 1)),
+    is_prefix=st.booleans(),
     active_key=st.text("abc-", max_size=64),
 )
-def test_a_task_is_read_back_as_it_was_written(
-    lane: Lane, keys: tuple[BlockKey, ...], row: int, lineage: Lineage, active_key: str
+def test_a_task_is_read_back_as_it_was_written(  # noqa: PLR0913 - the parts of a task
+    lane: Lane, keys: tuple[BlockKey, ...], row: int, lineage: Lineage, *, is_prefix: bool, active_key: str
 ) -> None:
-    task = Task(lane, keys if lane is Lane.PROBE else keys[:1], row, lineage)
+    task = Task(lane, keys if lane is Lane.PROBE else keys[:1], row, lineage, is_prefix)
     assert decode_task(encode_task(task, active_key)) == (task, active_key)
 
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
-from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, is_alive, is_waiting, key, payload, shut, wait_until
+from crews import (
+    PATIENCE_SECONDS,
+    ROW_BYTES,
+    ROWS,
+    Crews,
+    CrewUnderTest,
+    is_alive,
+    is_waiting,
+    key,
+    payload,
+    shut,
+    wait_until,
+)
 
-from kvtier_connector.movers.board import ENTRIES
+from kvtier_connector.movers.board import ENTRIES, Board
 from kvtier_connector.movers.tasks import Ending, Lane, Looked
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.breaker import Direction, State
@@ -64,6 +77,30 @@ def test_rows_of_a_second_file_are_reached_as_those_of_the_first(crews: Crews) -
     assert [crew.row(row) for row in range(ROWS)] == [payload(row) for row in range(ROWS)]
 
 
+def test_a_task_that_took_the_place_of_another_in_its_entry_is_not_taken_for_that(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_read = threading.Event(), threading.Event()
+    read = Board.task
+
+    def read_late(board: Board, entry: int) -> bytes:
+        is_reading.set()
+        may_read.wait(PATIENCE_SECONDS)
+        return read(board, entry)
+
+    monkeypatch.setattr(Board, "task", read_late)
+    crew = crews.make(movers=0, threads=1)
+    crew.write(1)
+    crew.probe(0, 0)
+    assert is_reading.wait(PATIENCE_SECONDS)
+    crew.withdraw(0)
+    crew.probe(1, 1)
+    may_read.set()
+    crew.wait_for(2)
+    assert crew.outcome(1) == Looked((True,))
+    assert crew.store.state(key(0)) is Presence.UNKNOWN, "nobody has looked"
+
+
 @pytest.mark.parametrize("movers", [2, 0])
 def test_a_probe_says_up_to_where_a_prefix_is_there_and_the_index_knows_it(crews: Crews, movers: int) -> None:
     crew = crews.make(movers=movers)
@@ -76,6 +113,10 @@ def test_a_probe_says_up_to_where_a_prefix_is_there_and_the_index_knows_it(crews
     assert crew.outcome(1) == Looked((True,))
     states = [crew.store.state(key(number)) for number in range(4)]
     assert states == [Presence.PRESENT, Presence.PRESENT, Presence.ABSENT, Presence.PRESENT]
+
+    crew.probe(2, 5, 0, 6, 1, is_prefix=False)
+    crew.wait_for(3)
+    assert crew.outcome(2) == Looked((False, True, False, True))
 
 
 def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(crews: Crews) -> None:

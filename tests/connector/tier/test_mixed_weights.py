@@ -76,6 +76,18 @@ def test_a_reset_with_nothing_left_on_the_gpu_gives_the_volume_back(engines: Eng
     assert updated.ask("second", PROMPT) < len(PROMPT)
 
 
+def test_what_a_request_leaves_to_be_stored_that_ends_under_the_reset_is_over_with_it(engines: Engines) -> None:
+    engine = replaced_under_a_request(engines, seed=7)
+    engine.abort("runs on")
+    # Its blocks reach the CPU tier with the step that tells of the weights.
+    assert engine.step().total_num_scheduled_tokens == 0
+    engine.add("second", OTHER)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
 def test_a_reset_under_a_request_that_leaves_the_weights_as_they_are_costs_nothing(engines: Engines) -> None:
     engine = replaced_under_a_request(engines, seed=0)
     engine.run()
