@@ -48,19 +48,20 @@ class Weights:
         """Whether they may be others than the epoch says."""
         self.is_mixed = False
         """Whether the GPU may hold blocks of others, under the names of blocks of these."""
+        self.is_clean = True
+        """Whether the GPU held nothing when they were doubted last."""
         self._now = original
-        self._is_clean = True
 
     def doubt(self, *, is_clean: bool) -> None:
         """Note that they may be replaced; `is_clean` is whether nothing of before is left on the GPU."""
         self.is_doubted = True
-        self._is_clean = is_clean
+        self.is_clean = is_clean
         self.is_mixed = self.is_mixed and not is_clean
 
     def settle(self, found: str | None) -> None:
         """Take in what the workers have found; None if they could not look."""
         self.is_doubted = False
-        self.is_mixed = self.is_mixed or (not self._is_clean and found != self._now)
+        self.is_mixed = self.is_mixed or (not self.is_clean and found != self._now)
         self._now = found
         if self.is_mixed:
             logger.error(

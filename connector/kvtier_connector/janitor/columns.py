@@ -40,10 +40,10 @@ def make_blocks(
         taken: NDArray[np.int64] = living[name][rows].astype(kind, copy=False)
         return taken
 
-    ages = np.full(max(1, len(ledger.generations)), len(order), np.int16)
+    ages = np.full(max(1, len(ledger.generations)), len(order), np.int32)
+    age_of = {digest: age for age, digest in enumerate(order)}
     for number, digest in enumerate(ledger.generations):
-        if digest in order:
-            ages[number] = order.index(digest)
+        ages[number] = age_of.get(digest, len(order))
     # Narrow types, and names that are gone before the other columns come: a million blocks are decided on in little
     # memory.
     position = column("position", np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of every generation of one tier, as rows of one array: 88 bytes a block, whatever the volume holds.
+"""Every block of every generation of one tier, as rows of one array: 96 bytes a block, whatever the volume holds.
 
 Pure memory, fed with what engines and walks tell; it may be wrong for a while, since the files are the truth. A ledger
 belongs to one thread.
@@ -29,10 +29,11 @@ ROW = np.dtype(
         ("group", "<u4"),
         ("hash", f"V{MAX_HASH_BYTES}"),
         ("tenant", "<u4"),
-        ("generation", "u1"),
+        ("generation", "<u2"),
         ("hash_bytes", "u1"),
         ("epoch", "u1"),  # the walk that saw it last
         ("is_alive", "?"),
+        ("", "V7"),  # the numbers of the next row lie as these do
     ]
 )
 """One block. Two of a million blocks have one name once in 4 * 10^7 times; one of them is then not counted."""
@@ -42,7 +43,8 @@ _MOST_NEW = 1 << 16
 _MOST_GONE = 1 << 16
 """So many blocks' removals are remembered, and up to twice as many, lest older news of them bring them back."""
 _EPOCHS = 250
-_MOST_GENERATIONS = 256
+_MOST_GENERATIONS = 1 << 16
+"""Each update of the weights of an engine makes one, which goes when it was idle for an hour."""
 _MOST_SALTS = 1 << 14
 """Clients may name as many tenants as they like; those that are in use are soon there again."""
 _NAME_BITS = (1 << 64) - 1

@@ -153,7 +153,11 @@ class Sites:
     def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
         """Begin to use a directory, and wait this long at most for the volume's first answer."""
         config: VllmConfig | None = getattr(spec, "engine_config", None)
+        before = self.weights
         self.weights = Weights(join([each.weights for each in declared]), is_shared=not can_change_unseen(config))
+        if before.is_doubted:
+            # What was declared is of the start, and they may have been replaced since.
+            self.weights.doubt(is_clean=before.is_clean)
         revision = str(self._config.identity.get("model_revision", "main"))
         self._facts = engine_facts(spec, declared, bytes_per_chunk=self._parts.rows.length, revision=revision)
         if self.weights.epoch:

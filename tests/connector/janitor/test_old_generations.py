@@ -174,3 +174,17 @@ def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there
     rig.clock.move(3600)
     rig.sweep(keeper)
     assert not old.root.exists()
+
+
+def test_as_many_generations_as_updates_of_the_weights_leave_in_an_hour_are_counted_and_removed(rig: Rig) -> None:
+    engine = rig.engine()
+    for number in range(300):
+        rig.engine(f"aa.p{number:030x}").put(number)
+    engine.put(1000)
+    keeper = rig.keeper(generation_idle_seconds=3600)
+    usage = rig.sweep(keeper)
+    assert (usage.blocks, usage.problems) == (301, ())
+    rig.clock.move(7200)
+    engine.put(1001)
+    usage = rig.sweep(keeper)
+    assert (usage.blocks, [each.digest for each in usage.generations]) == (2, ["aa"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine_fleet import Engines
 from engine_parts import prompt_of
+from rig import wait_until
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvtier_connector.fingerprints.packing import Declared
@@ -69,3 +70,18 @@ def test_an_engine_whose_declaration_is_not_passed_on_shares_the_volume_with_oth
     third = engines.make()
     third.wait_until_known(engines.count())
     assert third.ask("reads", another) < len(another)
+
+
+def test_weights_that_were_replaced_before_the_worker_was_asked_are_told_from_those_it_began_with(
+    engines: Engines,
+) -> None:
+    prompt = prompt_of(12, seed=1)
+    child = engines.make(is_child=True)
+    child.update_weights(7)
+    # As while the first request waits for another child.
+    child.step()
+    child.ask("asks of the weights", prompt_of(3, seed=2))
+    wait_until(lambda: child.metric("vllm:kvtier_disk_active") == 1, "the engine has a directory")
+    child.ask("stores", prompt)
+    child.run()
+    assert engines.count() == 0, "in the directory of the weights that the model came with"
