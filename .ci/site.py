@@ -18,7 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/kvtier/kvtier"
 SOURCE, SITE = ROOT / ".kvtier" / "site-pages", ROOT / ".kvtier" / "site"
+STYLE = ".ci/site.css"
 _LINK = re.compile(r"(\]\()((?!https?://|#|mailto:)[^)#\s]+)(#[^)\s]*)?(\))")
+_PICTURE = re.compile(r"^(!\[[^\]]*\]\(([^)\s]+\.(?:png|svg))\))$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -49,10 +51,12 @@ def gather(target: Path) -> None:
 
         file = target / page
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_LINK.sub(moved, (ROOT / page).read_text()))
+        # A picture is as wide as the text; whoever follows it sees all of it.
+        file.write_text(_PICTURE.sub(r"[\1](\2)", _LINK.sub(moved, (ROOT / page).read_text())))
     for path in shown:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, target / path)
+    shutil.copy(ROOT / STYLE, target / "site.css")
 
 
 def main() -> int:

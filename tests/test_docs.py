@@ -57,3 +57,16 @@ def test_what_is_linked_from_the_site_and_is_no_page_of_it_is_a_link_to_the_repo
     for page in site.pages():
         targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (tmp_path / "pages" / page).read_text())
         assert [each for each in targets if not (tmp_path / "pages" / page.parent / each).exists()] == []
+
+
+def test_a_picture_of_the_site_leads_to_itself_in_full_size(tmp_path: Path) -> None:
+    site = ci_tools.load("site")
+    site.gather(tmp_path / "pages")
+    shown = [
+        (page, alone, file)
+        for page in site.pages()
+        for alone, file in re.findall(r"(\[?)!\[[^\]]*\]\(([^)]+)\)", (tmp_path / "pages" / page).read_text())
+    ]
+    assert {Path("README.md"), Path("docs/monitoring.md")} <= {page for page, _, _ in shown}
+    assert [(str(page), file) for page, alone, file in shown if not alone] == []
+    assert (tmp_path / "pages" / "site.css").read_text().startswith("/*")

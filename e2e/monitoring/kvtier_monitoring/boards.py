@@ -47,7 +47,7 @@ def fleet() -> Dashboard:
             about="Of all tokens of prompts, the share that no engine had to compute.",
         ),
         figure(
-            "Prefill saved by volumes",
+            "Prefill saved, in engines",
             "short",
             "sum(kvtier:prefill_seconds_saved:rate5m)",
             about="Engine seconds for each second: 2 means that two engines more would be busy without.",
@@ -71,7 +71,7 @@ def fleet() -> Dashboard:
         ),
         graph("Volume used of budget", "percentunit", {_NAMED: "kvtier:volume_used:ratio"}),
         graph(
-            "Prefill saved by volumes",
+            "Prefill saved, in engines",
             "short",
             {_NAMED: f"sum by ({tier}) (kvtier:prefill_seconds_saved:rate5m)"},
             about="Engine seconds for each second.",
@@ -113,7 +113,7 @@ def tier() -> Dashboard:
             "percentunit",
             f"sum(kvtier:prompt_tokens_cached:rate5m{{{_TIER}}}) / (sum(kvtier:prompt_tokens:rate5m{{{_TIER}}}) > 0)",
         ),
-        figure("Prefill saved by the volume", "short", saved, about="Engine seconds for each second.", decimals=2),
+        figure("Prefill saved, in engines", "short", saved, about="Engine seconds for each second.", decimals=2),
         figure(
             "Saved an hour",
             "currencyUSD",
@@ -170,7 +170,7 @@ def tier() -> Dashboard:
             },
         ),
         graph(
-            "Prefill saved by the volume",
+            "Prefill saved, in engines",
             "short",
             {"{{pod}}": f"kvtier:prefill_seconds_saved:rate5m{{{_TIER}}}"},
             about="Engine seconds for each second: the tokens that came from the volume, at the pace at which engines compute and load.",

@@ -26,6 +26,8 @@ _COLOURS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#
 _BACK, _PANEL, _TEXT, _DIM = "#111217", "#181b1f", "#d8d9da", "#8e8e93"
 _BINARY, _DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("", " k", " M", " G")
 _UNIT_INCHES, _LEGEND, _ROWS = 0.62, 8, 9
+_NAME = 0.14
+"""Height of a row of names, as a share of the lines' own."""
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
@@ -65,13 +67,25 @@ def _lines(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, span: Sp
             axes.plot(moments, values, color=colour, linewidth=1.4, label=label)
             axes.fill_between(moments, values, color=colour, alpha=0.08)
             drawn += 1
-    axes.set_ylim(bottom=0)
-    low, high = axes.get_ylim()
+    high = max(axes.get_ylim()[1], 0.0)
     if high <= 0.06:  # noqa: PLR2004 - matplotlib's own limits around a line of zeros
-        axes.set_ylim(low, 1)
+        high = 1.0
+    rows = -(-drawn // 2) if drawn <= _LEGEND else 0
+    # The names stand above the lines, not on them.
+    axes.set_ylim(0, high * (1 + _NAME * rows))
+    axes.set_yticks(_ticks(high, is_binary=panel["fieldConfig"]["defaults"]["unit"] in {"bytes", "Bps"}))
     axes.yaxis.set_major_formatter(lambda value, _: unit(value))
-    if drawn <= _LEGEND:
-        axes.legend(loc="upper left", fontsize=6.5, frameon=False, labelcolor=_TEXT, ncols=2)
+    if rows:
+        axes.legend(loc="upper left", fontsize=6.5, frameon=False, labelcolor=_TEXT, ncols=2, borderaxespad=0.1)
+
+
+def _ticks(high: float, *, is_binary: bool) -> list[float]:
+    """Return round values up to the highest, as people count in that unit."""
+    base = 1024.0 ** max(0, int(math.log(high, 1024))) if is_binary and high >= 1 else 1.0
+    rough = high / base / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = base * power * next(each for each in (1, 2, 5, 10) if each * power >= rough)
+    return [number * step for number in range(int(high / step) + 1)]
 
 
 def _number(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, span: Span) -> None:
