@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from definition import tier_definition
+from kubernetes import client
 from typing_extensions import override
 
 from kvtier_cli import doctor, targets
@@ -155,6 +156,29 @@ class _Ended:
     @property
     def returncode(self) -> int:
         return int({"details": {"causes": []}}["details"]["causes"][0])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            '{"kind":"Status","message":"pods \\"p\\" is forbidden: may not create pods/exec","code":403}',
+            '"p" is forbidden: may',
+        ),
+        ("None", "403 Forbidden$"),
+    ],
+)
+def test_a_command_that_is_refused_is_told_by_what_the_server_says_and_no_header(
+    body: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        reason = f"Handshake status 403 Forbidden -+-+- {{'date': 'today'}} -+-+- {body}"
+        raise client.ApiException(status=0, reason=reason)
+
+    monkeypatch.setattr(person_module, "stream", refuse)
+    with pytest.raises(ClusterUnavailable, match=says) as refused:
+        Person().execute(make_pod("engine"), "engine", ["true"], print)
+    assert "today" not in str(refused.value)
 
 
 def test_a_command_that_ends_without_an_exit_code_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

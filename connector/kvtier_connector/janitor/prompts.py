@@ -97,8 +97,10 @@ def _parse(number: int, line: str) -> Prompt:
     if given is not None and not isinstance(given, dict):
         raise ConfigInvalid(f"line {number}: kv_transfer_params must be an object")
     is_chat = "messages" in found
-    if is_chat and not isinstance(found["messages"], list):
-        raise ConfigInvalid(f"line {number}: messages must be a list")
+    if is_chat and not (found["messages"] and isinstance(found["messages"], list)):
+        raise ConfigInvalid(f"line {number}: messages must be a list, and have one message at least")
+    if not is_chat and not (found["prompt"] and isinstance(found["prompt"], str | list)):
+        raise ConfigInvalid(f"line {number}: prompt must be a text, or a list of tokens, and not empty")
     body = {name: value for name, value in found.items() if name not in _ABOUT_ANSWERS}
     body |= {"max_tokens": 1, "temperature": 0, "kv_transfer_params": {**(given or {}), NAMES_PARAMETER: True}}
     return Prompt(line=number, path=CHAT if is_chat else TEXT, body=body)

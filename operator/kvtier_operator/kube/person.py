@@ -6,6 +6,8 @@ For the command line alone. What it may do is what the person may do.
 
 from __future__ import annotations
 
+import json
+import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -219,8 +221,15 @@ class Person:
                 _preload_content=False,
             )
         except (client.ApiException, OSError) as error:
-            reason = getattr(error, "reason", None) or error
+            reason = _said(str(getattr(error, "reason", None) or error))
             raise ClusterUnavailable(f"cannot run a command in {namespace}/{name}: {reason}") from error
+
+
+def _said(reason: str) -> str:
+    """Return what the API server refused, of what the package says of it: status, headers and body in one line."""
+    status, *rest = reason.split(" -+-+- ")
+    said = re.search(r'"message":\s*("(?:[^"\\]|\\.)*")', rest[-1]) if rest else None
+    return json.loads(said[1]) if said else status.removeprefix("Handshake status ")
 
 
 def _container(pod: Manifest) -> str:

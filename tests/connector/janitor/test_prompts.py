@@ -62,6 +62,10 @@ def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:
         (json.dumps({"prompt": SECRET, "messages": []}), 'must have one of "messages" and "prompt"'),
         (json.dumps([SECRET]), "must be an object"),
         (json.dumps({"messages": SECRET}), "messages must be a list"),
+        (json.dumps({"messages": []}), "have one message at least"),
+        (json.dumps({"prompt": {SECRET: 1}}), "prompt must be a text, or a list of tokens"),
+        (json.dumps({"prompt": 5}), "prompt must be a text, or a list of tokens"),
+        ('""', "and not empty"),
         (json.dumps({"prompt": SECRET, "kv_transfer_params": SECRET}), "kv_transfer_params must be an object"),
     ],
 )
