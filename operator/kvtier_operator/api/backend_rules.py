@@ -183,6 +183,20 @@ LMCACHE_ENV: Final = (
 )
 """Variables of LMCache that the operator renders."""
 
+LMCACHE_PASSWORD_ENV: Final = ("LMCACHE_EXTRA_CONFIG", "LMCACHE_REMOTE_STORAGE_PLUGINS")
+"""Those that it renders for a Redis with a password alone."""
+
+_PASSWORD: Final = " || ".join(
+    "(" + " && ".join(f"has(self.connector.{'.'.join(steps[:end])})" for end in range(1, len(steps) + 1)) + ")"
+    for steps in (("lmcache", "redis", "passwordSecretRef"), ("hybrid", "lmcache", "redis", "passwordSecretRef"))
+)
+
+
+def _has_password(spec: Any) -> bool:
+    lmcache = spec.connector.used_lmcache()
+    return lmcache is not None and lmcache.redis is not None and lmcache.redis.password_secret_ref is not None
+
+
 _NVIDIA: Final = "nvidia.com/"
 _NEEDS_NVIDIA: Final = (kinds.SIMPLE_CPU, kinds.FLEX_KV)
 
@@ -281,6 +295,16 @@ RULES: Final = (
         "there",
         check=lambda spec: (
             spec.connector.used_lmcache() is None or not any(each["name"] in LMCACHE_ENV for each in spec.engine.env)
+        ),
+        field=".engine.env",
+    ),
+    Rule(
+        cel=f"!({_PASSWORD}) || !has(self.engine.env) || !self.engine.env.exists(variable, "
+        f"variable.name in [{', '.join(repr(name) for name in LMCACHE_PASSWORD_ENV)}])",
+        message=f"must not set {' or '.join(LMCACHE_PASSWORD_ENV)} beside passwordSecretRef, for which they name a "
+        "connector of kvtier's: remove it, or give a Redis without a password",
+        check=lambda spec: (
+            not _has_password(spec) or not any(each["name"] in LMCACHE_PASSWORD_ENV for each in spec.engine.env)
         ),
         field=".engine.env",
     ),

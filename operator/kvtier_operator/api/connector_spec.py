@@ -346,7 +346,8 @@ class Connector(ApiModel):
     simple_cpu: Annotated[SimpleCpu | None, Field(alias="simpleCPU")] = None
     """Settings of `SimpleCPU`."""
     lmcache: LMCache | None = None
-    """Settings of `LMCache`. Experimental: no engine has answered with it yet."""
+    """Settings of `LMCache`. Experimental: it ran on vLLM's CPU build, where a class of a test copies for it, and on no
+    GPU yet."""
     hybrid: Hybrid | None = None
     """Settings of `Hybrid`. Experimental: with LMCache none has answered yet, with NIXL on vLLM's CPU build."""
     flex_kv: Annotated[FlexKV | None, Field(alias="flexKV")] = None

@@ -37,6 +37,12 @@ SIDE_CHANNEL_PORT: Final = 5600
 
 _GIB: Final = 1 << 30
 _PIN_SECONDS: Final = 90
+_PLUGIN: Final = "kvtier"
+_PLUGIN_CLASS: Final = {
+    f"remote_storage_plugin.{_PLUGIN}.module_path": "kvtier_connector.lmcache_redis",
+    f"remote_storage_plugin.{_PLUGIN}.class_name": "PasswordRedisConnector",
+}
+"""Where LMCache finds the connector for a Redis with a password."""
 _NIXL_ROLES: Final = {"Prefill": "kv_producer", "Decode": "kv_consumer", "Both": BOTH}
 
 
@@ -91,20 +97,27 @@ def _in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int) -> Rend
         volumes=volumes,
         mounts=mounts,
         init=_redis_check(plan, settings),
+        needs_package=settings.redis is not None and settings.redis.password_secret_ref is not None,
     )
 
 
 def _remote(plan: TierPlan, settings: LMCache, redis: LMCacheRedis) -> list[Manifest]:
     url = redis_url(plan, redis)
+    serde = variable("LMCACHE_REMOTE_SERDE", settings.serde)
     if redis.password_secret_ref is None:
-        return [variable("LMCACHE_REMOTE_URL", url), variable("LMCACHE_REMOTE_SERDE", settings.serde)]
-    # Its redis:// connector takes a password in the URL alone, which it logs. The one called resp:// speaks to the same
-    # server and reads the password from the environment.
+        return [variable("LMCACHE_REMOTE_URL", url), serde]
+    # Its redis:// takes a password in the URL alone, which it logs, and its resp:// holds up every request of an engine
+    # whose Redis is away. So LMCache is told of a class of ours.
     return [
-        variable("LMCACHE_REMOTE_URL", url.replace("redis://", "resp://", 1)),
-        variable("LMCACHE_REMOTE_SERDE", settings.serde),
+        variable("LMCACHE_REMOTE_STORAGE_PLUGINS", _PLUGIN),
+        variable("LMCACHE_EXTRA_CONFIG", _compact({**_PLUGIN_CLASS, f"remote_storage_plugin.{_PLUGIN}.url": url})),
+        serde,
         _password(redis),
     ]
+
+
+def _compact(document: dict[str, str]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def _redis_check(plan: TierPlan, settings: LMCache) -> tuple[Manifest, ...]:

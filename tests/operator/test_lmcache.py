@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is rendered for LMCache, read by its own classes and tried on a Redis: `make test-backends` brings both."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_backends import engine, environment
+
+pytest.importorskip("lmcache", reason="`make test-backends` brings LMCache along")
+
+ROOT = Path(__file__).parents[2]
+PASSWORD = "grün@/#:%"
+
+
+ASK_LMCACHE = """
+import json, os, sys
+from lmcache.v1.config import LMCacheEngineConfig
+config = LMCacheEngineConfig.from_env()
+config.validate()
+names = ("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url",
+         "remote_storage_plugins", "extra_config", "remote_serde", "save_decode_cache", "pre_caching_hash_algorithm")
+sys.stdout.write(json.dumps({name: getattr(config, name) for name in names}))
+"""
+
+
+@pytest.mark.parametrize("case", ["lmcache", "lmcache-trial", "hybrid-lmcache"])
+def test_lmcaches_own_class_reads_the_environment(case: str) -> None:
+    given = {name: value for name, value in environment(case).items() if isinstance(value, str)}
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK_LMCACHE],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **without(given, "PYTHONPATH"),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read = json.loads(answer.stdout.splitlines()[-1])
+    assert str(read["chunk_size"]) == given["LMCACHE_CHUNK_SIZE"]
+    assert read["max_local_cpu_size"] == float(given["LMCACHE_MAX_LOCAL_CPU_SIZE"])
+    assert (read["remote_url"], read["remote_serde"]) == (given.get("LMCACHE_REMOTE_URL"), "naive")
+    assert (read["local_cpu"], read["save_decode_cache"]) == (True, False)
+    assert read["pre_caching_hash_algorithm"] == "sha256_cbor"
+    if case == "lmcache":
+        assert read["remote_storage_plugins"] == ["kvtier"]
+        assert read["extra_config"] == json.loads(given["LMCACHE_EXTRA_CONFIG"])
+        assert (read["local_disk"], read["max_local_disk_size"]) == ("/var/cache/kvtier/", 100.0)
+
+
+def without(env: dict[str, str], name: str) -> dict[str, str]:
+    return {each: value for each, value in env.items() if each != name}
+
+
+ASK_LMCACHE_SERVER = """
+import json, sys
+from lmcache.integration.vllm.mp_server_launcher import MPServerAutostartConfig
+from lmcache.v1.multiprocess.http_server import parse_args
+extra = json.load(sys.stdin)
+made = MPServerAutostartConfig.from_extra_config(extra, extra["lmcache.mp.host"], extra["lmcache.mp.port"])
+sys.argv = ["http_server", *made.command()[3:]]
+parse_args()
+sys.stdout.write(json.dumps({"enabled": made.enabled, "host": made.host, "wait": made.wait_timeout}))
+"""
+
+
+def test_lmcaches_own_cache_server_reads_its_command_line() -> None:
+    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
+    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK_LMCACHE_SERVER], input=json.dumps(extra), capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert json.loads(answer.stdout.splitlines()[-1]) == {"enabled": True, "host": "localhost", "wait": 106.0}
+
+
+ASK_REDIS = """
+import asyncio, json, os, sys, threading
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.storage_backend import CreateStorageBackends
+config = LMCacheEngineConfig.from_env()
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.bfloat16, (2, 2, 256, 2, 64), role="worker", chunk_size=256)
+backends = CreateStorageBackends(config, metadata, loop, "cpu")
+(remote,) = (backend for name, backend in backends.items() if name.startswith("RemoteBackend"))
+key = CacheEngineKey("m", 1, 0, 7, torch.bfloat16)
+told = {"before": remote.contains(key)}
+if sys.argv[1] == "store":
+    chunk = backends["LocalCPUBackend"].allocate(metadata.get_shapes(), metadata.get_dtypes())
+    chunk.tensor.fill_(3)
+    remote.submit_put_task(key, chunk).result(20)
+told["after"] = remote.contains(key)
+found = remote.get_blocking(key)
+told["loaded"] = found is not None and bool((found.tensor == 3).all())
+sys.stdout.write(json.dumps(told))
+sys.stdout.flush()
+os._exit(0)  # its threads wait for more
+"""
+
+
+@pytest.fixture
+def redis() -> Iterator[int]:
+    """Run a Redis with a password, and return its port."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("needs redis-server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    words = ["--port", str(port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--requirepass", PASSWORD]
+    with subprocess.Popen([program, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "Ready to accept" not in (line := process.stdout.readline()):
+            assert line, "the Redis has ended"
+        yield port
+        process.terminate()
+
+
+def ask_redis(port: int, what: str) -> tuple[dict[str, Any], str]:
+    """Have LMCache's own backend store and load a chunk with what is rendered, and return its answers and its log."""
+    given = {name: value for name, value in environment("lmcache").items() if isinstance(value, str)}
+    given["LMCACHE_EXTRA_CONFIG"] = given["LMCACHE_EXTRA_CONFIG"].replace("redis.cache:6379", f"127.0.0.1:{port}")
+    given |= {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05", "LMCACHE_RESP_PASSWORD": PASSWORD}
+    given = without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH")
+    path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_REDIS, what],
+        env={
+            "PATH": os.environ["PATH"],
+            **without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH"),
+            "PYTHONPATH": path,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_a_chunk_goes_through_a_redis_with_a_password_that_no_log_has(redis: int) -> None:
+    told, log = ask_redis(redis, "store")
+    assert told == {"before": False, "after": True, "loaded": True}
+    assert PASSWORD not in log
+    # What it looks like in a URL.
+    assert "gr%C3%BCn" not in log
+    another, _ = ask_redis(redis, "load")
+    assert another == {"before": True, "after": True, "loaded": True}
+
+
+def test_a_redis_that_is_not_there_is_a_miss() -> None:
+    told, log = ask_redis(1, "load")
+    assert told == {"before": False, "after": False, "loaded": False}
+    assert PASSWORD not in log
