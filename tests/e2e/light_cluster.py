@@ -45,7 +45,8 @@ def make_image(root: Path) -> Path:
     installer = root / "installer" / "kvtier_connector"
     installer.mkdir(parents=True)
     (installer / "__init__.py").touch()
-    shutil.copy(connector / "compile_cache.py", installer)
+    for module in ("compile_cache.py", "redis_check.py"):
+        shutil.copy(connector / module, installer)
     (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
     return root / "installer"
 
@@ -91,7 +92,7 @@ def running_cluster(image: Path, data: Path) -> Iterator[tuple[Bench, Operator]]
     settings = ClusterSettings(
         data=data,
         node=NodeSettings(images=[*default_images(), profile], stop_grace_seconds=2, isolates_memory=False),
-        allocatable={"cpu": "64", "memory": "256Gi"},
+        allocatable={"cpu": "64", "memory": "256Gi", "nvidia.com/gpu": "8"},
     )
     with ClusterThread(settings) as cluster:
         definition = yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())
@@ -116,6 +117,7 @@ class Tier:
             "volume": {"claim": {"size": "10Gi"}, "deletionPolicy": "Delete"},
             **spec,
         }
+        body = {name: value for name, value in body.items() if value is not None}
         bench.create(
             TIER, {"apiVersion": TIER.api_version, "kind": TIER.name, "metadata": {"name": name}, "spec": body}
         )

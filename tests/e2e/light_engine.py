@@ -163,10 +163,23 @@ def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class Other(BaseHTTPRequestHandler):
+    """An engine with another connector, which serves."""
+
+    def do_GET(self) -> None:
+        """Be healthy."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "org/model"}]}).encode())
+
+
 def main() -> None:
     """Read the flags that the operator gives to vLLM, and serve."""
     flags = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
-    tiers = json.loads(flags["kv-transfer-config"])["kv_connector_extra_config"]["secondary_tiers"]
+    transfer = json.loads(flags["kv-transfer-config"])
+    if "kv_connector_extra_config" not in transfer:
+        ThreadingHTTPServer((flags["host"], int(flags["port"])), Other).serve_forever()
+    tiers = transfer["kv_connector_extra_config"]["secondary_tiers"]
     config = contract.decode(Path(tiers[0]["config_file"]).read_text())
     ThreadingHTTPServer((flags["host"], int(flags["port"])), handler(Engine(config))).serve_forever()
 
