@@ -39,13 +39,26 @@ test-vllm: venv ## the tier's tests and real engines with another release of vLL
 	    --numprocesses 2 --dist loadfile && \
 	$(RUN) pytest tests/connector/tier/test_engine.py -m engine -k second_engine
 
-test-backends: venv ## real engines with every connector that vLLM's CPU build can run, as they are rendered (about six minutes)
-	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --out "$(DATA)/backends/cases.json"
-	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
-	    --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300 --must-hit
+test-backends: venv ## real engines with every connector that vLLM's CPU build can run, as they are rendered (redis-server; half an hour)
+	@command -v redis-server > /dev/null || { echo "needs redis-server: apt-get install redis-server"; exit 1; }
 	.venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --upgrade --only-binary=:all: \
-	    --target "$(DATA)/lmcache" lmcache==0.5.6 aiofile==3.12.3 caio==0.12.10 redis==8.1.0
-	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_backends.py -k lmcaches_own
+	    --target "$(DATA)/lmcache" lmcache==0.5.6 aiofile==3.12.3 caio==0.12.10 redis==8.1.0 \
+	    opentelemetry-exporter-prometheus==0.66b2
+	.venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --upgrade --only-binary=:all: \
+	    --target "$(DATA)/nixl" nixl==1.5.1 nixl-cu12==1.5.1
+	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --out "$(DATA)/backends/cases.json"
+	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --lmcache --out "$(DATA)/backends/lmcache.json"
+	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --pair --out "$(DATA)/backends/pair.json"
+	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_lmcache.py
+	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
+	    --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300 --at-a-time 2 --must-hit
+	PYTHONPATH=.:connector:"$(abspath $(DATA))/lmcache" $(RUN) e2e.backends --cases "$(DATA)/backends/lmcache.json" \
+	    --out "$(DATA)/backends/lmcache" --work "$(abspath $(DATA))/backends/work" --seconds 1800 --start-seconds 300 \
+	    --second shared --at-a-time 2 --redis redis-server --must-hit
+	PYTHONPATH=.:connector:"$(abspath $(DATA))/nixl" $(RUN) e2e.backends.disaggregated --cases "$(DATA)/backends/pair.json" \
+	    --out "$(DATA)/backends/pair" --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300
+	PYTHONPATH=. $(RUN) e2e.backends.page --take "$(DATA)/backends/backends.json" "$(DATA)/backends/lmcache/backends.json" \
+	    "$(DATA)/backends/pair/disaggregated.json"
 
 test-netfs: venv ## network file systems with servers that fail, and the store's suites on each (root; half an hour)
 	$(RUN) pytest tests/connector/netfs --timeout 300
@@ -86,6 +99,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_connector.tier.metrics_reference --check
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
+	PYTHONPATH=. $(RUN) e2e.backends.page --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.api.crd --write crds
@@ -96,6 +110,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write
 	PYTHONPATH=. $(RUN) e2e.matrix --write
+	PYTHONPATH=. $(RUN) e2e.backends.page --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
 	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden

@@ -9,6 +9,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from e2e.backends import table
+from e2e.backends import cases as known
+from e2e.backends import lmcache_memcpy, table
 from e2e.backends.pod import Pod
 
 VOCABULARY = 32000
+HITS = "external_prefix_cache_hits_total"
 PASSWORD = "of-the-script"  # noqa: S105  of a Redis that only this machine reaches
 
 
@@ -96,12 +99,13 @@ def measure(run: Run, pod: Pod, result: dict[str, Any]) -> None:
     forget(pod)
     result["cold_ms"], token = first_token(pod, ids)
     is_lazy = "Lazy" in pod.title
+    is_behind_memory = "node's disk" in pod.title
     if "storeThreshold 2" in pod.title:
         # Kept at the second offer.
         forget(pod)
         result["second_ms"], _ = first_token(pod, ids)
-    if is_lazy:
-        # Copied when it is about to be evicted: so that much else is computed.
+    if is_lazy or is_behind_memory:
+        # Copied, or evicted from memory, when there is much else: so that is computed.
         for seed in range(50, 54):
             first_token(pod, prompt(seed, run.tokens))
     times, answers = [], []
@@ -172,68 +176,106 @@ def guarded(run: Run, result: dict[str, Any], stage: str, work: Callable[[], Non
     run.keep()
 
 
+def started(run: Run, kind: str, port: int, chosen: list[Mapping[str, Any]], work: Path) -> list[Pod]:
+    """Start an engine of each of these cases."""
+    made = []
+    for at, case in enumerate(chosen):
+        preload = run.options.lmcache_preload if "LMCache" in case["title"] else ""
+        env = {"LMCACHE_RESP_PASSWORD": PASSWORD, **({"LD_PRELOAD": preload} if preload else {})}
+        if case.get("needs_memcpy"):
+            lmcache_memcpy.install(work / "plugins")
+            env["PYTHONPATH"] = f"{work / 'plugins'}:{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"
+        name = f"{case['tier']['metadata']['name']}-{kind}"
+        made.append(Pod(case, work, port=port + at, name=name, more_env=env))
+    for pod in made:
+        pod.start()
+    return made
+
+
 def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
     """Start engines of several cases at the same time, measure one after the other, and do it again in new ones."""
-    results = {case["title"]: {"title": case["title"], "args": case["args"]} for case in cases}
+    results: dict[str, dict[str, Any]] = {
+        case["title"]: {"title": case["title"], "args": case["args"]} for case in cases
+    }
+    for case in cases:
+        results[case["title"]] |= {"shares": case["shares"], "memcpy": case.get("needs_memcpy", False)}
     run.results += list(results.values())
-    more_env = {"LMCACHE_RESP_PASSWORD": PASSWORD}
-
-    def pods_of(kind: str, port: int, chosen: list[Mapping[str, Any]]) -> list[Pod]:
-        made = []
-        for at, case in enumerate(chosen):
-            preload = run.options.lmcache_preload if "LMCache" in case["title"] else ""
-            env = {**more_env, **({"LD_PRELOAD": preload} if preload else {})}
-            name = f"{case['tier']['metadata']['name']}-{kind}"
-            made.append(Pod(case, work, port=port + at, name=name, more_env=env))
-        for pod in made:
-            pod.start()
-        return made
-
-    first = pods_of("a", run.options.port, cases)
-    second: list[Pod] = []
+    pods = started(run, "a", run.options.port, cases, work)
     try:
-        for pod in wait_ready(run, first, results, run.options.start_seconds):
+        for pod in wait_ready(run, pods, results, run.options.start_seconds):
             guarded(run, results[pod.title], "first engine", partial(measure, run, pod, results[pod.title]))
             run.say(f"{pod.title}: {table.short(results[pod.title])}")
-        alive = [
-            case
-            for case in cases
-            if "problem" not in results[case["title"]] and (case["shares"] or run.options.second == "all")
-        ]
-        if run.left() < run.options.start_seconds * 0.7 or not alive:
-            return
-        # The first engines go on: these are other replicas. They have computed nothing, so they are restarts as well.
-        second = pods_of("b", run.options.port + 50, alive)
-        for pod in wait_ready(run, second, results, run.options.start_seconds):
-            result = results[pod.title]
-            again = partial(measure_again, pod, result, run.tokens, "replica_ms")
-            guarded(run, result, "second engine", again)
-            run.say(f"{pod.title}: {table.short(result)}")
+        is_wanted = run.options.second == "all"
+        alive = [case for case in cases if "problem" not in results[case["title"]] and (case["shares"] or is_wanted)]
+        if run.left() >= run.options.start_seconds * 0.7 and alive:
+            second(run, alive, pods, results, work)
     finally:
-        for pod in (*first, *second):
+        for pod in pods:
             pod.stop()
         if run.options.logs:
-            for pod in (*first, *second):
-                text = pod.log.read_text(errors="replace") if pod.log.exists() else ""
-                with (run.options.out / "engines.log").open("a") as log:
-                    log.write(f"===== {pod.title} {pod.log.name}\n{pod.reasons()}{text[-6000:]}\n")
+            keep_logs(run, pods)
+
+
+def second(
+    run: Run, cases: list[Mapping[str, Any]], pods: list[Pod], results: Mapping[str, dict[str, Any]], work: Path
+) -> None:
+    """Measure new engines, and add them to those that run.
+
+    The first engines go on: these are other replicas. They have computed nothing, so they are restarts as well.
+    """
+    for pod in pods:
+        # LMCache's cache server has one port for each pod, and all pods here have one address.
+        if "MultiProcess" in pod.title:
+            pod.stop()
+    made = started(run, "b", run.options.port + 50, cases, work)
+    pods += made
+    for pod in wait_ready(run, made, results, run.options.start_seconds):
+        result = results[pod.title]
+        guarded(run, result, "second engine", partial(measure_again, pod, result, run.tokens, "replica_ms"))
+        run.say(f"{pod.title}: {table.short(result)}")
+
+
+def keep_logs(run: Run, pods: list[Pod]) -> None:
+    """Keep the ends of what engines have logged."""
+    with (run.options.out / "engines.log").open("a") as log:
+        for pod in pods:
+            text = pod.log.read_text(errors="replace") if pod.log.exists() else ""
+            log.write(f"===== {pod.title} {pod.log.name}\n{pod.reasons()}{text[-6000:]}\n")
 
 
 @contextmanager
 def redis(run: Run, program: str) -> Iterator[None]:
-    """Run a Redis with the operator's own flags while cases need it."""
+    """Run two Redis with the operator's own flags while cases need them: with a password, and without."""
     if not program:
         yield
         return
-    words = ["--port", "6379", "--save", "", "--appendonly", "no", "--maxmemory", str(12 << 30)]
-    words += ["--maxmemory-policy", "allkeys-lru", "--requirepass", PASSWORD, "--bind", "127.0.0.1"]
+    words = ["--save", "", "--appendonly", "no", "--maxmemory", str(12 << 30), "--bind", "127.0.0.1"]
+    words += ["--maxmemory-policy", "allkeys-lru"]
+    each = (["--port", "6379", "--requirepass", PASSWORD], ["--port", str(known.OPEN_PORT)])
     with (run.options.out / "redis.log").open("wb") as log:
-        process = subprocess.Popen([*program.split(), *words], stdout=log, stderr=subprocess.STDOUT)
+        commands = [[*program.split(), *words, *more] for more in each]
+        made = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) for command in commands]
     try:
         yield
     finally:
-        process.terminate()
-        process.wait(10)
+        for process in made:
+            process.terminate()
+            process.wait(10)
+
+
+def problems(results: list[dict[str, Any]]) -> list[str]:
+    """Return what is not as promised: each case hits, its tokens are equal, and what is shared is read by another."""
+    found = []
+    for result in results:
+        hits = [result.get(name, {}).get(HITS, 0) for name in ("hit_tokens", "replica_hit_tokens")]
+        told = {
+            result.get("problem", ""): "problem" not in result,
+            "tokens differ": result.get("same_tokens"),
+            "no hit": hits[0],
+            "another engine found nothing": hits[1] or not result["shares"],
+        }
+        found += [f"{result['title']}: {problem}" for problem, is_well in told.items() if not is_well]
+    return found
 
 
 def main() -> None:
@@ -262,14 +304,19 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     run = Run(options, document)
-    with redis(run, options.redis):
-        for at in range(0, len(cases), options.at_a_time):
-            if run.left() < options.start_seconds * 0.6:
-                run.say("no time left for the rest")
-                break
+    for at in range(0, len(cases), options.at_a_time):
+        if run.left() < options.start_seconds * 0.6:
+            run.say("no time left for the rest")
+            break
+        # A new one for each: cases have the same prompts, and some the same keys.
+        with redis(run, options.redis):
             wave(run, cases[at : at + options.at_a_time], options.work)
     run.keep()
     print((options.out / "backends.md").read_text())
+    left_out = {case["title"] for case in cases} - {result["title"] for result in run.results}
+    wrong = [*problems(run.results), *(f"{title}: there was no time for it" for title in sorted(left_out))]
+    if options.must_hit and wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ from typing import Any, Final
 MODEL: Final = "/tmp/kvtier-backends/model"  # noqa: S108  the script's own, and the same for every engine
 GIB: Final = 1 << 30
 
+OPEN_PORT: Final = 6380
+"""Of a Redis without a password; one with a password has Redis' own port."""
+ABSENT_PORT: Final = 6399
+"""Where nobody listens."""
 REDIS: Final = {"redis": {"url": "redis://127.0.0.1:6379", "passwordSecretRef": {"name": "redis"}}}
 
 CUDA: Final[dict[str, dict[str, Any]]] = {
@@ -27,6 +31,21 @@ CPU: Final[dict[str, dict[str, Any]]] = {
     "VLLMTiering": {"type": "VLLMTiering"},
     "Bundled": {"type": "Bundled"},
 }
+
+LMCACHE: Final[dict[str, dict[str, Any]]] = {
+    "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},
+    "LMCache, Redis": {"type": "LMCache", "lmcache": {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}},
+    "LMCache, Redis that is not there": {
+        "type": "LMCache",
+        "lmcache": {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}},
+    },
+    "LMCache, node's disk": {"type": "LMCache", "lmcache": {"localDisk": {"size": "1Gi"}}},
+    "LMCache, MultiProcess with Redis": {
+        "type": "LMCache",
+        "lmcache": {"mode": "MultiProcess", "redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}},
+    },
+}
+"""LMCache on the CPU build, where the operator refuses it: in its process, a class of the test copies for it."""
 
 SHAPES: Final[dict[str, dict[str, int]]] = {
     # Llama 3.2 3B's, so that several engines fit one GPU.
@@ -67,22 +86,27 @@ def model_config(device: str) -> dict[str, Any]:
 def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the KVCacheTier of one connector."""
     is_cpu = device == "cpu"
+    is_lmcache = connector["type"] == "LMCache"
     memory = ["--gpu-memory-utilization=0.15"] if is_cpu else ["--kv-cache-memory-bytes=4294967296"]
     memory += [] if is_cpu else ["--gpu-memory-utilization=0.12"]
     args = ["--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", *memory]
     args += [f"--max-model-len={4096 if is_cpu else 32768}", "--seed=0"]
+    env = [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]
+    env += [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}] if is_cpu else []
+    if is_cpu and connector.get("lmcache", {}).get("mode") == "MultiProcess":
+        # Its server takes blocks out of the engine's memory, as it does on a GPU.
+        env.append({"name": "LMCACHE_MP_TRANSFER_MODE", "value": "lmcache_driven"})
     nixl = connector.get("hybrid", {}).get("nixl")
     is_ours = connector["type"] == "Bundled" or nixl is not None
     spec: dict[str, Any] = {
         "model": {"name": MODEL, "config": model_config(device)},
         "engine": {
-            "accelerator": {"resource": "none" if is_cpu else "nvidia.com/gpu"},
+            "accelerator": {"resource": "none" if is_cpu and not is_lmcache else "nvidia.com/gpu"},
             "args": args,
-            "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]
-            + ([{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}] if is_cpu else []),
+            "env": env,
         },
         "connector": connector,
-        "cpu": {"size": "512Mi" if is_cpu else "8Gi"},
+        "cpu": {"size": _memory(connector) if is_cpu else "8Gi"},
         # What it loads is to be compared, not whether loading pays on this machine.
         **({"disk": {"admission": {"costAware": False}}} if is_ours else {}),
     }
@@ -96,3 +120,8 @@ def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
         "metadata": {"name": name, "namespace": "backends"},
         "spec": spec,
     }
+
+
+def _memory(connector: dict[str, Any]) -> str:
+    """Return the memory of a tier on the CPU: with a disk behind it, less than the prompts that are asked between."""
+    return "48Mi" if "localDisk" in connector.get("lmcache", {}) else "512Mi"

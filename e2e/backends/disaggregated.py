@@ -23,6 +23,12 @@ HANDED_OVER: Final = {
     "remote_port": None,
 }
 """What a proxy asks of the engine that prefills; its answer says where the blocks are."""
+HITS: Final = "vllm:external_prefix_cache_hits_total"
+BYTES: Final = "vllm:nixl_bytes_transferred_sum"
+READ: Final = "vllm:kvtier_disk_read_blocks_total"
+COUNTED: Final = frozenset({HITS, BYTES, READ})
+SETTLED_SECONDS: Final = 3.0
+"""After which no block has come to the volume, so that all have."""
 
 
 def complete(pod: Pod, ids: list[int], *, count: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,7 +60,7 @@ def by_source(pod: Pod) -> dict[str, float]:
     for line in pod.ask("GET", "/metrics", None).decode().splitlines():
         name, _, value = line.rpartition(" ")
         family = name.split("{")[0]
-        if family in {"vllm:external_prefix_cache_hits_total", "vllm:nixl_bytes_transferred_sum"}:
+        if family in COUNTED:
             found[family] = found.get(family, 0.0) + float(value)
         if family.startswith("vllm:nixl_num_failed") and family.endswith("_total"):
             found[family] = found.get(family, 0.0) + float(value)
@@ -107,6 +113,44 @@ def measure(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> N
     found["same_tokens"] = tokens(again) == handed and eight == computed
 
 
+def from_volume(run: alone.Run, pods: Mapping[str, Pod], volume: Path, found: dict[str, Any]) -> None:
+    """Have one engine compute a prompt and hand nothing over: the other one has it from the volume alone."""
+    prefill, decode = pods["prefill"], pods["decode"]
+    ids = alone.prompt(5, run.tokens)
+    computed = tokens(complete(prefill, ids, count=8))
+    settle(volume)
+    before = by_source(decode)
+    began = time.perf_counter()
+    first = tokens(complete(decode, ids, count=1))
+    found["volume_ms"] = 1000 * (time.perf_counter() - began)
+    after = by_source(decode)
+    found["volume_counts"] = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    alone.forget(decode)
+    found["volume_same_tokens"] = first == computed[:1] and computed == tokens(complete(decode, ids, count=8))
+
+
+def settle(volume: Path) -> None:
+    """Wait until no more blocks come to the volume."""
+    count, since = -1, time.monotonic()
+    while time.monotonic() - since < SETTLED_SECONDS:
+        blocks = sum(path.is_file() and path.suffix != ".partial" for path in volume.rglob("*"))
+        if blocks != count:
+            count, since = blocks, time.monotonic()
+        time.sleep(0.2)
+
+
+def problems(found: Mapping[str, Any]) -> list[str]:
+    """Return what is not as promised."""
+    told = {
+        "tokens differ": found["same_tokens"] and found["volume_same_tokens"] and found["prefill_gone_same_tokens"],
+        "nothing was handed over": found["decode_counts"].get(BYTES),
+        "nothing came from the tier": found["tier_counts"].get(HITS),
+        "nothing came from the volume": found["volume_counts"].get(READ) and found["volume_counts"].get(HITS),
+        "what came from the volume was handed over": not found["volume_counts"].get(BYTES),
+    }
+    return [problem for problem, is_well in told.items() if not is_well]
+
+
 def without_prefill(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> None:
     """End the prefill engine between its answer and the decode: the blocks are gone, and the request is answered."""
     prefill, decode = pods["prefill"], pods["decode"]
@@ -143,6 +187,7 @@ def main() -> None:
     pods = start(document, options.work, options.port, run)
     try:
         measure(run, pods, found)
+        from_volume(run, pods, pods["prefill"].volume, found)
         run.say(json.dumps({name: value for name, value in found.items() if name != "args"}))
         without_prefill(run, pods, found)
     finally:
@@ -153,10 +198,8 @@ def main() -> None:
             for title, pod in pods.items():
                 log.write(f"===== {title}\n{pod.log.read_text(errors='replace')[-20000:]}\n")
     print(json.dumps({name: value for name, value in found.items() if name != "args"}, indent=1))
-    is_good = found["same_tokens"] and found["prefill_gone_same_tokens"]
-    handed = found["decode_counts"].get("vllm:nixl_bytes_transferred_sum", 0)
-    if not (is_good and handed and found["tier_counts"].get("vllm:external_prefix_cache_hits_total", 0)):
-        sys.exit("tokens differ, or nothing was handed over, or nothing was read from the tier")
+    if wrong := problems(found):
+        sys.exit(", ".join(wrong))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Pod:
         self._began = 0.0
         self.start_seconds: float | None = None
 
+    @property
+    def volume(self) -> Path:
+        """Return what stands for the volume, which pods of one tier share."""
+        return self._work / f"{self._case['blocks']}-volume"
+
     def start(self) -> None:
         """Write the files of the pod and start its engine."""
         moved = self._directories()
@@ -114,12 +119,11 @@ class Pod:
     def _directories(self) -> dict[str, str]:
         """Return where this machine has what the pod mounts; volumes are shared by the pods of a case."""
         own = self._work / self._name
-        shared = self._work / f"{self._case['blocks']}-volume"
         found: dict[str, str] = {}
         for name, path in self._case["mounts"].items():
             if name in KEPT or path == "/dev/shm":  # noqa: S108  this machine's own will do
                 continue
-            place = shared if name == "blocks" else own / name
+            place = self.volume if name == "blocks" else own / name
             place.mkdir(parents=True, exist_ok=True)
             found[path] = str(place)
         return found

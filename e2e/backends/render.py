@@ -15,6 +15,8 @@ from kvtier_operator.api import parse
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
 
+ABSENT = f"redis://127.0.0.1:{cases.ABSENT_PORT}"
+
 
 def rendered(device: str, title: str, connector: dict[str, Any], number: int) -> dict[str, Any]:
     """Return what a kubelet would start: words, environment, files and mounts of the engine's container."""
@@ -25,22 +27,34 @@ def of_tier(title: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the same for a tier."""
     plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:e2e")
     objects = render(plan)
-    engine = next(each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("ine"))
-    pod = engine["spec"]["template"]["spec"]
-    container = next(each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    container = engine_of(list(objects))
     config = next(each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"].endswith("tor"))
     return {
         "title": title,
         "tier": body,
         # Whether a new engine can find anything at all.
-        "shares": plan.spec.connector.uses_volume or "redis" in json.dumps(body["spec"]["connector"]),
+        "shares": plan.spec.connector.uses_volume or _finds_redis(body["spec"]["connector"]),
         "blocks": plan.spec.connector.blocks_of or body["metadata"]["name"],
         "command": container["command"],
         "args": container["args"],
         "env": container["env"],
         "mounts": {each["name"]: each["mountPath"] for each in container["volumeMounts"]},
         "files": config["data"],
+        # On the CPU build LMCache has nothing to copy with in the engine's process.
+        "needs_memcpy": "LMCacheConnectorV1" in json.dumps(container["args"])
+        and "VLLM_CPU_KVCACHE_SPACE" in json.dumps(container["env"]),
     }
+
+
+def engine_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the engine's container of what was rendered."""
+    engine = next(each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("ine"))
+    pod = engine["spec"]["template"]["spec"]
+    return dict(next(each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER))
+
+
+def _finds_redis(connector: dict[str, Any]) -> bool:
+    return "redis" in json.dumps(connector) and ABSENT not in json.dumps(connector)
 
 
 def main() -> None:
@@ -48,9 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m e2e.backends.render", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lmcache", action="store_true", help="LMCache on the CPU build, where a class of ours copies")
     parser.add_argument("--pair", action="store_true", help="the two tiers of e2e.backends.disaggregated")
     options = parser.parse_args()
     wanted = cases.CPU if options.device == "cpu" else cases.CUDA
+    if options.lmcache:
+        wanted = cases.LMCACHE
     found = [rendered(options.device, title, connector, at) for at, (title, connector) in enumerate(wanted.items())]
     if options.pair:
         found = [of_tier(name, cases.body(options.device, each, name)) for name, each in cases.PAIR.items()]

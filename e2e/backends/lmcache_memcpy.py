@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy for LMCache where vLLM's KV cache is ordinary memory: the one thing that it has no class for on the CPU build.
+
+vLLM loads `register` in each of its processes, as a plugin that `install` writes. Everything else of LMCache runs as
+its wheel has it: the connector, the token database, the lookup between scheduler and worker, memory, disk and Redis.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+ENTRY_POINTS: Final = "[vllm.general_plugins]\nkvtier_lmcache_memcpy = e2e.backends.lmcache_memcpy:register\n"
+
+
+class Memcpy:
+    """What LMCache calls a GPU connector. It copies whole blocks: how tokens lie in one, the CPU kernels know."""
+
+    def __init__(self, metadata: Any) -> None:
+        """Store."""
+        self._metadata = metadata
+        self.kvcaches: list[Any] | None = None
+
+    def initialize_kvcaches_ptr(self, *, kvcaches: list[Any] | None = None, **_: Any) -> None:
+        """Take the engine's tensors, one for each layer."""
+        self.kvcaches = kvcaches or self.kvcaches
+
+    def get_shape(self, num_tokens: int) -> Any:
+        """Return the shape of a chunk."""
+        return self._metadata.get_shapes(num_tokens)[0]
+
+    def batched_from_gpu(self, chunks: Sequence[Any], starts: list[int], ends: list[int], **more: Any) -> None:
+        """Copy blocks of the engine into chunks."""
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            self.from_gpu(chunk, start, end, **more)
+
+    def batched_to_gpu(self, chunks: Sequence[Any], starts: list[int], ends: list[int], **more: Any) -> None:
+        """Copy chunks into blocks of the engine."""
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            self.to_gpu(chunk, start, end, **more)
+
+    def from_gpu(self, chunk: Any, start: int, end: int, **more: Any) -> None:
+        """Copy the blocks of some tokens into their chunk."""
+        for rows, layer, blocks in self._parts(chunk, start, end, more):
+            rows.copy_(layer[blocks].view(rows.shape))
+
+    def to_gpu(self, chunk: Any, start: int, end: int, **more: Any) -> None:
+        """Copy a chunk into the blocks of its tokens."""
+        for rows, layer, blocks in self._parts(chunk, start, end, more):
+            layer[blocks] = rows.view(layer[blocks].shape)
+
+    def _parts(self, chunk: Any, start: int, end: int, more: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
+        """Return, for each layer, its part of the chunk, its tensor and the numbers of its blocks."""
+        self.initialize_kvcaches_ptr(**more)
+        assert self.kvcaches is not None
+        size = self.kvcaches[0].shape[2]
+        slots = more["slot_mapping"][start:end]
+        if len(slots) % size or any(slots[::size] % size):
+            raise ValueError(f"tokens {start} to {end} are no whole blocks of {size}")
+        parts = chunk.tensor.view(len(self.kvcaches), -1)
+        return [(rows, layer, slots[::size] // size) for rows, layer in zip(parts, self.kvcaches, strict=True)]
+
+
+class _Patch(importlib.abc.MetaPathFinder):
+    """Replaces LMCache's choice when its module is imported.
+
+    That is late: vLLM's CPU worker looks through every module that is there before, and falls over one of LMCache's.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  as called
+        """Have the module loaded as always, and patched after that."""
+        if fullname != "lmcache.v1.gpu_connector":
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.util.find_spec(fullname)
+        if found is not None and found.loader is not None:
+            load = found.loader.exec_module
+
+            def load_and_patch(module: ModuleType) -> None:
+                load(module)
+                vars(module)["CreateGPUConnector"] = lambda _config, metadata, *_, **__: Memcpy(metadata)
+
+            vars(found.loader)["exec_module"] = load_and_patch
+        return found
+
+
+def register() -> None:
+    """Have LMCache use the class above, once it is imported."""
+    sys.meta_path.insert(0, _Patch())
+
+
+def install(directory: Path) -> None:
+    """Write what makes a directory of PYTHONPATH a plugin of vLLM."""
+    made = directory / "kvtier_lmcache_memcpy-0.dist-info"
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-lmcache-memcpy\nVersion: 0\n")
+    (made / "entry_points.txt").write_text(ENTRY_POINTS)
