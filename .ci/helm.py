@@ -64,7 +64,7 @@ def binary(name: str = "helm") -> Path:
 
 def operator_yaml() -> str:
     """Return what docs/operator.yaml is to hold."""
-    command = [str(binary()), "template", "kvtier-operator", str(CHART), "--namespace=kvtier-system"]
+    command = [str(binary()), "template", "kvtier", str(CHART), "--namespace=kvtier-system"]
     options = ["--set=fullnameOverride=kvtier-operator", "--set=crds.install=false"]
     rendered = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
     kept = [line for line in rendered.splitlines() if not line.startswith(("# Source:", "    helm.sh/chart"))]

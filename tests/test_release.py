@@ -40,6 +40,24 @@ def test_chart_and_manifests_of_a_release_name_its_images_by_digest(tmp_path: Pa
     assert {"kvtier/dashboards/tier.json", "kvtier/rules/alerts.yaml", "kvtier/files/kvcachetier.yaml"} <= set(names)
 
 
+def test_each_way_to_install_makes_the_same_objects_so_that_one_can_follow_another(tmp_path: Path) -> None:
+    release.main(f"v{VERSION}", str(tmp_path), *PUSHED)
+    with_helm = release.helm("template", "kvtier", str(release.CHART), "--namespace=kvtier-system")
+
+    def objects(text: str) -> dict[tuple[str, str], object]:
+        found = [each for each in yaml.safe_load_all(text) if each and each["kind"] != "Namespace"]
+        return {
+            (each["kind"], each["metadata"]["name"]): each["spec"].get("selector") if "spec" in each else None
+            for each in found
+            if each["kind"] != "CustomResourceDefinition"
+        }
+
+    released = (tmp_path / "install.yaml").read_text()
+    assert objects(with_helm) == objects(released) == objects((ROOT / "docs/operator.yaml").read_text())
+    assert "Helm" not in released[released.index("kind: Deployment") :]
+    assert "helm.sh/chart" not in released
+
+
 @pytest.mark.parametrize(
     ("version", "pushed", "complaint"),
     [
