@@ -87,6 +87,8 @@ class Flight:
     board_lane: Lane = Lane.STORE
     """Whose part of the board it takes."""
     is_taken_back: bool = False
+    is_fenced: bool = False
+    """Whether it is not known yet that no mover copies for it: until then it has no other ticket."""
     ending: Ending | None = None
     """How it ends if no answer comes before its row is safe."""
     is_told: bool = False
@@ -202,6 +204,7 @@ class Dispatcher:
         taken = [flight for flight in flights if not flight.is_taken_back]
         for flight in taken:
             self._clear(flight)
+            flight.is_fenced = True
         if taken:
             self._fences.append(_Fence(set(self._movers()), time.monotonic(), taken))
 
@@ -346,6 +349,8 @@ class Dispatcher:
         fence.remaining = {mover for mover in fence.remaining if not self._board.is_unlocked(mover)}
         if not fence.remaining:
             flights += fence.flights
+            for flight in fence.flights:
+                flight.is_fenced = False
         elif time.monotonic() - fence.began > _LOCK_SECONDS:
             for mover in fence.remaining:
                 self._crew.kill(mover)
@@ -373,8 +378,7 @@ class Dispatcher:
             compression=settings.compression,
             file_system=settings.file_system,
         )
-        files = {region.fd for region in self._regions}
-        return told.encode(), [self._board_fd, *files, *pipes, self._replies.writer]
+        return told.encode(), [self._board_fd, *{region.fd for region in self._regions}, *pipes, self._replies.writer]
 
     def _make_thread(self, number: int) -> Mover:
         settings = self._settings

@@ -209,8 +209,9 @@ class Movers:
         for lane, queue in self._queues.items():
             while queue and self._dispatcher.has_room(lane):
                 flight = queue.popleft()
-                # It may have been withdrawn or hastened since.
-                if flight.lane is lane and not flight.ticket and not flight.is_told and self._admit(flight):
+                # It may have been withdrawn or hastened since; what is fenced is queued when it is returned.
+                is_due = flight.lane is lane and not flight.ticket and not flight.is_told and not flight.is_fenced
+                if is_due and self._admit(flight):
                     self._dispatcher.place(flight, active_key)
         self._dispatcher.share(1.0 if not self._stores else _YIELDING_SHARE if self._reads else _STORING_SHARE)
         self._dispatcher.send()

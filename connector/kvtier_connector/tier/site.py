@@ -144,6 +144,7 @@ class Sites:
         self._config = config
         self._parts = parts
         self._fs = fs
+        self._generation = generation
         self._facts: dict[str, Any] = {}
         self._left: list[threading.Thread] = []
         self.weights = Weights(None, is_shared=True)
@@ -193,8 +194,9 @@ class Sites:
         self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
         root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
         config = replace(self._config, digest=self._name, root=root)
-        # Whether the engine was started for this generation was seen when it began.
-        self.here = Site(config, self._parts, self._fs, generation="")
+        # One that was started for another generation is refused with any weights.
+        generation = "" if self._generation == self._config.digest else self._generation
+        self.here = Site(config, self._parts, self._fs, generation=generation)
         self.here.transfers.take_over(left.transfers)
 
     def _start(self, wait_seconds: float) -> None:

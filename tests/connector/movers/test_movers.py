@@ -14,6 +14,7 @@ from crews import (
     ROWS,
     Crews,
     CrewUnderTest,
+    children,
     is_alive,
     is_waiting,
     key,
@@ -22,6 +23,7 @@ from crews import (
     wait_until,
 )
 
+from kvtier_connector.movers import dispatch
 from kvtier_connector.movers.board import ENTRIES, Board
 from kvtier_connector.movers.tasks import Ending, Lane, Looked
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
@@ -282,6 +284,40 @@ def test_a_load_finds_a_mover_that_is_free_while_the_volume_holds_up_all_that_st
     assert crew.outcome(1) == HIT
     gate.unlink()
     crew.wait_for(11)
+
+
+def test_a_prefetch_that_is_made_urgent_while_it_is_taken_back_is_under_way_once(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_LOCK_SECONDS", PATIENCE_SECONDS)
+    crew = crews.make(movers=2, file_system="mover_fs:HoldingFs")
+    crew.write(1, 2, 3)
+    gate = shut(crews)
+    crew.load(1, 1, 2)
+    working = crew.movers._dispatcher.working
+    wait_until(lambda: len(working()) == 2, "both movers hold their locks")
+    crew.load(3, 3, first_row=3, lane=Lane.PREFETCH)
+    holding, dying = crew.processes
+    os.kill(dying, signal.SIGKILL)
+    flight = crew.movers._open[3]
+
+    def is_left_alone() -> bool:
+        crew.collect()
+        return flight.is_taken_back and not flight.ticket
+
+    wait_until(is_left_alone, "the next mover has seen that the task is taken back, and the first holds its lock")
+    crew.movers.hasten([3])
+    if flight.ticket:
+        wait_until(lambda: flight.ticket in working(), "the next mover reads it")
+    os.kill(next(iter(set(children(os.getpid())) - {holding, dying})), signal.SIGSTOP)
+    gate.unlink()
+    crew.wait_for(3)
+    crew.set_row(3, payload(4))
+    for process in children(os.getpid()):
+        os.kill(process, signal.SIGCONT)
+    crew.load(4, 1, 2, 3)
+    crew.wait_for(6)
+    assert crew.row(3) == payload(4), "it was given to another block"
 
 
 def test_a_task_does_not_end_while_its_row_is_being_copied(crews: Crews) -> None:

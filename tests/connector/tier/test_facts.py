@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig import DECLARED, Rigs, keys, offloading_config
+from rig import DECLARED, Rigs, keys, offloading_config, wait_until
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from kvtier_connector.fingerprints.facts import engine_facts
@@ -132,6 +132,11 @@ def test_an_engine_that_was_started_for_another_generation_leaves_the_volume_alo
     assert old.metric("vllm:kvtier_disk_refused", "generation") == 1
     old.offload(keys(2))
     assert not rigs.root.exists()
+    old.tier.doubt_weights(is_clean=True)
+    old.tier.settle_weights(["others"])
+    wait_until(lambda: old.tier._sites.here.volume.refused_field, "it is refused again")
+    old.offload(keys(2))
+    assert not list(rigs.root.parent.rglob("*.kvb")), "nor with other weights"
     new = rigs.make(options={"generation": rigs.root.name})
     new.offload(keys(2))
     assert len(list(rigs.root.rglob("*.kvb"))) == 2
