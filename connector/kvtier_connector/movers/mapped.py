@@ -14,17 +14,19 @@ from __future__ import annotations
 import mmap
 import os
 
-from kvtier_connector.store.fs import FileSystem, is_in_memory
+from kvtier_connector.movers.releasing import ReleasingFs
+from kvtier_connector.store.fs import is_in_memory
 
 _MOST_MAPPED_BYTES = 4 << 30
 """No block is as long: a longer file, which may have no bytes at all, is read as elsewhere."""
 
 
-class MappingFs(FileSystem):
-    """The real system calls, and mappings of files in memory. One thread."""
+class MappingFs(ReleasingFs):
+    """The real system calls, and mappings of files in memory. One thread, besides the one that closes."""
 
     def __init__(self) -> None:
         """Start without knowing any volume."""
+        super().__init__()
         self._in_memory: dict[int, bool] = {}
 
     def map(self, fd: int) -> memoryview | None:

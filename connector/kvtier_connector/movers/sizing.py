@@ -26,7 +26,7 @@ _CORE_BYTES_PER_SECOND = 2.5e9
 def enough(processors: int, *, round_trip_seconds: float, chunk_bytes: int) -> int:
     """Return with how many movers every processor has something to do while the others wait for the volume."""
     moving_seconds = max(1, chunk_bytes) / _CORE_BYTES_PER_SECOND
-    return int(processors * (1 + _TRIPS * round_trip_seconds / moving_seconds))
+    return round(processors * (1 + _TRIPS * round_trip_seconds / moving_seconds))
 
 
 class Sizing:

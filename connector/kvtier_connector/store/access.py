@@ -108,7 +108,7 @@ class Access:
             return found
         finally:
             with contextlib.suppress(OSError):
-                self._fs.close(fd)
+                self._fs.release(fd)
 
     def _explain(self, key: BlockKey) -> Fault:
         """Say of a file that cannot be read whether the volume fails, or whether it is none; that is put away.

@@ -64,6 +64,10 @@ class FileSystem:
         """Close a file; network file systems report a failed write here."""
         os.close(fd)
 
+    def release(self, fd: int) -> None:
+        """Close a file that was only read, of which no answer matters."""
+        self.close(fd)
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into the buffers and return how many bytes came."""
         return os.preadv(fd, buffers, offset)

@@ -61,7 +61,7 @@ def test_movers_without_work_go_after_a_while() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_trip_seconds", "size"), [(0.0, 2), (20e-6, 2), (0.0005, 2), (0.001, 3), (0.005, 10), (0.020, 37)]
+    ("round_trip_seconds", "size"), [(0.0, 2), (20e-6, 2), (0.0005, 3), (0.001, 4), (0.005, 11), (0.020, 38)]
 )
 def test_a_slow_answer_of_the_volume_asks_for_more_movers_than_processors(round_trip_seconds: float, size: int) -> None:
     assert enough(2, round_trip_seconds=round_trip_seconds, chunk_bytes=8 << 20) == size
