@@ -111,8 +111,9 @@ def _programs() -> list[tuple[int, str, float]]:
             fields = (directory / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        name = os.path.basename(words[0].decode(errors="replace"))  # noqa: PTH119 - of a command line
-        if b"kvtier_connector.movers.process" in words:
+        # Some servers put in the place of their arguments what they do.
+        name = os.path.basename(words[0].decode(errors="replace").partition(" ")[0])  # noqa: PTH119 - of a command line
+        if b"kvtier_connector.movers.process" in words and int(fields[1]) == os.getpid():
             name = MOVERS
         elif int(directory.name) == os.getpid():
             name = "this program"
