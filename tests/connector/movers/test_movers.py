@@ -26,7 +26,7 @@ from crews import (
 from kvtier_connector.movers import dispatch
 from kvtier_connector.movers.board import ENTRIES, Board
 from kvtier_connector.movers.tasks import Ending, Lane, Looked
-from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.breaker import Direction, State
 from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.index import Presence
@@ -227,65 +227,6 @@ def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(crews:
     assert crew.row(5) == payload(7)
 
 
-def test_a_late_save_never_stores_the_bytes_of_another_block(crews: Crews) -> None:
-    gate = shut(crews)
-    crew = crews.make(movers=1, file_system="mover_fs:GatedFs")
-    crew.write(1)
-    crew.set_row(9, payload(9))
-    crew.load(1, 1)
-    wait_until(lambda: is_waiting(crews), "the read hangs")
-    crew.save(2, 9, row=9)
-
-    crew.withdraw(2)
-    crew.set_row(9, payload(3))
-    gate.unlink()
-    crew.wait_for(2)
-    crew.save(3, 8, row=9)
-    crew.wait_for(3)
-
-    assert crew.blocks.look_up(key(9)) is False
-    assert crew.blocks.look_up(key(8)) is True
-
-
-def test_a_row_that_is_given_to_another_block_while_it_is_written_is_stored_under_neither_name(crews: Crews) -> None:
-    gate = shut(crews)
-    crew = crews.make(movers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES), file_system="mover_fs:GatedWritesFs")
-    crew.set_row(9, payload(9))
-    crew.save(1, 9, row=9)
-    wait_until(lambda: is_waiting(crews), "the header is written")
-
-    crew.withdraw(1)
-    crew.set_row(9, payload(3))
-    gate.unlink()
-    crew.save(2, 8, row=9)
-    crew.wait_for(2)
-
-    assert crew.outcome(1) is Ending.WITHDRAWN
-    assert crew.blocks.look_up(key(9)) is False
-    assert crew.blocks.get(key(8), memoryview(bytearray(ROW_BYTES))) == HIT
-    assert crew.store.usage_bytes() == ROW_BYTES + HEADER_BYTES
-    assert not list((crews.directory / "volume").rglob("*partial*"))
-
-
-def test_a_load_finds_a_mover_that_is_free_while_the_volume_holds_up_all_that_store(crews: Crews) -> None:
-    crew = crews.make(movers=4, file_system="mover_fs:GatedWritesFs")
-    crew.write(1)
-    gate = shut(crews)
-    for number in range(10, 20):
-        crew.save(number, number, row=number)
-
-    def is_held_up() -> bool:
-        crew.collect()
-        return crew.movers.counts().waiting[Lane.STORE] == 10 - 3
-
-    wait_until(is_held_up, "three of four movers store")
-    crew.load(1, 1)
-    crew.wait_for(1)
-    assert crew.outcome(1) == HIT
-    gate.unlink()
-    crew.wait_for(11)
-
-
 def test_a_prefetch_that_is_made_urgent_while_it_is_taken_back_is_under_way_once(
     crews: Crews, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,29 +342,6 @@ def test_what_waits_in_line_is_late_when_no_mover_gets_on_and_they_are_replaced(
         return crew.outcome(task) == HIT
 
     wait_until(is_loaded, "others load")
-
-
-def test_the_limit_of_the_tier_holds_for_what_movers_write(crews: Crews) -> None:
-    crew = crews.make(max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
-    for task in range(9):
-        crew.save(task, task, row=task)
-    crew.wait_for(9)
-
-    outcomes = [done.outcome for done in crew.ended.values()]
-    assert outcomes.count(StoreFault.NO_BUDGET) == 4
-    assert outcomes.count(Stored(ROW_BYTES + HEADER_BYTES)) == 5
-    assert crew.store.usage_bytes() == 5 * (ROW_BYTES + HEADER_BYTES)
-
-
-def test_a_store_that_is_withdrawn_gives_its_room_back(crews: Crews) -> None:
-    crew = crews.make(movers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES))
-    os.kill(crew.processes[0], signal.SIGSTOP)
-    crew.save(0, 0, row=0)
-    crew.save(1, 1, row=1)
-    assert crew.store.usage_bytes() == 2 * (ROW_BYTES + HEADER_BYTES)
-    crew.withdraw(0, 1)
-    assert crew.store.usage_bytes() == 0
-    os.kill(crew.processes[0], signal.SIGCONT)
 
 
 def test_a_breaker_that_opens_refuses_what_waits_in_line(crews: Crews) -> None:
