@@ -7,6 +7,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -43,8 +44,7 @@ _MOST_NEW = 1 << 16
 _MOST_GONE = 1 << 16
 """So many blocks' removals are remembered, and up to twice as many, lest older news of them bring them back."""
 _EPOCHS = 250
-_MOST_GENERATIONS = 1 << 16
-"""Each update of the weights of an engine makes one, which goes when it was idle for an hour."""
+_MOST_GENERATIONS = 1 << 16  # each update of the weights of an engine makes one
 _MOST_SALTS = 1 << 14
 """Clients may name as many tenants as they like; those that are in use are soon there again."""
 _NAME_BITS = (1 << 64) - 1
@@ -65,10 +65,7 @@ class Sum(NamedTuple):
 
 def sum_of(sums: Iterable[Sum]) -> Sum:
     """Return all of them together."""
-    total = Sum()
-    for each in sums:
-        total = total.plus(each)
-    return total
+    return functools.reduce(Sum.plus, sums, Sum())
 
 
 class Ledger:
@@ -142,8 +139,7 @@ class Ledger:
             at = int(np.searchsorted(self._names, np.uint64(name)))
             if at < self._names.size and int(self._names[at]) == name:
                 row = int(self._places[at])
-        is_there = row >= 0 and bool(self._rows["is_alive"][row]) and int(self._rows["name"][row]) == name
-        return row if is_there else -1
+        return row if row >= 0 and self._rows["is_alive"][row] and int(self._rows["name"][row]) == name else -1
 
     def key(self, row: int) -> BlockKey:
         """Return the key of a row's block."""
@@ -161,7 +157,8 @@ class Ledger:
                 continue
             row = self.find_name(name)
             if record.op == Op.GONE:
-                if row >= 0:
+                # It may be of before the block was stored anew: which journal is read first says nothing.
+                if row >= 0 and record.time_ns >= int(self._rows["created"][row]):
                     self.forget([row])
             elif record.op == Op.STORED:
                 size = HEADER_BYTES + record.payload_bytes

@@ -77,6 +77,17 @@ def test_older_news_do_not_bring_a_removed_block_back() -> None:
     assert ledger.total.blocks == 1
 
 
+def test_a_removal_that_is_heard_of_after_the_block_was_stored_anew_does_not_take_it_away() -> None:
+    ledger = Ledger()
+    generation = ledger.generation("aa")
+    # Each has a journal of its own, and that of who removed it is read last.
+    ledger.apply(generation, [stored(1, 10), stored(1, 30)])
+    ledger.apply(generation, [Record(Op.GONE, key(1), 100, 20)])
+    assert ledger.total.blocks == 1
+    ledger.apply(generation, [Record(Op.GONE, key(1), 100, 40)])
+    assert ledger.total.blocks == 0
+
+
 def test_a_walk_forgets_what_it_did_not_find_and_keeps_what_was_stored_meanwhile() -> None:
     ledger = Ledger()
     generation = ledger.generation("aa")
