@@ -86,7 +86,15 @@ class Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         module, _, name = VERBS[cmd_name].place.partition(":")
-        command: click.Command = getattr(importlib.import_module(f"kvtier_cli.{module}"), name)
+        try:
+            command: click.Command = getattr(importlib.import_module(f"kvtier_cli.{module}"), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "kvtier").startswith("kvtier"):
+                raise
+            raise click.ClickException(
+                f"{cmd_name} needs the package {error.name}, which the operator's image does without: "
+                "pip install kvtier"
+            ) from error
         return command
 
     def resolve_command(

@@ -51,6 +51,14 @@ def test_a_tier_is_rendered(tmp_path: Path) -> None:
     assert "kind: Deployment" in done.stdout
 
 
+def test_a_verb_for_which_a_package_is_missing_names_it_and_the_remedy(tmp_path: Path) -> None:
+    done = run(COMMAND.format(arguments=["check", str(tmp_path)]), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: check needs the package blake3, which the operator's image does without: pip install kvtier\n"
+    )
+
+
 def test_it_runs_as_far_as_the_cluster_that_is_not_there(tmp_path: Path) -> None:
     done = run(COMMAND.format(arguments=["run"]), tmp_path)
     assert done.returncode == 1
