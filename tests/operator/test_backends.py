@@ -170,7 +170,9 @@ def test_the_cache_server_is_told_what_to_hold_and_where_to_share() -> None:
     words = shlex.split(extra["lmcache.mp.autostart.server_args"])
     assert words[:3] == ["--l1-size-gb=32", "--eviction-policy=LRU", "--chunk-size=256"]
     adapters = [json.loads(value) for flag, value in itertools.pairwise(words) if flag == "--l2-adapter"]
-    assert [adapter["type"] for adapter in adapters] == ["resp"]
+    (adapter,) = adapters
+    assert (adapter["type"], adapter["class_name"]) == ("native_plugin", "RedisClient")
+    assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}
     assert "password" not in word
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -168,3 +169,57 @@ def test_a_redis_that_is_not_there_is_a_miss() -> None:
     told, log = ask_redis(1, "load")
     assert told == {"before": False, "after": False, "loaded": False}
     assert PASSWORD not in log
+
+
+ASK_CLIENT = """
+import json, select, sys
+from lmcache.v1.distributed.l2_adapters.native_plugin_l2_adapter import NativePluginL2AdapterConfig
+from kvtier_connector.lmcache_processes import RedisClient
+given = NativePluginL2AdapterConfig.from_dict(json.loads(sys.argv[1]))
+client = RedisClient(**given.adapter_params)
+def ask(number):
+    while not (done := client.drain_completions()):
+        assert select.select([client.event_fd()], [], [], 20)[0], "no answer"
+    ((of, is_well, _, found),) = done
+    assert of == number
+    return [is_well, found]
+into, other, short = bytearray(8), bytearray(8), bytearray(4)
+told = [ask(client.submit_batch_exists(["a", "b"])),
+        ask(client.submit_batch_set(["a"], [memoryview(b"12345678")])),
+        ask(client.submit_batch_exists(["a", "b"])),
+        ask(client.submit_batch_get(["a", "b", "a"], [memoryview(each) for each in (into, other, short)]))]
+client.close()
+sys.stdout.write(json.dumps([told, into.decode()]))
+"""
+
+
+def ask_client(port: int) -> list[Any]:
+    """Have the client of LMCache's cache server look, store, look and load, as it is rendered."""
+    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
+    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    words = shlex.split(extra["lmcache.mp.autostart.server_args"])
+    adapter = json.loads(words[words.index("--l2-adapter") + 1])
+    assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}
+    adapter["adapter_params"] = {"host": "127.0.0.1", "port": port}
+    path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_CLIENT, json.dumps(adapter)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "LMCACHE_RESP_PASSWORD": PASSWORD},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_cache_servers_client_stores_and_loads(redis: int) -> None:
+    told, loaded = ask_client(redis)
+    assert told == [[True, [False, False]], [True, [True]], [True, [True, False]], [True, [True, False, False]]]
+    assert loaded == "12345678"
+
+
+def test_the_cache_servers_client_answers_without_a_redis() -> None:
+    told, _ = ask_client(1)
+    assert told == [[False, [False, False]], [False, [False]], [False, [False, False]], [False, [False, False, False]]]

@@ -43,6 +43,13 @@ _PLUGIN_CLASS: Final = {
     f"remote_storage_plugin.{_PLUGIN}.class_name": "PasswordRedisConnector",
 }
 """Where LMCache finds the connector for a Redis with a password."""
+
+_SERVER_PLUGIN: Final = {
+    "type": "native_plugin",
+    "module_path": "kvtier_connector.lmcache_processes",
+    "class_name": "RedisClient",
+}
+"""Where its cache server finds the one for any Redis."""
 _NIXL_ROLES: Final = {"Prefill": "kv_producer", "Decode": "kv_consumer", "Both": BOTH}
 
 
@@ -167,7 +174,9 @@ def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:
     env = [variable("LMCACHE_TRACK_USAGE", "false")]
     if settings.redis is not None:
         address = urlsplit(redis_url(plan, settings.redis))
-        server += ["--l2-adapter", json.dumps({"type": "resp", "host": address.hostname, "port": address.port})]
+        # Its own "resp" holds up every request of an engine whose Redis is away.
+        params = {"host": address.hostname, "port": address.port}
+        server += ["--l2-adapter", json.dumps({**_SERVER_PLUGIN, "adapter_params": params})]
         env += [] if settings.redis.password_secret_ref is None else [_password(settings.redis)]
     extra: dict[str, Any] = {
         "lmcache.mp.host": "tcp://localhost",
@@ -181,6 +190,7 @@ def _multi_process(plan: TierPlan, settings: LMCache) -> Rendered:
         transfer=alone_(connector("LMCacheMPConnector", extra)),
         env=tuple(env),
         init=_redis_check(plan, settings),
+        needs_package=settings.redis is not None,
     )
 
 
