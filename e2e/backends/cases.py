@@ -32,18 +32,19 @@ CPU: Final[dict[str, dict[str, Any]]] = {
     "Bundled": {"type": "Bundled"},
 }
 
+_OPEN: Final = {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}
+_ABSENT: Final = {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}}
 LMCACHE: Final[dict[str, dict[str, Any]]] = {
+    # In pairs of which no two use one Redis, or one port for a cache server: they may start together.
     "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},
-    "LMCache, Redis": {"type": "LMCache", "lmcache": {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}},
-    "LMCache, Redis that is not there": {
+    "LMCache, MultiProcess with Redis": {"type": "LMCache", "lmcache": {"mode": "MultiProcess", **_OPEN}},
+    "LMCache, Redis": {"type": "LMCache", "lmcache": _OPEN},
+    "LMCache, MultiProcess, Redis that is not there": {
         "type": "LMCache",
-        "lmcache": {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}},
+        "lmcache": {"mode": "MultiProcess", **_ABSENT},
     },
+    "LMCache, Redis that is not there": {"type": "LMCache", "lmcache": _ABSENT},
     "LMCache, node's disk": {"type": "LMCache", "lmcache": {"localDisk": {"size": "1Gi"}}},
-    "LMCache, MultiProcess with Redis": {
-        "type": "LMCache",
-        "lmcache": {"mode": "MultiProcess", "redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}},
-    },
 }
 """LMCache on the CPU build, where the operator refuses it: in its process, a class of the test copies for it."""
 

@@ -55,6 +55,7 @@ LIES: Final = {
     "LMCache, node's disk": "host memory, node's disk",
     "LMCache, MultiProcess": "host memory",
     "LMCache, MultiProcess with Redis": "host memory, Redis",
+    "LMCache, MultiProcess, Redis that is not there": "host memory",
     "Hybrid, LMCache with Redis": "host memory, Redis",
     "Hybrid, NIXL": "as `Bundled`",
 }
@@ -145,8 +146,8 @@ def _row(device: str, result: Mapping[str, Any], prompt_tokens: int) -> str:
     elif "replica_ms" in result:
         another = f"computed{took}"
     else:
-        another = "not asked"
-    restart = "as another replica" if is_shared else "nothing is kept"
+        another = "not asked" if is_shared else "nothing to read"
+    restart = ("as another replica" if read else another) if is_shared else "nothing is kept"
     return (
         f"| {shown} | {device} | {result['cold_ms']:.0f} | {result['hit_ms']:.0f} | {restart} | {another} | {lies} |\n"
     )

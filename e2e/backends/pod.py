@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+SECRETS = {"LMCACHE_RESP_PASSWORD"}
+"""Variables that come from Secrets."""
 KEPT = {"connector"}
 """Mounts that need no directory: the package is on PYTHONPATH."""
 
@@ -89,19 +93,21 @@ class Pod:
 
     def stop(self) -> None:
         """End the engine and whatever it started."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(12)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, 9)
-            self._process.wait(10)
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(12)
+        # What it has started may outlive it, as LMCache's cache server does; in a pod, the container ends that.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
 
     def kill(self) -> None:
         """End the engine as a node that is gone would: nothing is said to anyone."""
         assert self._process is not None
-        os.killpg(self._process.pid, 9)
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
 
     def last_words(self) -> str:
@@ -136,7 +142,12 @@ class Pod:
                 continue  # of the image; here, the package is where this machine has it
             value = each.get("value")
             found[name] = _moved(value, moved) if value is not None else self._more_env.get(name, "127.0.0.1")
-        return {**found, **self._more_env}
+        # What stands for a Secret is only for who asks for it.
+        asked = {each["name"] for each in self._case["env"]}
+        return {
+            **found,
+            **{name: value for name, value in self._more_env.items() if name in asked or name not in SECRETS},
+        }
 
 
 def _moved(text: str, moved: Mapping[str, str]) -> str:
