@@ -132,7 +132,7 @@ def _operators(where: targets.Where) -> Iterator[Finding]:
         if not ready:
             remedy = f"kubectl logs -n {each['metadata']['namespace']} deploy/{each['metadata']['name']}"
             yield Finding(what="operator", state="missing", message=f"{name} is not ready", remedy=remedy)
-        elif not image.split("@")[0].endswith(f":{__version__}"):
+        elif _release(each, image) != __version__:
             message = f"{name} runs {image}, this command is {__version__}"
             remedy = "use the command of the operator's release where verbs act by a tier's name"
             yield Finding(what="operator", state="warning", message=message, remedy=remedy)
@@ -140,6 +140,13 @@ def _operators(where: targets.Where) -> Iterator[Finding]:
             yield Finding(what="operator", state="ok", message=f"{name} {__version__} is ready")
     if not found:
         yield from _held(where)
+
+
+def _release(deployment: names.Manifest, image: str) -> str:
+    """Return the tag of an image, or what its Deployment says where it is named by its digest."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    said: str = (deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version", "")
+    return tag or said
 
 
 def _held(where: targets.Where) -> Iterator[Finding]:

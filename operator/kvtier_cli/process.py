@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -14,6 +14,8 @@ from kvtier_cli.exits import FINE
 from kvtier_operator import __version__
 from kvtier_operator import settings as settings_module
 
+_LAST_PORT: Final = 65_535
+
 
 @click.command
 @click.option("-n", "--namespace", "namespaces", multiple=True, help="serve this namespace (may be repeated)")
@@ -21,10 +23,10 @@ from kvtier_operator import settings as settings_module
 @click.option("--liveness", metavar="URL", help="answer the kubelet at http://ADDRESS:PORT, /healthz and /readyz")
 @click.option("--operator-class", metavar="NAME", help="work on tiers with this spec.operatorClassName alone")
 @click.option("--leader-elect", is_flag=True, help="wait for the Lease, so that several may run")
-@click.option("--metrics-port", type=int, help="serve /metrics there")
+@click.option("--metrics-port", type=click.IntRange(0, _LAST_PORT), help="serve /metrics there; 0 serves none")
 @click.option("--webhook-cert", metavar="FILE", help="certificate of the admission webhook; none serves none")
 @click.option("--webhook-key", metavar="FILE", help="key of that certificate")
-@click.option("--webhook-port", type=int, help="where the webhook listens (9443)")
+@click.option("--webhook-port", type=click.IntRange(1, _LAST_PORT), help="where the webhook listens (9443)")
 @click.option("--log-format", type=click.Choice(["plain", "full", "json"]), default="full", show_default=True)
 @click.option("-v", "--verbose", is_flag=True, help="log what is read and left alone, too")
 def run(  # noqa: PLR0913 - options

@@ -27,7 +27,7 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.executing import ERRORS, OUTPUT, Send
-from kvtier_operator import names
+from kvtier_operator import __version__, names
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube import kubeconfig as kubeconfig_module
 from kvtier_operator.kube import person as person_module
@@ -226,6 +226,40 @@ def test_a_report_is_made_where_pods_cannot_be_listed(
     assert "default.shy: metrics and logs of its pods: pods is forbidden" in found["unread"]
     with tarfile.open(file) as archive:
         assert "kvtier-report/default.shy/tier.yaml" in archive.getnames()
+
+
+@pytest.mark.parametrize(
+    ("image", "labelled", "state"),
+    [
+        ("ghcr.io/kvtier/operator@sha256:ab", __version__, "ok"),
+        ("ghcr.io/kvtier/operator@sha256:ab", "9.9.9", "warning"),
+        (f"mirror:5000/operator:{__version__}", "9.9.9", "ok"),
+        ("mirror:5000/operator", "9.9.9", "warning"),
+        ("ghcr.io/kvtier/operator:9.9.9@sha256:ab", __version__, "warning"),
+    ],
+)
+def test_the_doctor_knows_the_release_of_an_operator_whose_image_is_named_by_its_digest(  # noqa: PLR0913, PLR0917 - cases
+    image: str,
+    labelled: str,
+    state: str,
+    api: ApiServerThread,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    operator = {
+        "metadata": {"name": "o", "namespace": "kvtier-system", "labels": {"app.kubernetes.io/version": labelled}},
+        "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
+        "status": {"readyReplicas": 1},
+    }
+
+    class WithAnOperator(KubernetesCluster):
+        @override
+        def list(self, api_version: str, kind: str, **scope: Any) -> list[names.Manifest]:
+            return [operator] if kind == "Deployment" else super().list(api_version, kind, **scope)
+
+    monkeypatch.setattr(person_module, "KubernetesCluster", WithAnOperator)
+    main(["doctor", "-o", "json"])
+    assert [each["state"] for each in json.loads(capsys.readouterr().out) if each["what"] == "operator"] == [state]
 
 
 def test_what_the_doctor_finds_is_redacted_in_a_report(
