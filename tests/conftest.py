@@ -6,11 +6,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "kit"))
+
+import groups
+from engine_host import EngineHost
+from groups import group_of
 
 # A fifth of what importing vLLM takes goes into looking for garbage among a million objects that stay.
 gc.disable()
@@ -62,31 +68,59 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if LIVE_PLACES.intersection(item.path.parts) or not LIVE.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("live")
-    if hasattr(config, "workerinput"):
-        order = {path: number for number, path in enumerate(_long_ones_first(items))}
-        items.sort(key=lambda item: order[item.path])
+    if is_worker(config):
+        order = {name: number for number, name in enumerate(_long_ones_first(items))}
+        items.sort(key=lambda item: (order[group_of(item.nodeid)], item.get_closest_marker("engine") is None))
 
 
-ENGINE_TURNS = (0, 1, 4, 16)
-"""Places of the files with engines among all: of four workers two have one, and the second pair follows the first."""
+def is_worker(config: pytest.Config) -> bool:
+    """Tell whether others run tests beside this process."""
+    return hasattr(config, "workerinput")
 
 
-def _long_ones_first(items: list[pytest.Item]) -> list[Path]:
-    """Return the files in an order in which no worker begins a long one when the others are done.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files of a group to one worker."""
+    return groups.GroupScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def of_group(pytestconfig: pytest.Config) -> Iterator[contextlib.ExitStack]:
+    """Where fixtures leave what the files of one group share. It ends with the last test of them."""
+    with contextlib.ExitStack() as stack:
+        pytestconfig.stash[OF_GROUP] = stack
+        yield stack
+
+
+OF_GROUP = pytest.StashKey[contextlib.ExitStack]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End what a group shares: clusters that go on cost all others time. Who runs alone may come back to a group."""
+    is_last = nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid)
+    if is_last and is_worker(item.config) and OF_GROUP in item.config.stash:
+        item.config.stash[OF_GROUP].close()
+
+
+@pytest.fixture(scope="session")
+def engine_host(of_group: contextlib.ExitStack) -> EngineHost:
+    """Starts vLLM engines."""
+    return of_group.enter_context(EngineHost())
+
+
+def _long_ones_first(items: list[pytest.Item]) -> list[str]:
+    """Return the groups in an order in which no worker begins a long one when the others are done.
 
     Half the time of what starts something goes by waiting, and the rest computes.
     """
-    files: dict[Path, list[pytest.Item]] = {}
+    found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
+        found.setdefault(group_of(item.nodeid), []).append(item)
 
-    def rank(path: Path) -> tuple[bool, bool, int]:
-        live = sum(item.get_closest_marker("live") is not None for item in files[path])
-        return not LIVE_PLACES.intersection(path.parts), not live, -live or -len(files[path])
+    def rank(name: str) -> tuple[int, bool, int]:
+        first = groups.FIRST.index(name) if name in groups.FIRST else len(groups.FIRST)
+        live = sum(item.get_closest_marker("live") is not None for item in found[name])
+        return first, not live, -live or -len(found[name])
 
-    engines = [path for path, each in files.items() if any(item.get_closest_marker("engine") for item in each)]
-    engines.sort(key=lambda path: len(files[path]))
-    order = sorted((path for path in files if path not in engines), key=rank)
-    for turn, path in zip(ENGINE_TURNS, engines, strict=False):
-        order.insert(turn, path)
-    return [*order, *engines[len(ENGINE_TURNS) :]]
+    return sorted(found, key=rank)

@@ -11,6 +11,7 @@ import functools
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from objects import GROUP, WIDGET_SCHEMA, Define, Http, Json, Kubectl, Until, Wa
 from plain_http import PlainHttp
 from targets import Target, embedded, of_assets, of_kubeconfig
 
-SECONDS = 60.0
+SECONDS = 120.0
 WIDGETS = f"/apis/{GROUP}/v1"
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(tmp_path_factory: pytest.TempPathFactory, of_group: ExitStack) -> Target:
     """The cluster under test."""
     folder = tmp_path_factory.mktemp("conformance")
     program = ci_tools.load("helm").binary("kubectl")
@@ -36,8 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         making = of_kubeconfig(Path(kubeconfig), folder, program)
     else:
         making = embedded(folder, program)
-    with making as made:
-        yield made
+    return of_group.enter_context(making)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def http(target: Target) -> Http:
 def watch(target: Target) -> Iterator[Watch]:
     """`watch(path, **query)` iterates over the events of a watch."""
     plain = PlainHttp(target.proxy, seconds=SECONDS)
-    yield functools.partial(plain.watch, timeoutSeconds="20")
+    yield functools.partial(plain.watch, timeoutSeconds="120")
     plain.close()
 
 
@@ -130,23 +130,20 @@ def widget_definition() -> Json:
 
 
 @pytest.fixture(scope="session")
-def define(http: Http) -> Iterator[Define]:
+def define(http: Http, of_group: ExitStack) -> Define:
     """`define(crd)` makes a CustomResourceDefinition for the rest of the suite, once it is served."""
-    made: list[str] = []
 
     def create(crd: Json) -> Json:
         code, answer = http("POST", CRDS, crd)
         assert code == 201, answer
-        made.append(f"{CRDS}/{crd['metadata']['name']}")
+        of_group.callback(http, "DELETE", f"{CRDS}/{crd['metadata']['name']}")
         version, plural = crd["spec"]["versions"][0]["name"], crd["spec"]["names"]["plural"]
         collection = f"/apis/{crd['spec']['group']}/{version}/{plural}"
         waiting.until(lambda: http("GET", collection)[0] == 200, seconds=SECONDS)
         created: Json = answer
         return created
 
-    yield create
-    for path in made:
-        http("DELETE", path)
+    return create
 
 
 @pytest.fixture(scope="session")

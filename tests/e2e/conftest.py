@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ import light_cluster
 
 
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, of_group: ExitStack) -> Bench:
     image = light_cluster.make_image(tmp_path_factory.mktemp("image"))
-    with light_cluster.running_bench(image, tmp_path_factory.mktemp("cluster")) as bench:
-        yield bench
+    return of_group.enter_context(light_cluster.running_bench(image, tmp_path_factory.mktemp("cluster")))

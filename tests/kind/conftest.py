@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,10 +23,10 @@ from kind_cluster import Cluster  # noqa: E402 - found through the line above
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, of_group: ExitStack) -> Cluster:
     """The cluster that is named, or an embedded one."""
     if kubeconfig := os.environ.get("E2E_KUBECONFIG"):
-        yield Cluster(
+        return Cluster(
             kubeconfig=kubeconfig,
             model={"name": "Qwen/Qwen2.5-0.5B-Instruct"},
             engine={
@@ -40,16 +40,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             claim={"size": "10Gi", "accessModes": ["ReadWriteMany"], "storageClassName": "shared"},
             upgrade=lambda: _run_upgrade(os.environ["E2E_UPGRADE"]),
         )
-        return
     image = light_cluster.make_image(tmp_path_factory.mktemp("image"))
-    with light_cluster.running_cluster(image, tmp_path_factory.mktemp("cluster")) as (bench, operator):
-        yield Cluster(
-            kubeconfig=str(bench.cluster.kubeconfig),
-            model={"name": "org/model"},
-            engine={"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"},
-            claim={"size": "10Gi", "accessModes": ["ReadWriteMany"]},
-            upgrade=lambda: operator.replace("example.org/light-connector:2"),
-        )
+    bench, operator = of_group.enter_context(light_cluster.running_cluster(image, tmp_path_factory.mktemp("cluster")))
+    return Cluster(
+        kubeconfig=str(bench.cluster.kubeconfig),
+        model={"name": "org/model"},
+        engine={"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"},
+        claim={"size": "10Gi", "accessModes": ["ReadWriteMany"]},
+        upgrade=lambda: operator.replace("example.org/light-connector:2"),
+    )
 
 
 def _run_upgrade(command: str) -> None:

@@ -21,10 +21,10 @@ _SETTLED_POLLS = 12
 
 @dataclass(frozen=True)
 class Scenario:
-    """Two replicas, and the directory where their blocks land on this machine."""
+    """The replicas, and the directory where their blocks land on this machine."""
 
     first: Engine
-    second: Engine
+    second: Engine | None
     blocks: Callable[[], Sequence[Path]]
     proved: tuple[int, ...] | None
     """The answer of an earlier run on this volume, whose blocks must serve the first prompt; None for a new volume."""
@@ -32,7 +32,7 @@ class Scenario:
 
     def run(self) -> list[Row]:
         """Ask everything and return the rows of the table."""
-        for engine in (self.first, self.second):
+        for engine in filter(None, (self.first, self.second)):
             # the first request of a process pays for start-up work that is no part of any comparison
             self.progress.say(f"warming up {engine.name}")
             engine.ask(MODEL, make_prompt(PROMPT_WORDS, seed=time.time_ns()))
@@ -50,8 +50,9 @@ class Scenario:
         self._ask(rows, "GPU hit (engine's own)", self.first, prompt, reference)
         self.first.forget_first_tier()
         self._ask(rows, "CPU hit", self.first, prompt, reference)
-        self._wait_for_writes()
-        self._ask(rows, "disk hit", self.second, prompt, reference)
+        if self.second is not None:
+            self._wait_for_writes()
+            self._ask(rows, "disk hit", self.second, prompt, reference)
         return rows
 
     def _ask(self, rows: list[Row], what: str, engine: Engine, prompt: str, reference: Answer | None = None) -> Answer:
@@ -88,6 +89,6 @@ def problems(rows: Sequence[Row]) -> list[str]:
             found.append(f"{where}: only {answer.sources[source]} tokens came from the {source}, by vLLM's own count")
         if source == "disk" and answer.disk_bytes <= 0:
             found.append(f"{where}: nothing was read from the shared volume")
-    if not any(row.what == "disk hit" for row in rows):
+    if not any(row.what.startswith("disk hit") for row in rows):
         found.append("the second replica was never asked")
     return found

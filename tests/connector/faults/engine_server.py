@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from engine_process import _PATHS, write_config
+from engine_host import EngineHost
+from engine_process import write_config
 
 from kvtier_demo.model import make_model
+from kvtier_localcluster.ports import free_port
 
 SHUTDOWN_SECONDS = 20
 """Half of it is for writing."""
@@ -30,12 +27,10 @@ def make_tokens(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Server:
-    def __init__(self, directory: Path, volume: Path) -> None:
+    def __init__(self, host: EngineHost, directory: Path, volume: Path) -> None:
         make_model(directory / "model", layers=2)
         self.config = write_config(directory, volume, io_threads=2, load_deadline_seconds=60.0, cost_aware=False)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.log = directory / "engine.log"
         transfer = {
             "kv_connector": "KVTierConnector",
@@ -55,36 +50,21 @@ class Server:
                 ],
             },
         }
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={directory / 'model'}"),
-                    *("--host=127.0.0.1", f"--port={self.port}", "--skip-tokenizer-init", "--enforce-eager"),
-                    *("--dtype=float32", "--max-model-len=1024", "--seed=0", "--enable-prefix-caching"),
-                    *(f"--shutdown-timeout={SHUTDOWN_SECONDS}", f"--kv-transfer-config={json.dumps(transfer)}"),
-                ],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])),
-                    "PYTHONHASHSEED": "0",
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    # The worker runs in the engine's process: one process less to start.
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                },
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.process = host.start(
+            self.log,
+            "vllm.entrypoints.openai.api_server",
+            *(f"--model={directory / 'model'}", "--host=127.0.0.1", f"--port={self.port}", "--skip-tokenizer-init"),
+            *("--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--seed=0", "--enable-prefix-caching"),
+            *(f"--shutdown-timeout={SHUTDOWN_SECONDS}", f"--kv-transfer-config={json.dumps(transfer)}"),
+        )
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
             text: str = answer.read().decode()
         return text
 
     def is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-6000:]
+        assert self.process.poll() is None, self.process.last_words()
         try:
             return self.get("/health") == ""
         except (OSError, urllib.error.URLError):
@@ -104,8 +84,3 @@ class Server:
     def metric(self, name: str) -> float:
         values = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
         return sum(float(each) for each in values)
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()

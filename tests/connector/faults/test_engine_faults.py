@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_host import EngineHost
 from engine_process import DIGEST, run_script, write_config
 from faulty_mounts import FaultyVolume
 
@@ -19,7 +20,7 @@ from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 SCRIPT = Path(__file__).with_name("engine_faults_script.py")
 
 
-def run_engine(directory: Path, volume: FaultyVolume) -> dict[str, Any]:
+def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[str, Any]:
     make_model(directory / "model", layers=2)
     config = write_config(
         directory,
@@ -31,15 +32,15 @@ def run_engine(directory: Path, volume: FaultyVolume) -> dict[str, Any]:
     kv = make_kv(json.loads((directory / "model/config.json").read_text()), Layout(dtype="float32"))
     assert isinstance(kv, KvCache)
     arguments = [str(each) for each in (directory, volume.control, config, chunks.bytes_of(128, kv))]
-    return run_script(SCRIPT, *arguments, timeout_seconds=600)
+    return run_script(SCRIPT, *arguments, log=directory / "engine.log", host=host, timeout_seconds=600)
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_an_engine_answers_every_request_as_without_a_cache_whatever_the_volume_does(
-    faulty_volume: FaultyVolume, tmp_path: Path
+    faulty_volume: FaultyVolume, tmp_path: Path, engine_host: EngineHost
 ) -> None:
-    result = run_engine(tmp_path, faulty_volume)
+    result = run_engine(engine_host, tmp_path, faulty_volume)
     answers, metrics = result["answers"], result["metrics"]
     expected = {answer["seed"]: answer["tokens"] for answer in answers if answer["when"] == "computed"}
 

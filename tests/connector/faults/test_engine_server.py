@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from engine_process import _PATHS
+from engine_host import PATHS, EngineHost
 from engine_server import CHUNK_TOKENS, PROMPT_TOKENS, START_SECONDS, Server, make_tokens
 from faulty_mounts import FaultyVolume, mounted, why_no_fuse
 from waiting import until
@@ -62,7 +62,7 @@ def send_prompts(server: Server, lines: list[dict[str, Any]], *words: str, code:
         [*command, f"--config={server.config}", f"--url=http://127.0.0.1:{server.port}", *words],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(_PATHS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
         check=False,
         timeout=300,
     )
@@ -97,15 +97,15 @@ def end(server: Server, volume: FaultyVolume, *, heals: bool) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> Story:
     with ExitStack() as stack:
         places = [tmp_path_factory.mktemp("server") for _ in range(1 if why_no_fuse() else 2)]
         volumes = [] if why_no_fuse() else [stack.enter_context(mounted(place)) for place in places]
         for place in places:
             (place / "volume").mkdir(exist_ok=True)
-        servers = [Server(place, place / "volume") for place in places]
+        servers = [Server(engine_host, place, place / "volume") for place in places]
         for server in servers:
-            stack.callback(server.kill)
+            stack.callback(server.process.kill)
         for server in servers:
             until(server.is_ready, "the engine answers", seconds=START_SECONDS)
 

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script that holds a real vLLM engine in a process of its own, and returns what it prints.
-
-Only a new process proves that nothing but the volume carried blocks over, and a hung engine ends with its process.
-"""
+"""Runs a script that holds a real vLLM engine in a process of its own, and returns what it prints."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from engine_host import EngineHost, environment
 
 from kvtier_connector import contract
 
 DIGEST = "00ff00ff00ff00ff"
 RESULT = "RESULT "
 """How the one line begins that a script prints for the test."""
-
-_PATHS = (str(Path(contract.__file__).parents[1]), str(Path(__file__).parent))
-"""Of the connector, and of what the scripts share."""
 
 
 def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
@@ -38,27 +33,22 @@ def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
     return path
 
 
-def run_script(script: Path, *arguments: str, timeout_seconds: float) -> dict[str, Any]:
+def run_script(
+    script: Path, *arguments: str, log: Path, host: EngineHost | None, timeout_seconds: float
+) -> dict[str, Any]:
     """Run the script to its end and return its result; what it printed is shown where there is none."""
-    finished = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])),
-            "PYTHONHASHSEED": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # One process to start instead of two; the demo runs engines as vLLM serves them.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Threads that wait for each other are slow where something else takes a processor.
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    results = [line for line in finished.stdout.splitlines() if line.startswith(RESULT)]
-    assert len(results) == 1, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
+    if host is None:
+        with log.open("wb") as out:
+            command = [sys.executable, str(script), *arguments]
+            subprocess.run(command, env=environment(), stdout=out, stderr=out, timeout=timeout_seconds, check=False)
+    else:
+        process = host.start(log, str(script), *arguments)
+        try:
+            process.wait(timeout_seconds)
+        finally:
+            process.kill()
+    printed = log.read_text()
+    results = [line for line in printed.splitlines() if line.startswith(RESULT)]
+    assert len(results) == 1, printed[-6000:]
     parsed: dict[str, Any] = json.loads(results[0].removeprefix(RESULT))
     return parsed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from engine_host import EngineHost
 from engine_process import DIGEST, run_script, write_config
 from safetensors.torch import load_file, save_file
 from vllm.distributed import kv_events as vllm_events
@@ -32,6 +32,7 @@ from kvtier_connector.janitor import kv_events
 from kvtier_connector.store import layout
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
+from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan import chunks
 from kvtier_operator.plan.kv import KvCache, Layout, make_kv
 
@@ -68,10 +69,11 @@ class Runs:
         return {path for path in self.headers if "tenants" in path.parts}
 
 
-def run_engine(directory: Path, *words: str, **settings: Any) -> dict[str, Any]:
+def run_engine(host: EngineHost | None, directory: Path, *words: str, **settings: Any) -> dict[str, Any]:
     # Each hit is to be one, however fast this machine computes meanwhile.
     config = write_config(directory, directory / "volume", cost_aware=False, **settings)
-    result = run_script(SCRIPT, f"--directory={directory}", f"--config={config}", *words, timeout_seconds=400)
+    given = (f"--directory={directory}", f"--config={config}", *words)
+    result = run_script(SCRIPT, *given, log=directory / "engine.log", host=host, timeout_seconds=400)
     for name, answer in result.items():
         if name != "metrics":
             sys.stdout.write(f"{name:8} {answer['seconds']:7.3f} s  {answer['cached_tokens']:5} tokens cached\n")
@@ -117,9 +119,7 @@ def write_updated_model(directory: Path, model: Path) -> None:
 @contextmanager
 def published() -> Iterator[tuple[int, list[Any]]]:
     """Choose a port, and collect the events that an engine publishes there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     found: list[Any] = []
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     subscriber.setsockopt_string(zmq.SUBSCRIBE, "kv@")
@@ -151,7 +151,7 @@ def check_the_events(events: Sequence[Any], blocks: Iterable[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> Runs:
     directory = tmp_path_factory.mktemp("engines")
     volume, keys, live = directory / "volume", directory / "keys", directory / contract.LIVE_FILE
     make_model(directory / "model", layers=2)
@@ -165,14 +165,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     asked = ("salted", "rekey", "base=cold", "reset", "base=cpu", "adapter", "blocks", "doomed", "damage")
     with published() as (port, events):
-        first = run_engine(directory, "--adapters", f"--events={port}", *asked, **settings)
+        first = run_engine(engine_host, directory, "--adapters", f"--events={port}", *asked, **settings)
     write_adapter(directory / "adapter", directory / "model", 2)
     asked = ("base", "salted", "adapter", "update", "base=updated", "other", "blocks")
-    second = run_engine(directory, "--adapters", *asked, **settings)
+    second = run_engine(engine_host, directory, "--adapters", *asked, **settings)
     headers = read_headers(volume)
     sizes = frozenset(path.stat().st_size for path in headers)
     (keys / "k1").write_bytes(bytes(32))
-    third = run_engine(directory, "--adapters", "base", "salted", "adapter", "doomed", "other", **settings)
+    third = run_engine(engine_host, directory, "--adapters", "base", "salted", "adapter", "doomed", "other", **settings)
     return Runs(directory, first, second, third, headers, sizes, events)
 
 
@@ -245,8 +245,8 @@ def test_adapters_that_are_rewritten_and_weights_that_are_replaced_never_give_an
 @pytest.mark.timeout(1200)
 def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
-    first = run_engine(tmp_path, "base=cold", "reset", "base=cpu", "blocks", "doomed", "damage")
-    second = run_engine(tmp_path, "base", "doomed")
+    first = run_engine(None, tmp_path, "base=cold", "reset", "base=cpu", "blocks", "doomed", "damage")
+    second = run_engine(None, tmp_path, "base", "doomed")
 
     assert first["cold"]["cached_tokens"] == second["doomed"]["cached_tokens"] == 0
     assert first["cpu"]["cached_tokens"] == second["base"]["cached_tokens"] == CACHED_TOKENS
