@@ -27,7 +27,6 @@ from e2e.bench.operator_cluster import (
     BenchCluster,
     Json,
     OperatorProcess,
-    free_port,
     is_final,
     operator,
     tier,
@@ -36,6 +35,7 @@ from e2e.bench.operator_cluster import (
 
 from kvtier_localcluster.apiserver import ApiError
 from kvtier_localcluster.apiserver.audit import parse_path
+from kvtier_localcluster.ports import free_port
 
 FAULTS: Final = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))
 RATE: Final = 0.05
@@ -152,7 +152,7 @@ def faults(  # noqa: PLR0913  what a run is made of
         until(lambda: _is_ready(cluster, "first"), seconds=120)
         rival = operators.enter_context(_rival(cluster, folder))
         # No kubelet is here that would start it again, should its first look at the cluster fail.
-        until(lambda: "does not work on the tiers" in rival.log.read_text(), seconds=60)
+        until(lambda: "does not work on the tiers" in rival.log.read_text(), seconds=120)
         began = time.monotonic()
         for plural in kinds:
             run.trouble.forbidden, run.trouble.rate = plural, RATE

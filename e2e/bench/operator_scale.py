@@ -25,9 +25,10 @@ from typing import Any, Final
 import yaml
 from e2e.bench import journal
 from e2e.bench.memory_api import KINDS, Json, MemoryApi
-from e2e.bench.operator_cluster import OperatorProcess, free_port, running, tier, until
+from e2e.bench.operator_cluster import OperatorProcess, running, tier, until
 
 from kvtier_connector import contract_janitor
+from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan.digest import digest, digest_text
 
 ROOT: Final = Path(__file__).resolve().parents[2]

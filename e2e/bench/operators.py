@@ -27,7 +27,6 @@ from e2e.bench.operator_cluster import (
     BenchCluster,
     Json,
     OperatorProcess,
-    free_port,
     is_final,
     operator,
     tier,
@@ -35,6 +34,7 @@ from e2e.bench.operator_cluster import (
 )
 from e2e.bench.operator_faults import FORBIDDEN, faults, forbidden
 
+from kvtier_localcluster.ports import free_port
 from kvtier_operator.settings import Settings
 
 PATIENT = {"KVTIER_LEASE_SECONDS": "60"}

@@ -87,7 +87,7 @@ def test_the_secret_is_the_jobs_alone_and_the_job_ends_by_itself(
     # Somebody deletes the Job: there is nothing left to delete for the command, nor for anybody.
     path = f"/apis/batch/v1/namespaces/default/jobs/{job['metadata']['name']}"
     Person().cluster.request("DELETE", path, what="delete it")
-    run.join(30)
+    run.join(120)
     assert run.code == 1
     said = capsys.readouterr().err
     assert "was deleted before it had ended" in said
@@ -106,7 +106,7 @@ def test_a_command_that_is_told_to_end_cleans_up(api: ApiServerThread, words: li
     try:
         begun(api)
         command.send_signal(number)
-        assert command.wait(30) == INTERRUPTED
+        assert command.wait(120) == INTERRUPTED
     finally:
         command.kill()
         command.wait()
@@ -150,7 +150,7 @@ def test_an_api_server_that_is_away_for_a_while_does_not_end_it(
     patch(f"/api/v1/namespaces/default/pods/{name}-x", {"containerStatuses": [began]})
     ended = {"type": "Complete", "status": "True"}
     patch(f"/apis/batch/v1/namespaces/default/jobs/{name}", {"conditions": [ended]})
-    run.join(30)
+    run.join(120)
     assert run.code == 0
     assert json.loads(capsys.readouterr().out) == DONE
     assert ours(api, "secrets") == ours(api, "jobs") == []
@@ -169,7 +169,7 @@ def test_what_cannot_be_removed_is_named(
     job, secret = begun(api)
     path = f"/apis/batch/v1/namespaces/default/jobs/{job['metadata']['name']}"
     Person().cluster.request("DELETE", path, what="delete it")
-    run.join(30)
+    run.join(120)
     assert run.code == 1
     assert f"kubectl delete -n default secrets {secret['metadata']['name']}" in capsys.readouterr().err
 

@@ -104,15 +104,15 @@ def test_the_status_can_be_patched_by_hand(kubectl: Kubectl, widgets: str) -> No
     kubectl("create", "-f", "-", stdin=widget())
     change = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     kubectl("patch", "widget", "a", "--subresource=status", "--type=merge", "-p", json.dumps(change))
-    assert "condition met" in kubectl("wait", "--for=condition=Ready", "widget/a", "--timeout=20s")
+    assert "condition met" in kubectl("wait", "--for=condition=Ready", "widget/a", "--timeout=60s")
 
 
 def test_waiting_for_a_field_and_for_a_deletion(kubectl: Kubectl, widgets: str) -> None:
     kubectl("create", "-f", "-", stdin=widget())
-    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=1", "widget/a", "--timeout=20s")
+    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=1", "widget/a", "--timeout=60s")
     assert "timed out" in kubectl.fails("wait", "--for=condition=Ready", "widget/a", "--timeout=1s")
     assert "deleted" in kubectl("delete", "widget", "a")
-    kubectl("wait", "--for=delete", "widget/a", "--timeout=20s")
+    kubectl("wait", "--for=delete", "widget/a", "--timeout=60s")
 
 
 def test_the_columns_of_a_definition_are_printed(kubectl: Kubectl, widgets: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_connector.compile_cache import digest_of, main, restore
+from kvtier_localcluster.ports import free_port
 
 ENGINE = """
 import http.server, os, pathlib, sys
@@ -23,20 +24,11 @@ if {is_serving}:
 """
 
 
-def free_port() -> int:
-    import socket  # noqa: PLC0415 - of this function alone
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def write(tmp_path: Path, *, is_serving: bool = True) -> tuple[int, dict[str, object]]:
     port = free_port()
     script = ENGINE.format(is_serving=is_serving, port=port)
     words = ["--caches", str(tmp_path / "caches"), "--scratch", str(tmp_path / "scratch")]
-    words += ["--url", f"http://127.0.0.1:{port}/", "--result", str(tmp_path / "result"), "--seconds", "30"]
+    words += ["--url", f"http://127.0.0.1:{port}/", "--result", str(tmp_path / "result"), "--seconds", "90"]
     code = main(["write", *words, "--", sys.executable, "-c", script])
     found: dict[str, object] = json.loads((tmp_path / "result").read_text())
     return code, found

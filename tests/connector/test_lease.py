@@ -318,7 +318,7 @@ def test_the_loss_is_told_even_while_a_request_hangs() -> None:
 
     def stuck(call: str) -> None:
         if call == "update":
-            hang.wait(20)
+            hang.wait(60)
 
     first = quick(server, "a", told)
     first.start()

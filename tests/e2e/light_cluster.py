@@ -25,7 +25,7 @@ from kvtier_localcluster.testing import Bench, fetch, until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIER = Kind("kvtier.dev/v1alpha1", "KVCacheTier", "kvcachetiers")
-SECONDS = 60.0
+SECONDS = 120.0
 
 INSTALL = """
 import shutil, sys

@@ -40,8 +40,7 @@ def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled:
     scale(scaled, 0)
     assert scaled.reaches("Available", "False", "ScaledToZero")["message"] == "spec.replicas is 0: no engine serves"
     until(lambda: scaled.pods() == [], SECONDS)
-    told = scaled.status()
-    assert (told["replicas"], told["readyReplicas"]) == (0, 0)
+    until(lambda: (scaled.status()["replicas"], scaled.status()["readyReplicas"]) == (0, 0), SECONDS)
     # Nothing is wrong with it, so nothing may wake anybody.
     assert scaled.condition("Stalled")["status"] == "False"
     assert scaled.condition("JanitorHealthy")["status"] != "False"
@@ -66,5 +65,4 @@ def test_what_a_job_has_compiled_is_there_when_engines_start(
     assert (bench.get(TIER, "scaled") or {})["spec"]["engine"]["compileCache"] == {"digest": found["digest"]}
     until(lambda: scaled.ask("state")["has_compiled"] is False, SECONDS)
     assert scaled.status()["generation"]["current"] == before
-    left = [each["metadata"]["name"] for each in bench.list(kinds.JOB) if "-compile-" in each["metadata"]["name"]]
-    assert left == []
+    until(lambda: not [each for each in bench.list(kinds.JOB) if "-compile-" in each["metadata"]["name"]], SECONDS)

@@ -15,7 +15,7 @@ import ci_tools
 from waiting import until
 
 NAMESPACE = "default"
-SECONDS = float(os.environ.get("E2E_SECONDS", "90"))
+SECONDS = float(os.environ.get("E2E_SECONDS", "120"))
 """How long anything may take: CPU engines start in minutes."""
 
 

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from kvtier_localcluster.loop_thread import LoopThread
 from kvtier_localcluster.node import registration
 from kvtier_localcluster.node.addresses import PodAddresses
 from kvtier_localcluster.node.simulated import SimulatedNode
+from kvtier_localcluster.ports import free_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +95,6 @@ def _minor(proxy: str) -> int:
         return int(re.sub(r"\D", "", json.load(answer)["minor"]) or 0)  # a build without a version counts as the oldest
 
 
-def _free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
-
-
 class _SimulatedNodeThread(LoopThread):
     """Lets pods seem to run on a node that is none."""
 
@@ -130,7 +124,7 @@ class _SimulatedNodeThread(LoopThread):
 @contextlib.contextmanager
 def of_assets(assets: Path, folder: Path, program: Path) -> Iterator[Target]:
     """An API server from binaries; with those of controllers and scheduler, these as well, and a simulated node."""
-    etcd, api, peers = _free_port(), _free_port(), _free_port()
+    etcd, api, peers = free_port(), free_port(), free_port()
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *arguments: str) -> None:

@@ -15,7 +15,7 @@ def until(
     condition: Callable[[], Result],
     what: str | Callable[[], str] = "",
     *,
-    seconds: float = 60.0,
+    seconds: float = 120.0,
     pause_seconds: float = 0.01,
 ) -> Result:
     """Return the first true result of the condition; fail when the deadline passes, and say what was waited for."""

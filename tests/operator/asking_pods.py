@@ -31,7 +31,7 @@ def on_loop(asker: Asker, work: Callable[[], Coroutine[Any, Any, Found]]) -> Fou
         is_told.set()
 
     asker.call(lambda: asker.spawn(run()))
-    assert is_told.wait(30)
+    assert is_told.wait(60)
     if isinstance(told[0], Exception):
         raise told[0]
     return told[0]
@@ -51,7 +51,7 @@ class Pods:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 pods.asked[self.connection.getsockname()[0]] += 1
-                assert pods.may_answer.wait(20)
+                assert pods.may_answer.wait(60)
                 with contextlib.suppress(OSError):
                     self.send_response(200 if self.path in pods.says else 404)
                     self.end_headers()
@@ -119,7 +119,7 @@ def running(**settings: Any) -> Iterator[Asker]:
     try:
         yield asker
     finally:
-        assert asker.close(timeout=20)
+        assert asker.close(timeout=60)
 
 
 async def nothing() -> None:

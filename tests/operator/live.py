@@ -215,7 +215,7 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
         yield metrics
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "the operator does not stop"
         assert not failures, failures
         with warnings.catch_warnings():

@@ -128,7 +128,7 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
         return [kubectl.condition("ClaimShared", name).get("reason") for name in ("one", "two")]
 
     with running():
-        until(lambda: reasons() == ["BudgetsOverlap"] * 2, seconds=60)
+        until(lambda: reasons() == ["BudgetsOverlap"] * 2)
 
         def overlaps() -> list[dict[str, Any]]:
             return [each for each in kubectl.items("/api/v1", "events") if each["reason"] == "BudgetsOverlap"]
@@ -137,7 +137,7 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
         until(lambda: {each["involvedObject"]["name"] for each in overlaps()} == {"one", "two"})
         assert {each["type"] for each in overlaps()} == {"Warning"}
         kubectl.merge(TIERS, "kvcachetiers", "two", {"spec": {"disk": {"budget": {"maxBytes": "100Gi"}}}})
-        until(lambda: reasons() == ["BudgetsFit"] * 2, seconds=60)
+        until(lambda: reasons() == ["BudgetsFit"] * 2)
         kubectl.delete(TIERS, "kvcachetiers", "two")
-        until(lambda: kubectl.condition("ClaimShared", "one").get("reason") == "ClaimAlone", seconds=60)
+        until(lambda: kubectl.condition("ClaimShared", "one").get("reason") == "ClaimAlone")
     assert names.claim_of({"metadata": {"name": "one"}, "spec": "nonsense"}) == "one-blocks"

@@ -129,7 +129,7 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
             body = tier()
             body["metadata"]["namespace"] = "default"
             kubectl.apply_tier(body)
-            until(lambda: kubectl.get(APPS, "deployments", "llama-engine"), seconds=60)
+            until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
             process.send_signal(signal.SIGTERM)
             output, _ = process.communicate(timeout=60)
         finally:

@@ -17,7 +17,7 @@ from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-SLOW = 60.0
+SLOW = 120.0
 Kubectl = Callable[..., str]
 
 

@@ -23,7 +23,7 @@ def test_after_faults_and_killed_operators_everything_is_as_asked(tmp_path: Path
 
 @pytest.mark.timeout(300)
 def test_a_kind_that_is_forbidden_keeps_nothing_else_from_a_tier_and_is_named(tmp_path: Path) -> None:
-    result = forbidden(tmp_path, kinds=("poddisruptionbudgets", "roles"))
+    result = forbidden(tmp_path, kinds=("poddisruptionbudgets", "roles"), seconds=90)
     assert result["wrong"] == []
 
 

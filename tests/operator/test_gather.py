@@ -86,7 +86,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    assert made.asker.close(timeout=20)
+    assert made.asker.close(timeout=60)
 
 
 def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
@@ -210,7 +210,7 @@ def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig)
 def restarted(rig: Rig) -> Iterator[threading.Event]:
     """Let another operator take over, whose questions are answered when the event is set."""
     may_answer, answers = threading.Event(), rig.pods
-    assert rig.asker.close(timeout=20)
+    assert rig.asker.close(timeout=60)
 
     def ask(address: Address) -> bytes:
         may_answer.wait()

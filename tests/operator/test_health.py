@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -15,6 +14,7 @@ from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.ports import free_port
 from kvtier_operator import controller
 from kvtier_operator.kube.health import Health
 
@@ -30,9 +30,7 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def test_probes_are_answered_with_the_reasons(port: int) -> None:
@@ -103,5 +101,5 @@ def test_tiers_that_may_not_be_read_any_more_are_told_of_and_looked_after_again_
         body["metadata"]["namespace"] = "default"
         kubectl.apply_tier(body)
         api.server.faults.clear()
-        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"), seconds=90)
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         until(lambda: health.problems("/readyz") == {})

@@ -21,7 +21,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
 LEASES = "/apis/coordination.k8s.io/v1"
-SLOW = 90.0
+SLOW = 120.0
 Spawn = Callable[[], "subprocess.Popen[bytes]"]
 
 
@@ -42,7 +42,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
         command = [sys.executable, "-m", "kvtier_cli", "run", "--leader-elect", "-n", NAMESPACE]
         with (tmp_path / f"log-{len(processes)}").open("wb") as log:
             processes.append(
-                subprocess.Popen(command, env={**environment, "KVTIER_LEASE_SECONDS": "3"}, stdout=log, stderr=log)
+                subprocess.Popen(command, env={**environment, "KVTIER_LEASE_SECONDS": "9"}, stdout=log, stderr=log)
             )
         return processes[-1]
 

@@ -197,7 +197,7 @@ def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Cl
     api.server.faults.append(fault)
     with running():
         kubectl.apply_tier(body())
-        until(kubectl.is_ready, seconds=90)
+        until(kubectl.is_ready)
     assert len(refused) == 2
 
 
@@ -268,7 +268,7 @@ def test_a_namespace_that_may_not_be_read_holds_up_no_other(api: ApiServerThread
         kubectl.apply_tier(body())
         until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         api.server.faults.clear()
-        until(lambda: kubectl.call("GET", f"{APPS}/namespaces/other/deployments")["items"], seconds=90)
+        until(lambda: kubectl.call("GET", f"{APPS}/namespaces/other/deployments")["items"])
 
 
 def test_a_tier_that_no_watch_told_of_is_found_by_listing(api: ApiServerThread, kubectl: Client) -> None:

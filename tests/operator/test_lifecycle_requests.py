@@ -83,4 +83,4 @@ def test_a_kind_that_may_not_be_listed_ends_nobody_and_is_read_as_soon_as_it_may
         told = until(lambda: kubectl.condition("Ready").get("reason") == "ApplyFailed" and kubectl.condition("Ready"))
         assert "PodDisruptionBudget" in told["message"]
         api.server.faults.clear()
-        until(kubectl.is_ready, seconds=90)
+        until(kubectl.is_ready)

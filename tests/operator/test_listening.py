@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from kvtier_localcluster.ports import free_port
 from kvtier_operator.kube.health import Health
 from kvtier_operator.kube.http_server import EVERYWHERE, HttpServer
 from kvtier_operator.metrics import OperatorMetrics
@@ -50,12 +51,6 @@ def has_ipv6() -> bool:
 
 
 with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_answered(host: str, port: int, path: str = "/") -> bool:

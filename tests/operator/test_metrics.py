@@ -6,13 +6,12 @@ from __future__ import annotations
 import socket
 import urllib.request
 
+from kvtier_localcluster.ports import free_port
 from kvtier_operator.metrics import OperatorMetrics
 
 
 def test_passes_and_writes_are_served_until_stopped() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     metrics = OperatorMetrics()
     stop = metrics.serve(port)
     metrics.count_pass(outcome="ok", seconds=0.2, written_kinds=("Service", "Service"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -20,8 +19,9 @@ from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.ports import free_port
 
-SLOW = 100.0
+SLOW = 120.0
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -45,11 +45,9 @@ def operator(api: ApiServerThread, tmp_path: Path) -> Iterator[Callable[[], tupl
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> tuple[subprocess.Popen[bytes], int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         command = [sys.executable, "-m", "kvtier_cli", "run", "-n", NAMESPACE]
-        settings = {"KVTIER_LIVENESS_ENDPOINT": f"http://127.0.0.1:{port}", "KVTIER_LEASE_SECONDS": "2"}
+        settings = {"KVTIER_LIVENESS_ENDPOINT": f"http://127.0.0.1:{port}", "KVTIER_LEASE_SECONDS": "6"}
         environment = {**os.environ, **settings}
         with (tmp_path / "log").open("wb") as log:
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))

@@ -163,7 +163,7 @@ def kubectl(api: ApiServerThread) -> Iterator[Client]:
         body = tier()
         body["metadata"]["namespace"] = NAMESPACE
         client.apply_tier(body)
-        until(client.is_ready, seconds=60)
+        until(client.is_ready)
         yield client
 
 
@@ -198,7 +198,7 @@ def test_what_is_added_beside_the_pods_is_taken_back_at_once(
 
     before = ours()
     kubectl.merge(group, plural, name, patch)
-    until(lambda: ours() == before, seconds=60)
+    until(lambda: ours() == before)
 
 
 def set_env(kubectl: Client, deployment: str) -> None:
@@ -215,25 +215,25 @@ def has_extra(kubectl: Client, deployment: str) -> bool:
 
 def test_an_env_that_somebody_sets_on_the_engines_is_told_until_the_next_restart_takes_it_back(kubectl: Client) -> None:
     set_env(kubectl, "llama-engine")
-    until(lambda: kubectl.condition("UpToDate").get("reason") == "PodsChanged", seconds=60)
+    until(lambda: kubectl.condition("UpToDate").get("reason") == "PodsChanged")
     message = kubectl.condition("UpToDate")["message"]
     assert "Deployment/llama-engine: spec.template.spec.containers[engine].env[EXTRA] (kubectl-set)" in message
     assert "kubectl annotate kvt llama -n default --overwrite kvtier.dev/restart=" in message
-    until(lambda: "PodsChanged" in {each["reason"] for each in kubectl.items(CORE, "events")}, seconds=60)
-    until(lambda: kubectl.is_ready() and has_extra(kubectl, "llama-engine"), seconds=60)
+    until(lambda: "PodsChanged" in {each["reason"] for each in kubectl.items(CORE, "events")})
+    until(lambda: kubectl.is_ready() and has_extra(kubectl, "llama-engine"))
     kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}})
-    until(lambda: kubectl.is_ready() and has_extra(kubectl, "llama-engine"), seconds=60)
+    until(lambda: kubectl.is_ready() and has_extra(kubectl, "llama-engine"))
     annotation = {"metadata": {"annotations": {names.ANNOTATION_RESTART: "now"}}}
     kubectl.merge(TIERS, "kvcachetiers", "llama", annotation)
-    until(lambda: not has_extra(kubectl, "llama-engine"), seconds=60)
-    until(lambda: kubectl.condition("UpToDate").get("status") == "True", seconds=60)
+    until(lambda: not has_extra(kubectl, "llama-engine"))
+    until(lambda: kubectl.condition("UpToDate").get("status") == "True")
 
 
 def test_it_is_taken_back_with_the_restart_also_where_a_controller_writes_first(
     kubectl: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_env(kubectl, "llama-engine")
-    until(lambda: kubectl.condition("UpToDate").get("reason") == "PodsChanged", seconds=60)
+    until(lambda: kubectl.condition("UpToDate").get("reason") == "PodsChanged")
     remove, late = KubernetesCluster.remove_fields, list[str]()
 
     def remove_late(self: KubernetesCluster, live: names.Manifest, pointers: Iterable[str]) -> names.Manifest:
@@ -245,10 +245,10 @@ def test_it_is_taken_back_with_the_restart_also_where_a_controller_writes_first(
     monkeypatch.setattr(KubernetesCluster, "remove_fields", remove_late)
     annotation = {"metadata": {"annotations": {names.ANNOTATION_RESTART: "now"}}}
     kubectl.merge(TIERS, "kvcachetiers", "llama", annotation)
-    until(lambda: not has_extra(kubectl, "llama-engine"), seconds=60)
+    until(lambda: not has_extra(kubectl, "llama-engine"))
     assert late == ["llama-engine"]
 
 
 def test_an_env_that_somebody_sets_on_the_janitor_is_taken_back_at_once(kubectl: Client) -> None:
     set_env(kubectl, "llama-janitor")
-    until(lambda: not has_extra(kubectl, "llama-janitor"), seconds=60)
+    until(lambda: not has_extra(kubectl, "llama-janitor"))

@@ -48,7 +48,7 @@ class Rig:
         self.clock.seconds += seconds
         self.asker.call(self.probes._ask_due)
         self.asker.call(is_done.set)
-        assert is_done.wait(20)
+        assert is_done.wait(60)
         self.rest()
 
     def rest(self) -> None:

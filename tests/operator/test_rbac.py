@@ -30,7 +30,7 @@ from kvtier_localcluster.apiserver.rbac import Grant, Rbac, aggregated, grants_o
 from kvtier_operator import names
 
 POLICY = "/apis/policy/v1"
-SLOW = 60.0
+SLOW = 120.0
 
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"

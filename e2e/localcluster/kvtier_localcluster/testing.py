@@ -44,13 +44,14 @@ http.server.ThreadingHTTPServer(("0.0.0.0", 8000), Handler).serve_forever()
 
 
 def server(name: str = "main", **fields: Any) -> Json:
-    """Return a container that serves HTTP on port 8000, ready when it does."""
+    """Return a container that serves HTTP on port 8000, ready when it does; on a busy machine it is not sick."""
+    look = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 60}
     return {
         "name": name,
         "image": "example.org/server:1",
         "command": ["python3", "-c", SERVER],
         "ports": [{"name": "http", "containerPort": 8000}],
-        "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1},
+        "readinessProbe": {**look, "periodSeconds": 1, "failureThreshold": 1},
         **fields,
     }
 
@@ -66,7 +67,7 @@ def claim(name: str, **fields: Any) -> Json:
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
-def until(question: Callable[[], Result], seconds: float = 60) -> Result:
+def until(question: Callable[[], Result], seconds: float = 120) -> Result:
     """Return the first answer that is true, asking until a deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := question()):
@@ -79,7 +80,7 @@ def until(question: Callable[[], Result], seconds: float = 60) -> Result:
 def fetch(url: str) -> str | None:
     """Return what an address answers, or None."""
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310 - tests ask http addresses of pods only
+        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - tests ask http addresses of pods only
             return str(answer.read().decode())
     except urllib.error.HTTPError as problem:
         problem.close()

@@ -7,7 +7,6 @@ import contextlib
 import json
 import lzma
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -19,7 +18,9 @@ from typing import Any
 
 import yaml
 
-_START_SECONDS = 60.0
+from kvtier_localcluster.ports import free_port
+
+_START_SECONDS = 120.0
 STEP_SECONDS = 5
 
 
@@ -71,8 +72,7 @@ def running(folder: Path, config: Mapping[str, Any] | None = None, *options: str
     """Start Prometheus on ``folder``, which keeps its samples, and end it on the way out."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(dict(config or {})))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         "prometheus",
         f"--config.file={folder}/prometheus.yml",

@@ -21,7 +21,7 @@ import pytest
 from waiting import until
 
 PASS_THROUGH = Path(__file__).parent / "passthrough.py"
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 END_SECONDS = 5.0
 wait_for = functools.partial(until, seconds=WAIT_SECONDS)
 

@@ -26,7 +26,7 @@ from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.janitor.metrics import METRICS, exposition
 from kvtier_connector.janitor.server import Server, make_pages
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 

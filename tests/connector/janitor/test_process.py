@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,9 +21,10 @@ from waiting import until
 import kvtier_connector
 from kvtier_connector.contract_janitor import encode
 from kvtier_connector.contract_usage import decode
+from kvtier_localcluster.ports import free_port
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
@@ -58,9 +58,7 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
     engine = rig.engine()
     engine.put_chain(*range(10))
     config_file, log = tmp_path / "janitor.json", tmp_path / "log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config_file.write_text(encode(replace(rig.config, events_port=port, events_topic="kv@llama-volume@m")))
     blocked = blocked_modules("janitor")
     assert {"vllm", "torch", "kopf"} <= blocked

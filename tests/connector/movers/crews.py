@@ -27,7 +27,7 @@ from kvtier_connector.store.shared import SharedStore
 ROW_BYTES = 16384
 ROWS = 32
 FIRST_PROBE = 1_000_000
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 

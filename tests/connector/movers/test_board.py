@@ -218,7 +218,7 @@ def test_nobody_sees_a_task_that_began_before_the_mover_did() -> None:
     began = time.monotonic()
     mover = subprocess.Popen([sys.executable, "-c", _BUSY_MOVER, str(fd)], pass_fds=[fd])
     try:
-        until(lambda: board.current(0).started > 0, seconds=60)
+        until(lambda: board.current(0).started > 0)
         seen = [board.current(0) for _ in range(400_000)]
     finally:
         mover.kill()
@@ -237,7 +237,7 @@ def test_nobody_sees_a_head_that_was_not_said() -> None:
     say += "while True: board.set_head(Head(8, 4)); board.set_head(Head(9, 4))"
     engine = subprocess.Popen([sys.executable, "-c", say, str(fd)], pass_fds=[fd])
     try:
-        until(lambda: board.head().wanted > 8, seconds=60)
+        until(lambda: board.head().wanted > 8)
         seen = {board.head() for _ in range(400_000)}
     finally:
         engine.kill()

@@ -17,7 +17,7 @@ from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import BlockKey, block_path
 
 KEY = BlockKey(b"k" * 32, 0)
-SIZE = 3 << 20
+SIZE, TURNS = 3 << 20, 20
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -98,10 +98,12 @@ def test_neither_descriptor_nor_mapping_is_left(root: Path) -> None:
     store = BlockStore(root, fs=MappingFs())
     store.put(KEY, memoryview(bytearray(SIZE)))
     read = memoryview(bytearray(SIZE))
-    before = len(list(Path("/proc/self/fd").iterdir())), mapped(root)
-    for _ in range(20):
+    before, mappings = len(list(Path("/proc/self/fd").iterdir())), mapped(root)
+    for _ in range(TURNS):
         assert isinstance(store.stream(KEY, read, lambda _offset, _piece: True), Hit)
-    assert (len(list(Path("/proc/self/fd").iterdir())), mapped(root)) == before
+    # Other threads of this process may open some meanwhile; a leak would be one in each turn.
+    assert len(list(Path("/proc/self/fd").iterdir())) - before < TURNS
+    assert mapped(root) == mappings
 
 
 def mapped(root: Path) -> int:

@@ -23,7 +23,7 @@ from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.store.walks import Batch, walk_here
 
-BLOCKS = 40
+BLOCKS, TURNS = 40, 50
 
 
 @pytest.fixture
@@ -129,9 +129,11 @@ def test_a_host_without_room_for_a_process_walks_itself(root: Path, monkeypatch:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers
     monkeypatch.setattr(subprocess, "Popen", refuse)
     store = SharedStore(root, walk=WalkProcess(1))
-    assert store.rescan()
+    for _ in range(TURNS):
+        assert store.rescan()
     assert store.known_blocks == BLOCKS
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - numbers
+    # Other threads of this process may open some meanwhile; a leak would be one in each turn.
+    assert len(os.listdir("/proc/self/fd")) - before < TURNS  # noqa: PTH208 - numbers
 
 
 @pytest.mark.usefixtures("silence")

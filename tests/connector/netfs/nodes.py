@@ -16,7 +16,7 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.identity import claim
 from kvtier_netfs.volume import SharedVolume
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS)
 
 

@@ -52,7 +52,7 @@ IO_THREADS = 4
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 DECLARED = Declared(("Attention/TEST",), "layout", "weights")
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 

@@ -52,13 +52,13 @@ class MoodyFs(FileSystem):
         self.flowing.set()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.flowing.wait(20)
+        self.flowing.wait(60)
         if self.read_error is not None:
             raise OSError(self.read_error, "moody")
         return super().preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.flowing.wait(20)
+        self.flowing.wait(60)
         if self.write_error is not None:
             raise OSError(self.write_error, "moody")
         return super().pwritev(fd, buffers, offset)

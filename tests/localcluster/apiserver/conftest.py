@@ -20,7 +20,7 @@ from plain_http import PlainHttp
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def kubectl(api: ApiServerThread, tmp_path: Path) -> Callable[..., subprocess.Co
             input=None if stdin is None else json.dumps(stdin),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
 

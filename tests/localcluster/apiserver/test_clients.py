@@ -57,8 +57,8 @@ def test_kubectl_describes_waits_and_scales(
     assert "it is too small" in kubectl("get", "events").stdout
     status = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     http("PATCH", f"{engines}/a/status", status, media_type=MERGE)
-    assert kubectl("wait", "eng/a", "--for=condition=Ready", "--timeout=5s").returncode == 0
-    assert kubectl("wait", "eng/a", "--for=jsonpath={.spec.model}=m", "--timeout=5s").returncode == 0
+    assert kubectl("wait", "eng/a", "--for=condition=Ready", "--timeout=60s").returncode == 0
+    assert kubectl("wait", "eng/a", "--for=jsonpath={.spec.model}=m", "--timeout=60s").returncode == 0
     assert kubectl("scale", "eng/a", "--replicas=3").returncode == 0
     assert http("GET", f"{engines}/a")[1]["spec"]["replicas"] == 3
     assert kubectl("patch", "eng", "a", "--type=merge", "-p", '{"spec":{"mode":"Slow"}}').returncode == 0
@@ -72,7 +72,7 @@ def test_kubectl_follows_a_rollout_and_prints_workloads(
     counts = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas", "availableReplicas"), 1)
     path = "/apis/apps/v1/namespaces/default/deployments/web/status"
     http("PATCH", path, {"status": {**counts, "observedGeneration": 1}}, media_type=MERGE)
-    assert "successfully rolled out" in kubectl("rollout", "status", "deploy/web", "--timeout=5s").stdout
+    assert "successfully rolled out" in kubectl("rollout", "status", "deploy/web", "--timeout=60s").stdout
     api.create(pod())
     claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     metadata = {"namespace": "default"}

@@ -97,11 +97,14 @@ def test_leftovers_of_a_run_that_was_killed_with_its_launchers_end_at_the_next_s
     scratch = DataDirectory(tmp_path / "data").pod("uid") / "tmp"
     scratch.mkdir(parents=True)
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    with (
-        subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as stray,
-        ClusterThread(ClusterSettings(data=tmp_path / "data")),
-    ):
-        assert stray.wait(timeout=60) == -signal.SIGKILL
+    with subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as stray:
+        try:
+            # A process that has only just been started does not show its environment yet.
+            until(lambda: str(scratch).encode() in Path(f"/proc/{stray.pid}/environ").read_bytes())
+            with ClusterThread(ClusterSettings(data=tmp_path / "data")):
+                assert stray.wait(timeout=60) == -signal.SIGKILL
+        finally:
+            stray.kill()
 
 
 def test_a_second_cluster_on_the_same_data_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from kvtier_localcluster import kinds
 from kvtier_localcluster.node.processes import namespace_prefix
 from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
 
+ENOUGH_SECONDS = 6
+"""For a hook and for a signal, each of which starts Python or finds it busy."""
+
 
 def alive(pid: int) -> bool:
     try:
@@ -186,13 +189,15 @@ def test_readiness_follows_its_probe(bench: Bench) -> None:
     bench.ask("moody", "/sick")
     until(lambda: not bench.is_ready("moody"))
     assert bench.container("moody")["restartCount"] == 0
-    assert ("Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503") in bench.events("moody")
+    failed = ("Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503")
+    until(lambda: failed in bench.events("moody"))
     bench.ask("moody", "/well")
     until(lambda: bench.is_ready("moody"))
 
 
 def test_a_startup_probe_holds_back_the_others_until_it_succeeds(bench: Bench) -> None:
-    startup = {"exec": {"command": ["python3", "-c", "open('/flags/up')"]}, "periodSeconds": 1, "failureThreshold": 60}
+    look = {"command": ["python3", "-c", "open('/flags/up')"]}
+    startup = {"exec": look, "timeoutSeconds": 60, "periodSeconds": 1, "failureThreshold": 200}
     liveness = {"exec": {"command": ["python3", "-c", "raise SystemExit(1)"]}, "failureThreshold": 1}
     container = server(
         volumeMounts=[{"name": "flags", "mountPath": "/flags"}], startupProbe=startup, livenessProbe=liveness
@@ -206,7 +211,7 @@ def test_a_startup_probe_holds_back_the_others_until_it_succeeds(bench: Bench) -
     assert bench.container("slow")["restartCount"] == 0
     (bench.cluster.cluster.data.claim((bench.namespace, "flags")) / "up").touch()
     until(lambda: bench.container("slow")["restartCount"] > 0)
-    assert any("failed liveness probe, will be restarted" in message for _, message in bench.events("slow"))
+    until(lambda: any("failed liveness probe, will be restarted" in message for _, message in bench.events("slow")))
 
 
 def test_a_crashing_container_is_restarted_with_back_off(bench: Bench) -> None:
@@ -297,7 +302,7 @@ def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(b
     hook = {"preStop": {"exec": {"command": ["python3", "-c", "open('/notes/hook', 'w').close()"]}}}
     container = script(stubborn, volumeMounts=[{"name": "notes", "mountPath": "/notes"}], lifecycle=hook)
     volumes = [{"name": "notes", "persistentVolumeClaim": {"claimName": "notes"}}]
-    bench.pod("stubborn", container, volumes=volumes, terminationGracePeriodSeconds=1)
+    bench.pod("stubborn", container, volumes=volumes, terminationGracePeriodSeconds=ENOUGH_SECONDS)
     notes = bench.cluster.cluster.data.claim((bench.namespace, "notes"))
     until((notes / "pids").exists)
     pids = [int(pid) for pid in (notes / "pids").read_text().split()]
@@ -307,7 +312,7 @@ def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(b
     assert (notes / "hook").exists()
     assert (notes / "asked").exists()
     assert not any(alive(pid) for pid in pids)
-    assert "Killing" in bench.reasons("stubborn")
+    until(lambda: "Killing" in bench.reasons("stubborn"))
 
 
 def test_children_that_outlive_the_main_process_end_with_the_container(bench: Bench) -> None:

@@ -30,7 +30,7 @@ def forwarded(bench: Bench) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
 
 
 def local_port(process: subprocess.Popen[str], port: int) -> int:

@@ -74,7 +74,7 @@ def test_a_rolling_update_replaces_every_pod_and_never_drops_below_the_minimum(b
         ready_counts.add(sum(kinds.is_ready(pod) and not kinds.is_deleting(pod) for pod in pods))
         return is_rolled_out(bench, "roll", 2) and len(pods) == 2
 
-    until(done, 30)
+    until(done)
     assert not old & {pod["metadata"]["uid"] for pod in bench.list(kinds.POD)}
     assert min(ready_counts) >= 2
     sizes = sorted(each["spec"]["replicas"] for each in bench.list(kinds.REPLICA_SET))
@@ -95,7 +95,7 @@ def test_recreate_ends_the_old_pods_before_it_starts_new_ones(bench: Bench) -> N
         counts.add(len(bench.list(kinds.POD)))
         return is_rolled_out(bench, "swap", 1)
 
-    until(done, 30)
+    until(done)
     assert max(counts) == 1
 
 
@@ -204,12 +204,12 @@ def test_kubectl_sees_a_rollout_through(bench: Bench) -> None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     bench.deployment("web", server(), replicas=1)
-    assert "successfully rolled out" in kubectl("rollout", "status", "deploy/web", "--timeout=20s")
-    kubectl("wait", "--for=condition=Available", "deploy/web", "--timeout=20s")
+    assert "successfully rolled out" in kubectl("rollout", "status", "deploy/web", "--timeout=60s")
+    kubectl("wait", "--for=condition=Available", "deploy/web", "--timeout=60s")
     kubectl("set", "env", "deploy/web", "COLOR=red")
-    kubectl("rollout", "status", "deploy/web", "--timeout=20s")
+    kubectl("rollout", "status", "deploy/web", "--timeout=60s")
     kubectl("rollout", "undo", "deploy/web")
-    kubectl("rollout", "status", "deploy/web", "--timeout=20s")
+    kubectl("rollout", "status", "deploy/web", "--timeout=60s")
     pod = next(pod for pod in bench.list(kinds.POD) if kinds.is_ready(pod) and not kinds.is_deleting(pod))
     assert "COLOR" not in bench.environment(pod["metadata"]["name"])
     assert "/healthz" in kubectl("logs", pod["metadata"]["name"])
