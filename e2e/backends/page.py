@@ -58,10 +58,11 @@ LIES: Final = {
     "LMCache, MultiProcess, Redis that is not there": "host memory",
     "Hybrid, LMCache with Redis": "host memory, Redis",
     "Hybrid, NIXL": "as `Bundled`",
+    "Mooncake": "memory of the engines, as one pool",
 }
 """By the titles of `cases`."""
-SHARED: Final = ("volume", "Redis")
-NEVER: Final = ("FlexKV", "Mooncake")
+SHARED: Final = ("volume", "Redis", "pool")
+NEVER: Final = ("FlexKV",)
 HITS: Final = "external_prefix_cache_hits_total"
 
 
@@ -137,6 +138,8 @@ def _row(device: str, result: Mapping[str, Any], prompt_tokens: int) -> str:
         return f"| {shown} | {device} | {told} | | | | |\n"
     if result.get("memcpy"):
         device = f"{device}, copied by a class of the test"
+    if "beside" in result:
+        device = f"{device}, {result['beside']}"
     is_shared = any(word in lies for word in SHARED)
     # The second request, for eight tokens more, counts as well.
     read = min(prompt_tokens, int(result.get("replica_hit_tokens", {}).get(HITS, 0)))

@@ -280,7 +280,7 @@ class MooncakeMaster(ApiModel):
 class Mooncake(ApiModel):
     """Mooncake's store, of an image of yours. Experimental.
 
-    No engine has been run with it: its configuration and the command line are read by vLLM's own classes.
+    One engine has been run with it, on vLLM's CPU build, with a stand-in for what that lacks of CUDA; no GPU has.
     """
 
     config: Anything
@@ -353,7 +353,7 @@ class Connector(ApiModel):
     flex_kv: Annotated[FlexKV | None, Field(alias="flexKV")] = None
     """Settings of `FlexKV`. Experimental: no engine has been run with it."""
     mooncake: Mooncake | None = None
-    """Settings of `Mooncake`. Experimental: no engine has been run with it."""
+    """Settings of `Mooncake`. Experimental: one engine has been run with it, on vLLM's CPU build."""
 
     rules = (*map(_only_with, _BLOCKS), *map(_needed_by, _REQUIRED))
 
