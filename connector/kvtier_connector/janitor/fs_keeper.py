@@ -76,6 +76,8 @@ class FsKeeper:
         self._space = Space()
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
+        self._stuck: set[str] = set()
+        """Paths of files that could not be removed: others go before them."""
         self._evicted: defaultdict[str, int] = defaultdict(int)
         self._evicted_bytes: defaultdict[str, int] = defaultdict(int)
         self._tallies = Tallies()
@@ -108,7 +110,7 @@ class FsKeeper:
                     self._publish()
                     return 0.0
         if "walk" in self._problems:
-            self._next_walk = self._now() + self.config.sweep_seconds
+            self._next_walk = max(self._next_walk, self._now() + self.config.sweep_seconds)
         self._work = None
         self._publish()
         return max(0.0, min(self._next_walk - self._now(), self.config.sweep_seconds))
@@ -126,10 +128,15 @@ class FsKeeper:
                 yield
         self._count(generations, seen)
         walked = self._now() - began
-        yield from self._remove(self._victims(seen), seen)
-        yield from self._remove_leftovers(seen)
+        self._stuck.intersection_update([each.path for each in seen.files])
+        victims = list(self._victims(seen))
+        failures: list[OSError] = []
+        yield from self._remove(victims, seen, failures)
+        yield from self._remove_leftovers(seen, failures)
         self._count(generations, seen)
         self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * walked)
+        if failures:
+            raise failures[0]
 
     def _generations(self) -> list[str]:
         """Return the directories that vLLM's tier has written to, the current one first."""
@@ -159,7 +166,10 @@ class FsKeeper:
         used = sum(each.size for each in seen.files)
         limits = make_limits(self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=self._clock())
         # Blocks of earlier generations before those of the current one, and among them the least recently used.
-        order = sorted(seen.files, key=lambda each: (each.generation == self.config.current, each.used_ns))
+        order = sorted(
+            seen.files,
+            key=lambda each: (each.path in self._stuck, each.generation == self.config.current, each.used_ns),
+        )
         is_over = bool(limits.high_bytes) and used > limits.high_bytes
         to_free = max(used - limits.low_bytes if is_over else 0, 0)
         for_volume = max(min(limits.wanted_free_bytes, used - limits.floor_bytes), 0)
@@ -186,13 +196,12 @@ class FsKeeper:
         gone = others[self.config.keep_previous :]
         return {name for name in gone if self._clock() - seen.by_generation[name][2] > idle_ns}
 
-    def _remove(self, victims: Iterator[tuple[File, str]], seen: _Seen) -> Iterator[None]:
+    def _remove(self, victims: list[tuple[File, str]], seen: _Seen, failures: list[OSError]) -> Iterator[None]:
         began, is_any = self._now(), False
-        for file, reason in list(victims):
+        for file, reason in victims:
             if not self._may_act():
                 return
-            if self._is_as_it_was(file):
-                self._fs.unlink(f"{self._dir}/{file.path}")
+            if self._is_as_it_was(file) and self._is_unlinked(file, failures):
                 is_any = True
                 each = seen.by_generation[file.generation]
                 each[0] -= 1
@@ -215,12 +224,24 @@ class FsKeeper:
         self._tallies.spared_blocks += 1
         return False
 
-    def _remove_leftovers(self, seen: _Seen) -> Iterator[None]:
+    def _is_unlinked(self, file: File, failures: list[OSError]) -> bool:
+        """Remove one file; one that cannot be is noted, and keeps no other from going."""
+        try:
+            self._fs.unlink(f"{self._dir}/{file.path}")
+        except FileNotFoundError:
+            return False  # somebody else was quicker
+        except OSError as error:
+            self._stuck.add(file.path)
+            failures.append(error)
+            return False
+        self._stuck.discard(file.path)
+        return True
+
+    def _remove_leftovers(self, seen: _Seen, failures: list[OSError]) -> Iterator[None]:
         """Remove what was being written by an engine that is gone, and empty directories of condemned generations."""
         before_ns = self._clock() - int(self.config.partial_age_seconds * 1e9)
         for file in seen.partials:
-            if file.mtime_ns < before_ns and self._may_act():
-                self._fs.unlink(f"{self._dir}/{file.path}")
+            if file.mtime_ns < before_ns and self._may_act() and self._is_unlinked(file, failures):
                 self._tallies.removed_leftovers["partial"] += 1
             yield
         for generation in sorted(self._condemned(seen)):

@@ -198,6 +198,29 @@ def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> Non
     assert keeper.report.usage.blocks == 1
 
 
+def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) -> None:
+    files = [volume.store(number, age=1000 - number) for number in range(20)]
+    # As a directory of another owner is: more of the oldest than are to go.
+    stuck = {path.name for path in files[:12]}
+
+    class Refusing(FileSystem):
+        def unlink_in(self, directory: int, name: str) -> None:
+            if name in stuck:
+                raise PermissionError(13, "Permission denied", name)
+            super().unlink_in(directory, name)
+
+    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7), fs=Refusing())
+    sweep(keeper)
+    assert keeper.report is not None
+    assert "Permission denied" in keeper.report.problems["walk"]
+    for _ in range(2):
+        sweep(keeper)
+    assert [path for path in files if path.exists()] == [*files[:12], *files[-2:]]
+    assert keeper.report.usage.used_bytes == 14 * SIZE
+    sweep(keeper)
+    assert keeper.report.problems == {}  # nothing more is to go
+
+
 def test_a_tier_that_nothing_was_stored_of_is_empty_and_no_problem(tmp_path: Path) -> None:
     keeper = FsKeeper(Volume(tmp_path / "serving.new").config())
     sweep(keeper)
