@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import re
+import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +31,7 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.fs import O_DIRECT
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import BLOCKS, BlockKey
 from kvtier_connector.store.shared import SharedStore
 
 GENERATION = "bench"
@@ -252,6 +253,15 @@ class KvtierMovers(Kvtier):
         dispatcher = self._movers._dispatcher  # noqa: SLF001 - an engine needs one of them; here all are measured
         while not all(dispatcher._is_ready(number) for number in range(threads)):  # noqa: SLF001 - as above
             time.sleep(0.01)
+
+    def warm_up(self, pool: ThreadPoolExecutor) -> None:
+        """Store and load other blocks and remove them: an engine's movers have long entered their pages."""
+        keys = self.keys
+        self.keys = [BlockKey(hashlib.sha256(key.hash).digest(), 0) for key in keys]
+        self.store(pool)
+        self.load(pool)
+        shutil.rmtree(self.directory / GENERATION / BLOCKS)
+        self.keys = keys
 
     def close(self) -> None:
         """End the processes."""

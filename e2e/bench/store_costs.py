@@ -181,6 +181,8 @@ class Found:
             for path in [each for each in place.rglob("*") if each.is_file()]:
                 path.unlink()
         one.prepare(options.threads)
+        if isinstance(one, KvtierMovers) and not options.has_directories:
+            one.warm_up(pool)
         store = functools.partial(Kvtier.store, one) if isinstance(one, KvtierStaged) else one.store
         for direction, work in (("store", store), ("load", one.load)):
             if direction == "load":
