@@ -141,6 +141,7 @@ def test_an_engine_at_rest_costs_one_call_however_many_others_there_are(root: Pa
     for _ in range(10):
         assert waiting.synchronize(may_have_news=waiting.may_have_news()).problem == ""
     assert fs.calls == ["stat"] * 10
+    wait_for_the_next_tick(root)
     assert others[3].put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert others[3].has_news.is_set()
     others[3].synchronize(may_have_news=False)
