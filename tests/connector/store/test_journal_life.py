@@ -22,6 +22,10 @@ def only_file(root: Path) -> Path:
     return path
 
 
+SECOND_NS = 10**9
+"""Some volumes tell no shorter times."""
+
+
 def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:
     now = Clock(1000.0)
     return JournalWriter(root, fs=fs or FileSystem(), clock=lambda: NOW_NS, now=now), now
@@ -36,13 +40,13 @@ def test_a_process_that_has_nothing_to_say_renews_the_time_of_its_journal_now_an
     writer.append(Op.STORED, key(1), 4096)
     writer.flush()
     content = only_file(tmp_path).read_bytes()
-    os.utime(only_file(tmp_path), ns=(1, 1))
+    os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
     now.seconds += 300
     writer.flush()
-    assert written_ns(tmp_path) == 1
+    assert written_ns(tmp_path) == SECOND_NS
     now.seconds += 400
     writer.flush()
-    assert written_ns(tmp_path) > 1
+    assert written_ns(tmp_path) > SECOND_NS
     assert only_file(tmp_path).read_bytes() == content
 
 
@@ -52,12 +56,12 @@ def test_a_process_that_may_store_nothing_shows_that_it_is_there(tmp_path: Path,
     writer.append(Op.STORED, key(1), 4096)
     writer.show_life()
     assert only_file(tmp_path).stat().st_size == RECORD_BYTES
-    os.utime(only_file(tmp_path), ns=(1, 1))
+    os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
     if is_removed:
         only_file(tmp_path).unlink()
     now.seconds += 700
     writer.show_life()
-    assert written_ns(tmp_path) > 1
+    assert written_ns(tmp_path) > SECOND_NS
     reader = JournalReader(tmp_path)
     reader.start()
     assert writer.flush() == 1
