@@ -194,7 +194,10 @@ def test_an_engine_that_runs_out_of_descriptors_at_any_point_of_its_start_moves_
     before = open_descriptors()
     while len(holes) < max(before) + 1 - len(before):
         holes.append(os.dup(0))
-    for spare in range(24):
+    # The volume's own threads open and close files meanwhile, so a limit may leave another number than was meant.
+    for spare in (*range(24),) * 5:
+        if made and made[-1] == 1 and 0 in made:
+            break
         opened = open_descriptors()
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1 + spare, hard))
         try:
@@ -204,12 +207,10 @@ def test_an_engine_that_runs_out_of_descriptors_at_any_point_of_its_start_moves_
         if movers_ is not None:
             made.append(movers_.counts().processes)
             movers_.close(20)
-        # The volume's own threads open and close files meanwhile.
         wait_until(lambda opened=opened: open_descriptors() <= opened, "nothing stays open")
     for hole in (*holes, fd):
         os.close(hole)
     view.release()
-    # Where the volume's threads held a file while the limit was set, there was one descriptor more.
     assert set(made) == {0, 1}
     assert made[-1] == 1
     assert any("threads" in record.message for record in caplog.records)
