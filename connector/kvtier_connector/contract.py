@@ -47,11 +47,17 @@ COMPRESSIONS = (COMPRESSION_OFF, "Auto", COMPRESSION_ALWAYS)
 TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 """Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
 TENANT_PARAMETER = "kvtier_tenant"
+"""The entry of a request's ``kv_transfer_params`` that names its tenant."""
 NAMES_PARAMETER = "kvtier_blocks"
 """In the ``kv_transfer_params`` of a request: if true, the answer's have the `NAMES` of the blocks of its prompt."""
 NAMES = "kvtier"
 """There: ``{"directory": the generation's, "blocks": [paths below it], "refused": why there are none, or null}``."""
-"""The entry of a request's ``kv_transfer_params`` that names its tenant."""
+
+LMCACHE_PLUGIN = "kvtier"
+"""Under this name LMCache's configuration has a client of Redis of ours."""
+LMCACHE_URL_SETTING = f"remote_storage_plugin.{LMCACHE_PLUGIN}.url"
+"""Entry of LMCache's extra configuration with the address of its Redis, without a password."""
+REDIS_PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a variable, not a password
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Releases of vLLM that the connector is tested with, oldest first; see `vllm_release`."""

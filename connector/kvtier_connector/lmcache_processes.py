@@ -19,7 +19,7 @@ from typing import Final
 
 import redis
 
-from kvtier_connector.redis_check import PASSWORD_VARIABLE
+from kvtier_connector.contract import REDIS_PASSWORD_VARIABLE
 
 _THREADS: Final = 8
 _CONNECT_SECONDS: Final = 1.0
@@ -41,7 +41,7 @@ class RedisClient:
         self._redis = redis.Redis(
             host=host,
             port=port,
-            password=os.environ.get(PASSWORD_VARIABLE) or None,
+            password=os.environ.get(REDIS_PASSWORD_VARIABLE) or None,
             socket_connect_timeout=_CONNECT_SECONDS,
             socket_timeout=_ANSWER_SECONDS,
         )

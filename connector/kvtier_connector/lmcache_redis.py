@@ -17,10 +17,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector
 
-from kvtier_connector.redis_check import PASSWORD_VARIABLE
-
-URL_SETTING = "remote_storage_plugin.kvtier.url"
-"""Entry of LMCache's extra configuration with the address, without a password."""
+from kvtier_connector.contract import LMCACHE_URL_SETTING, REDIS_PASSWORD_VARIABLE
 
 
 class PasswordRedisConnector(RedisConnector):
@@ -28,8 +25,8 @@ class PasswordRedisConnector(RedisConnector):
 
     def __init__(self, *, loop: Any, local_cpu_backend: Any, config: Any) -> None:
         """Connect when first asked."""
-        url = str(config.extra_config[URL_SETTING])
-        super().__init__(with_password(url, os.environ[PASSWORD_VARIABLE]), loop, local_cpu_backend)
+        url = str(config.extra_config[LMCACHE_URL_SETTING])
+        super().__init__(with_password(url, os.environ[REDIS_PASSWORD_VARIABLE]), loop, local_cpu_backend)
 
 
 def with_password(url: str, password: str) -> str:

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a variable, not a password
+from kvtier_connector.contract import REDIS_PASSWORD_VARIABLE
+
 PATIENCE_SECONDS = 10.0
 """For a Redis that starts together with the engines; they take much longer to start themselves."""
 _EACH_SECONDS = 3.0
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, required=True, help="file for what was found")
     parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="seconds until it is given up")
     options = parser.parse_args(arguments)
-    problem = why_not(options.url, os.environ.get(PASSWORD_VARIABLE, ""), patience=options.patience)
+    problem = why_not(options.url, os.environ.get(REDIS_PASSWORD_VARIABLE, ""), patience=options.patience)
     options.result.write_text(json.dumps({"problem": problem}), encoding="utf-8")
     sys.stdout.write(f"{options.url}: {problem or 'it answers'}\n")
     return 0

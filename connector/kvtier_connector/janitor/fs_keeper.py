@@ -128,7 +128,7 @@ class FsKeeper:
                 yield
         self._count(generations, seen)
         walked = self._now() - began
-        self._stuck.intersection_update([each.path for each in seen.files])
+        self._stuck = {each.path for each in seen.files if each.path in self._stuck}
         victims = list(self._victims(seen))
         failures: list[OSError] = []
         yield from self._remove(victims, seen, failures)

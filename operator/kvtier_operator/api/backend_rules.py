@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier_connector.contract import REDIS_PASSWORD_VARIABLE
 from kvtier_operator.api import connector_spec as kinds
 from kvtier_operator.api.engine_spec import CLAIMED, NO_ACCELERATOR
 from kvtier_operator.api.rules import Rule
@@ -178,7 +179,7 @@ LMCACHE_ENV: Final = (
     "LMCACHE_PRE_CACHING_HASH_ALGORITHM",
     "LMCACHE_REMOTE_SERDE",
     "LMCACHE_REMOTE_URL",
-    "LMCACHE_RESP_PASSWORD",
+    REDIS_PASSWORD_VARIABLE,
     "LMCACHE_SAVE_DECODE_CACHE",
 )
 """Variables of LMCache that the operator renders."""

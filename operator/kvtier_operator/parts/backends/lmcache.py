@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvtier_connector.contract import LMCACHE_PLUGIN, LMCACHE_URL_SETTING, REDIS_PASSWORD_VARIABLE
 from kvtier_operator import names
 from kvtier_operator.api.connector_spec import LMCache, LMCacheRedis, Nixl, VLLMOffloading
 from kvtier_operator.names import Manifest
@@ -37,10 +38,9 @@ SIDE_CHANNEL_PORT: Final = 5600
 
 _GIB: Final = 1 << 30
 _PIN_SECONDS: Final = 90
-_PLUGIN: Final = "kvtier"
 _PLUGIN_CLASS: Final = {
-    f"remote_storage_plugin.{_PLUGIN}.module_path": "kvtier_connector.lmcache_redis",
-    f"remote_storage_plugin.{_PLUGIN}.class_name": "PasswordRedisConnector",
+    f"remote_storage_plugin.{LMCACHE_PLUGIN}.module_path": "kvtier_connector.lmcache_redis",
+    f"remote_storage_plugin.{LMCACHE_PLUGIN}.class_name": "PasswordRedisConnector",
 }
 """Where LMCache finds the connector for a Redis with a password."""
 
@@ -116,8 +116,8 @@ def _remote(plan: TierPlan, settings: LMCache, redis: LMCacheRedis) -> list[Mani
     # Its redis:// takes a password in the URL alone, which it logs, and its resp:// holds up every request of an engine
     # whose Redis is away. So LMCache is told of a class of ours.
     return [
-        variable("LMCACHE_REMOTE_STORAGE_PLUGINS", _PLUGIN),
-        variable("LMCACHE_EXTRA_CONFIG", _compact({**_PLUGIN_CLASS, f"remote_storage_plugin.{_PLUGIN}.url": url})),
+        variable("LMCACHE_REMOTE_STORAGE_PLUGINS", LMCACHE_PLUGIN),
+        variable("LMCACHE_EXTRA_CONFIG", _compact({**_PLUGIN_CLASS, LMCACHE_URL_SETTING: url})),
         serde,
         _password(redis),
     ]
@@ -152,7 +152,7 @@ def _password(redis: LMCacheRedis) -> Manifest:
     secret = redis.password_secret_ref
     assert secret is not None
     return {
-        "name": "LMCACHE_RESP_PASSWORD",
+        "name": REDIS_PASSWORD_VARIABLE,
         "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}},
     }
 
