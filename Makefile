@@ -51,12 +51,12 @@ test-backends: venv ## real engines with every connector that vLLM's CPU build c
 	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --pair --out "$(DATA)/backends/pair.json"
 	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_lmcache.py
 	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
-	    --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300 --at-a-time 2 --must-hit
+	    --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 2 --must-hit
 	PYTHONPATH=.:connector:"$(abspath $(DATA))/lmcache" $(RUN) e2e.backends --cases "$(DATA)/backends/lmcache.json" \
-	    --out "$(DATA)/backends/lmcache" --work "$(abspath $(DATA))/backends/work" --seconds 1800 --start-seconds 300 \
-	    --second shared --at-a-time 2 --redis redis-server --must-hit
+	    --out "$(DATA)/backends/lmcache" --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 2 \
+	    --redis redis-server --must-hit
 	PYTHONPATH=.:connector:"$(abspath $(DATA))/nixl" $(RUN) e2e.backends.disaggregated --cases "$(DATA)/backends/pair.json" \
-	    --out "$(DATA)/backends/pair" --work "$(abspath $(DATA))/backends/work" --seconds 900 --start-seconds 300
+	    --out "$(DATA)/backends/pair" --work "$(abspath $(DATA))/backends/work"
 	PYTHONPATH=. $(RUN) e2e.backends.page --take "$(DATA)/backends/backends.json" "$(DATA)/backends/lmcache/backends.json" \
 	    "$(DATA)/backends/pair/disaggregated.json"
 

@@ -14,17 +14,23 @@ ABSENT_PORT: Final = 6399
 """Where nobody listens."""
 REDIS: Final = {"redis": {"url": "redis://127.0.0.1:6379", "passwordSecretRef": {"name": "redis"}}}
 
+_OPEN: Final = {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}
+_ABSENT: Final = {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}}
+
 CUDA: Final[dict[str, dict[str, Any]]] = {
-    "LMCache, Redis": {"type": "LMCache", "lmcache": REDIS},
+    # In pairs of which no two use one Redis, or one port for a cache server: they may start together.
+    "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},
+    "LMCache, memory": {"type": "LMCache"},
+    "LMCache, MultiProcess": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}},
+    "SimpleCPU, Lazy": {"type": "SimpleCPU", "simpleCPU": {"mode": "Lazy"}},
+    "Hybrid, LMCache with Redis": {"type": "Hybrid", "hybrid": {"lmcache": REDIS, "lmcacheMemory": "4Gi"}},
     "VLLMTiering": {"type": "VLLMTiering"},
+    "LMCache, MultiProcess with Redis": {"type": "LMCache", "lmcache": {"mode": "MultiProcess", **_OPEN}},
     "Bundled": {"type": "Bundled"},
+    "LMCache, node's disk": {"type": "LMCache", "lmcache": {"localDisk": {"size": "32Gi"}}},
     "VLLMOffloading, storeThreshold 2": {"type": "VLLMOffloading", "vllmOffloading": {"storeThreshold": 2}},
     "SimpleCPU": {"type": "SimpleCPU"},
     "SimpleCPU, Disk": {"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}},
-    "Hybrid, LMCache with Redis": {"type": "Hybrid", "hybrid": {"lmcache": REDIS, "lmcacheMemory": "4Gi"}},
-    "SimpleCPU, Lazy": {"type": "SimpleCPU", "simpleCPU": {"mode": "Lazy"}},
-    "LMCache, memory": {"type": "LMCache"},
-    "LMCache, MultiProcess": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}},
 }
 CPU: Final[dict[str, dict[str, Any]]] = {
     "VLLMOffloading, storeThreshold 2": {"type": "VLLMOffloading", "vllmOffloading": {"storeThreshold": 2}},
@@ -32,8 +38,6 @@ CPU: Final[dict[str, dict[str, Any]]] = {
     "Bundled": {"type": "Bundled"},
 }
 
-_OPEN: Final = {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}
-_ABSENT: Final = {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}}
 LMCACHE: Final[dict[str, dict[str, Any]]] = {
     # In pairs of which no two use one Redis, or one port for a cache server: they may start together.
     "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},

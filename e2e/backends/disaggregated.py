@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -171,8 +172,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvtier-backends/work"))  # noqa: S108  the script's own
     parser.add_argument("--port", type=int, default=8400)
-    parser.add_argument("--seconds", type=float, default=400, help="for everything")
-    parser.add_argument("--start-seconds", type=float, default=200, help="for one start")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
+    parser.add_argument("--start-seconds", type=float, default=300, help="of processor time, for one start")
     options = parser.parse_args()
     document = json.loads(options.cases.read_text())
     model = Path(document["cases"][0]["tier"]["spec"]["model"]["name"])
@@ -180,6 +181,7 @@ def main() -> None:
     (model / "config.json").write_text(json.dumps(document["config"]))
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
+    alone.clear(options.work, document["cases"])
     run = alone.Run(options, document)
     found: dict[str, Any] = {"device": run.device, "prompt_tokens": run.tokens, "args": {}}
     for case in document["cases"]:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from e2e.backends.progress import Progress, processor_seconds
+
 SECRETS = {"LMCACHE_RESP_PASSWORD"}
 """Variables that come from Secrets."""
 KEPT = {"connector"}
@@ -64,6 +66,15 @@ class Pod:
                 start_new_session=True,
             )
 
+    def progress(self, limit_seconds: float) -> Progress:
+        """Return what tells whether its start is worth waiting for: so much processor time it may take."""
+        return Progress(self.spent_seconds, lambda: self.log.stat().st_size, limit_seconds=limit_seconds)
+
+    def spent_seconds(self) -> float:
+        """Return the processor time that it has had, with all that it has started."""
+        assert self._process is not None
+        return processor_seconds(self._process.pid)
+
     def is_ready(self) -> bool:
         """Tell whether the engine answers; raise RuntimeError if it has ended."""
         assert self._process is not None
@@ -76,7 +87,7 @@ class Pod:
         self.start_seconds = self.start_seconds or time.monotonic() - self._began
         return True
 
-    def ask(self, method: str, path: str, document: Any, *, seconds: float = 60) -> bytes:
+    def ask(self, method: str, path: str, document: Any, *, seconds: float = 120) -> bytes:
         """Send one request and return the answer's body; raise RuntimeError for any status but 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:
