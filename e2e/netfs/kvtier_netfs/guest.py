@@ -12,6 +12,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,10 @@ from pathlib import Path
 _PROGRAM = "linux.uml"
 _MODULES = Path("/usr/lib/uml/modules")
 _LOADED = ("loop", "fuse", "overlay", "nfsv3", "nfsv4", "ceph", "sch_netem")
-_NEEDED = {_PROGRAM: "user-mode-linux", "modprobe": "kmod", "gcc": "gcc"}
+_NEEDED = {_PROGRAM: "user-mode-linux", "modprobe": "kmod", "gcc": "gcc", "setpriv": "util-linux"}
+_TETHERED = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--mount-proc", "--kill-child", "--fork")
+"""Each process of the guest is one of this machine that outlives its kernel. In a namespace of their own all of them end
+with it, and it ends with this program, however that ends."""
 _STATES = Path(__file__).with_name("guest_states.c")
 _SKIPPED = 77
 _MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 - where the kernel makes the unnamed file that is its memory
@@ -76,6 +80,9 @@ def run_in_guest(command: list[str], *, memory_mib: int, base: Path) -> int:
     )
     first.chmod(0o755)
     kernel = [
+        *_TETHERED,
+        *(() if os.geteuid() == 0 else ("--map-root-user",)),
+        "--",
         _PROGRAM,
         f"mem={memory_mib}M",
         "rootfstype=hostfs",
@@ -101,6 +108,8 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return _SKIPPED
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
+    # What ends this program ends it in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-guest-") as base:
         return run_in_guest(words, memory_mib=given.memory_mib, base=Path(base))
 

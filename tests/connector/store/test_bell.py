@@ -12,7 +12,7 @@ import pytest
 from shared_engine import Counting, engine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
 from store_faults import FailingFs
-from waiting import until
+from waiting import until_the_next_tick
 
 from kvtier_connector.store.bell import MOST_SILENT_ROUNDS, Bell
 from kvtier_connector.store.blockstore import Stored
@@ -30,24 +30,8 @@ def quiet(root: Path, fs: FileSystem = LOCAL, *, is_opened: bool = False) -> Bel
     bell = Bell(root, fs=fs, is_opened=is_opened)
     while bell.is_ringing():
         pass
-    wait_for_the_next_tick(root)
+    until_the_next_tick(root / JOURNAL)
     return bell
-
-
-def wait_for_the_next_tick(root: Path) -> None:
-    """Wait until what is written has a later time than the bell, on volumes whose clock is coarse, too.
-
-    Engines look a second apart, so they do without; tests are done within a hundredth.
-    """
-    if not (root / JOURNAL).exists():
-        return
-    clock, rung = root.with_name("clock"), (root / JOURNAL).stat().st_mtime_ns
-
-    def has_moved_on() -> bool:
-        clock.touch()
-        return clock.stat().st_mtime_ns > rung
-
-    until(has_moved_on, "the volume's clock has moved on")
 
 
 @pytest.mark.parametrize("is_opened", [True, False])
@@ -141,7 +125,7 @@ def test_an_engine_at_rest_costs_one_call_however_many_others_there_are(root: Pa
     for _ in range(10):
         assert waiting.synchronize(may_have_news=waiting.may_have_news()).problem == ""
     assert fs.calls == ["stat"] * 10
-    wait_for_the_next_tick(root)
+    until_the_next_tick(root / JOURNAL)
     assert others[3].put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert others[3].has_news.is_set()
     others[3].synchronize(may_have_news=False)
