@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
@@ -26,6 +27,8 @@ from kvtier_connector.tier.volume import Volume
 
 _PAYLOAD = memoryview(bytes(4096))
 _DIGEST = "0a1b"
+_FIELDS_OF_A_CALL = 8
+"""At least so many figures stand behind the name of a call in mountstats; of the mount as a whole, fewer do."""
 _MOST_ROUNDS, _SAME = 6, 0.9
 """They rest when a round makes no fewer calls than the one before it."""
 
@@ -58,15 +61,31 @@ def key(number: int) -> BlockKey:
     return BlockKey(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
 
 
-def rest(engines: int, fs: CountingFs, seconds: float) -> None:
+def over_the_wire(directories: Sequence[Path]) -> Counter[str]:
+    """Return what mounts of NFS have asked their servers so far, by name; nothing of other file systems."""
+    asked: Counter[str] = Counter()
+    is_ours = False
+    for line in Path("/proc/self/mountstats").read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split()
+        if words[:1] == ["device"]:
+            # device SERVER mounted on DIRECTORY with fstype TYPE
+            is_ours = any(directory.is_relative_to(words[4]) for directory in directories) and "nfs" in words[7]
+        elif is_ours and len(words) >= _FIELDS_OF_A_CALL and words[0].rstrip(":").isupper() and words[1].isdecimal():
+            asked[words[0].rstrip(":")] += int(words[1])
+    return asked
+
+
+def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Path]) -> None:
     """Print how many calls a second they make when nothing happens; first each has to find out what is there."""
     rate = math.inf
     for _ in range(_MOST_ROUNDS):
-        before, last = fs.calls.copy(), rate
+        before, asked, last = fs.calls.copy(), over_the_wire(directories), rate
         time.sleep(seconds)
-        made = fs.calls - before
+        made, wire = fs.calls - before, over_the_wire(directories) - asked
         rate = made.total() / seconds
         print(f"{engines} engines, {rate:.1f} calls a second over {seconds:g} s: {dict(made)}", flush=True)
+        if wire:
+            print(f"over the wire {wire.total() / seconds:.1f} a second: {dict(wire)}", flush=True)
         if rate > _SAME * last:
             return
 
@@ -109,7 +128,7 @@ def main() -> None:
     writer = engine(roots[0], fs)
     others = [engine(roots[-1], fs) for _ in range(options.engines - 1)]
     try:
-        rest(options.engines, fs, options.seconds)
+        rest(options.engines, fs, options.seconds, [each.absolute() for each in options.directories])
         latency(writer, others[0], options.blocks)
     finally:
         for volume in (writer, *others):

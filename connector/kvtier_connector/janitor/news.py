@@ -129,7 +129,7 @@ class News:
             bell = self._bells[digest] = Bell(
                 Path(self._tier_dir, digest),
                 fs=self._fs,
-                is_opened=mount_of(self._tier_dir).is_nfs,
+                is_cached=mount_of(self._tier_dir).is_nfs,
                 most_silent_rounds=_MOST_SILENT_ROUNDS,
             )
         return bell

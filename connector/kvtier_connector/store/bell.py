@@ -8,11 +8,12 @@ itself when a journal is added or removed. One thread at a time.
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 from pathlib import Path
 
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
 from kvtier_connector.store.layout import JOURNAL
+from kvtier_connector.store.statx import State
 
 _SETTLING_ROUNDS = 2
 """After a change, so many more rounds count as ringing. Some volumes tell times in whole seconds, and caches of nodes
@@ -22,22 +23,22 @@ MOST_SILENT_ROUNDS = 240
 """A bell that was silent for so many rounds counts as ringing once: there are volumes on which nobody can ring it, and
 caches that hide it for long. Each look costs calls for each process, so it is rare."""
 
-_State = tuple[int, int, int]
-"""Device, number and time of the directory."""
+_NO_SUCH_CALL = frozenset({errno.ENOSYS, errno.EPERM})
+"""What a system, or a filter of its calls, says of one that it does not have."""
 
 
 class Bell:
     """The bell of one root, as one process hears it."""
 
     def __init__(
-        self, root: Path, *, fs: FileSystem, is_opened: bool = False, most_silent_rounds: int = MOST_SILENT_ROUNDS
+        self, root: Path, *, fs: FileSystem, is_cached: bool = False, most_silent_rounds: int = MOST_SILENT_ROUNDS
     ) -> None:
-        """Store the settings; `is_opened` is for a volume, NFS, that answers from a cache unless a file is opened."""
+        """Store the settings; `is_cached` is for a volume, NFS, of which the node answers from a cache for long."""
         self._path = f"{root}/{JOURNAL}"
         self._fs = fs
-        self._is_opened = is_opened
+        self._is_cached = is_cached
         self._most_silent_rounds = most_silent_rounds
-        self._seen: _State | None = None
+        self._seen: State | None = None
         self._rounds = _SETTLING_ROUNDS + 1
 
     def is_ringing(self) -> bool:
@@ -59,16 +60,25 @@ class Bell:
         with contextlib.suppress(OSError):
             self._fs.touch(self._path)
 
-    def _look(self) -> _State | None:
+    def _look(self) -> State | None:
         try:
-            status = self._open_and_look() if self._is_opened else self._fs.stat(self._path)
+            if self._is_cached:
+                return self._look_at_server()
+            status = self._fs.stat(self._path)
         except FileNotFoundError:
             return None
-        return status.st_dev, status.st_ino, status.st_mtime_ns
+        return State(status.st_dev, status.st_ino, status.st_mtime_ns)
 
-    def _open_and_look(self) -> os.stat_result:
+    def _look_at_server(self) -> State:
+        try:
+            return self._fs.stat_at_server(self._path)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_CALL:
+                raise
+        # A client of NFS asks the server whenever a directory is opened.
         fd = self._fs.open(self._path, READ_FLAGS)
         try:
-            return self._fs.fstat(fd)
+            status = self._fs.fstat(fd)
         finally:
             self._fs.close(fd)
+        return State(status.st_dev, status.st_ino, status.st_mtime_ns)

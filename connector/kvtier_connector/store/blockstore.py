@@ -22,16 +22,9 @@ from kvtier_connector.store.checksums import CHECKSUM_BYTES
 from kvtier_connector.store.choices import read_choices
 from kvtier_connector.store.codec import Codec
 from kvtier_connector.store.compression import Compression
+from kvtier_connector.store.directories import BlockDirectories
 from kvtier_connector.store.format import HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
-from kvtier_connector.store.fs import (
-    FIRST_WRITE_FLAGS,
-    LOCAL,
-    DirectIo,
-    FileSystem,
-    make_directories,
-    new_page,
-    write_block,
-)
+from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, LOCAL, DirectIo, FileSystem, new_page, write_block
 from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.publishing import replacing
@@ -156,6 +149,7 @@ class BlockStore:
         self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_choices(fs, tier_dir).direct_io)
         self._compression = Compression(compression, lambda: read_choices(fs, tier_dir))
         self._usage = Ledger(max_bytes, quotas)
+        self._directories = BlockDirectories(fs)
         self._access = Access(fs, self._root, self._usage.forget)
         self._scanning = threading.Lock()
         self._writers = Writers()
@@ -378,6 +372,8 @@ class BlockStore:
         page = self._page()
         page[:] = first_page
         path = self._path(key)
+        directory = path.rpartition("/")[0]
+        self._directories.prepare(directory)
         for _ in range(_RETRIES):
             try:
                 self._publish(path, page, data, is_wanted)
@@ -386,7 +382,7 @@ class BlockStore:
                     self._access.clear(key)
                 elif error.errno in _GONE:
                     # The first block of its directory, or somebody removed the tree or the partial file under us.
-                    make_directories(self._fs, path.rpartition("/")[0])
+                    self._directories.make(directory)
                 else:
                     raise
             else:

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
+from kvtier_connector.store.statx import State, state_at_server
 
 FILE_MODE = 0o640
 """The group is that of the pods of one tier: engines and the janitor may run as different users."""
@@ -92,6 +93,10 @@ class FileSystem:
         """Describe a path without following a link."""
         return os.lstat(path)
 
+    def stat_at_server(self, path: str) -> State:
+        """Describe a path as its server has it, whatever the node has in mind, without following a link."""
+        return state_at_server(path)
+
     def look_again(self, path: str) -> None:
         """Have the node ask the server whether a name still means the file that it has in mind.
 
@@ -124,11 +129,15 @@ class FileSystem:
     def mkdir(self, path: str) -> None:
         """Make a directory with mode 2770, whatever the process's umask takes away."""
         os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
-        # The system never sets the set-group-ID bit at once, but takes it over from the directory above; a client knows
-        # that from the answer, and to change a mode asks every server of some. Others refuse to change one.
-        with contextlib.suppress(OSError):
-            if stat.S_IMODE(os.lstat(path).st_mode) != DIRECTORY_MODE:
-                os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
+        _mend_mode(path)
+
+    def mkdir_plainly(self, path: str) -> None:
+        """Make a directory with what the umask and the volume leave of mode 2770."""
+        os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
+
+    def mend_mode(self, path: str) -> bool:
+        """Give a directory mode 2770 as far as the volume lets us; say whether it had it."""
+        return _mend_mode(path)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
@@ -150,6 +159,16 @@ class FileSystem:
     def rmdir_in(self, directory: int, name: str) -> None:
         """Remove an empty directory from an open one."""
         os.rmdir(name, dir_fd=directory)
+
+
+def _mend_mode(path: str) -> bool:
+    # The system never sets the set-group-ID bit at once, but takes it over from the directory above; a client knows
+    # that from the answer, and to change a mode asks every server of some. Others refuse to change one.
+    with contextlib.suppress(OSError):
+        if stat.S_IMODE(os.lstat(path).st_mode) == DIRECTORY_MODE:
+            return True
+        os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
+    return False
 
 
 @functools.cache

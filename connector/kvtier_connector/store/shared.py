@@ -71,7 +71,7 @@ class SharedStore:
         quotas: Quotas = NO_QUOTAS,
         scan_threads: int = 4,
         walk: Walk | None = None,
-        is_bell_opened: bool = False,
+        is_bell_cached: bool = False,
         pause: Callable[[], None] = lambda: time.sleep(_PAUSE_SECONDS),
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
@@ -87,7 +87,7 @@ class SharedStore:
             quotas: As for `BlockStore`.
             scan_threads: How many directories `rescan` reads at once.
             walk: Walks the root in the place of this process.
-            is_bell_opened: As `is_opened` of `Bell`.
+            is_bell_cached: As `is_cached` of `Bell`.
             pause: Called every tenth of a millisecond of a long work, so that other threads run.
             clock: Nanoseconds since 1970, for what is written.
             now: Seconds that never go back, for everything that is measured.
@@ -105,7 +105,7 @@ class SharedStore:
         self._index = BlockIndex(aside_seconds=ASIDE_SECONDS, now=now)
         self._journal = JournalWriter(root, fs=fs, clock=clock, now=now)
         self._reader = JournalReader(root, fs=fs, but=self._journal.writer, now=now)
-        self._bell = Bell(root, fs=fs, is_opened=is_bell_opened)
+        self._bell = Bell(root, fs=fs, is_cached=is_bell_cached)
         self.round_trip_seconds = 0.0
         """What the volume takes to say that it does not have a file; 0 while that was not measured."""
         self.has_news = threading.Event()

@@ -93,7 +93,7 @@ class Volume:
             keys_dir=config.keys_dir,
             quotas=Quotas(config.tenant_quotas, config.default_quota_bytes),
             scan_threads=config.scan_threads,
-            is_bell_opened=mount_of(config.root).is_nfs,
+            is_bell_cached=mount_of(config.root).is_nfs,
             # Another process knows the real system calls only.
             walk=WalkProcess(config.scan_threads) if fs is LOCAL else None,
         )

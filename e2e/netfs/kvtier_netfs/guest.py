@@ -23,8 +23,8 @@ _MODULES = Path("/usr/lib/uml/modules")
 _LOADED = ("loop", "fuse", "overlay", "nfsv3", "nfsv4", "ceph", "sch_netem")
 _NEEDED = {_PROGRAM: "user-mode-linux", "modprobe": "kmod", "gcc": "gcc", "setpriv": "util-linux"}
 _TETHERED = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--mount-proc", "--kill-child", "--fork")
-"""Each process of the guest is one of this machine that outlives its kernel. In a namespace of their own all of them end
-with it, and it ends with this program, however that ends."""
+"""Each process of the guest is one of this machine and may outlive its kernel. In a namespace of their own all of them
+end with it, and it ends with this program, however that ends."""
 _STATES = Path(__file__).with_name("guest_states.c")
 _SKIPPED = 77
 _MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 - where the kernel makes the unnamed file that is its memory

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.statx import State
 
 
 class CrashError(BaseException):
@@ -47,6 +48,10 @@ class WatchedFs(FileSystem):
         self.before("stat", path)
         return super().stat(path)
 
+    def stat_at_server(self, path: str) -> State:
+        self.before("stat", path)
+        return super().stat_at_server(path)
+
     def touch(self, path: str) -> None:
         self.before("touch", path)
         super().touch(path)
@@ -70,6 +75,10 @@ class WatchedFs(FileSystem):
     def mkdir(self, path: str) -> None:
         self.before("mkdir", path)
         super().mkdir(path)
+
+    def mkdir_plainly(self, path: str) -> None:
+        self.before("mkdir", path)
+        super().mkdir_plainly(path)
 
     def rmdir(self, path: str) -> None:
         self.before("rmdir", path)

@@ -21,24 +21,25 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.journal import JournalWriter
 from kvtier_connector.store.layout import JOURNAL
 from kvtier_connector.store.records import Op
+from kvtier_connector.store.statx import State
 
 HOUR_NS = 3600 * 10**9
 
 
-def quiet(root: Path, fs: FileSystem = LOCAL, *, is_opened: bool = False) -> Bell:
+def quiet(root: Path, fs: FileSystem = LOCAL, *, is_cached: bool = False) -> Bell:
     """Return a bell that has rung out."""
-    bell = Bell(root, fs=fs, is_opened=is_opened)
+    bell = Bell(root, fs=fs, is_cached=is_cached)
     while bell.is_ringing():
         pass
     until_the_next_tick(root / JOURNAL)
     return bell
 
 
-@pytest.mark.parametrize("is_opened", [True, False])
-def test_it_rings_when_something_was_written_to_a_journal(root: Path, *, is_opened: bool) -> None:
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_it_rings_when_something_was_written_to_a_journal(root: Path, *, is_cached: bool) -> None:
     writer = JournalWriter(root)
     writer.flush()
-    bell = quiet(root, is_opened=is_opened)
+    bell = quiet(root, is_cached=is_cached)
     assert not bell.is_ringing()
     writer.append(Op.STORED, key(1), PAYLOAD_BYTES)
     assert not bell.is_ringing()
@@ -111,6 +112,40 @@ def test_a_volume_that_does_not_answer_may_have_news(root: Path, number: int) ->
     assert bell.is_ringing()
     failing.clear()
     assert bell.is_ringing()
+
+
+@pytest.mark.parametrize(
+    ("refused", "calls"), [(None, ["server"]), (errno.ENOSYS, ["server", "open", "fstat", "close"])]
+)
+def test_a_node_that_answers_from_a_cache_is_asked_past_it_with_one_call_where_there_is_one(
+    root: Path, refused: int | None, calls: list[str]
+) -> None:
+    class Cached(Counting):
+        def stat_at_server(self, path: str) -> State:
+            self.before("server", path)
+            if refused is not None:
+                raise OSError(refused, "no such call")
+            return LOCAL.stat_at_server(path)
+
+    JournalWriter(root).flush()
+    fs = Cached()
+    bell = quiet(root, fs, is_cached=True)
+    fs.calls.clear()
+    assert not bell.is_ringing()
+    assert fs.calls == calls
+    os.utime(root / JOURNAL)
+    assert bell.is_ringing()
+
+
+def test_a_server_says_of_a_directory_what_the_system_does_and_of_a_link_that_it_is_one(root: Path) -> None:
+    JournalWriter(root).flush()
+    link = root.with_name("link")
+    link.symlink_to(root / JOURNAL)
+    for path in (root / JOURNAL, link):
+        status = path.lstat()
+        assert LOCAL.stat_at_server(str(path)) == (status.st_dev, status.st_ino, status.st_mtime_ns)
+    with pytest.raises(FileNotFoundError):
+        LOCAL.stat_at_server(str(root / "none"))
 
 
 def test_an_engine_at_rest_costs_one_call_however_many_others_there_are(root: Path) -> None:

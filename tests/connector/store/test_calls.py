@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
 from kvtier_connector.store.identity import Claim, Standing, claim
+from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 
 
@@ -20,6 +24,11 @@ class Counting(WatchedFs):
 
     def before(self, call: str, path: str | None) -> None:
         self.calls.append(call)
+
+
+def hashed(number: int) -> BlockKey:
+    """Return a key whose directories are those of the number: three hexadecimal digits, then two."""
+    return BlockKey(bytes.fromhex(f"{number:05x}".ljust(64, "0")), 0)
 
 
 @pytest.fixture
@@ -34,9 +43,10 @@ def store(tmp_path: Path, fs: Counting) -> BlockStore:
 
 
 def test_a_store_of_a_block_costs_five_calls(store: BlockStore, fs: Counting) -> None:
-    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    # Its directories are there now.
-    store.delete(key(1))
+    for _ in range(2):
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        # Its directories are there now, and from the second time on nobody thinks otherwise.
+        store.delete(key(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert fs.calls == ["open", "open", "pwritev", "close", "rename"]
@@ -46,8 +56,34 @@ def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_mo
     store: BlockStore, fs: Counting
 ) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    made = ["open", "open", *["mkdir"] * 5, "open", "pwritev", "close", "rename"]
-    assert [call for call in fs.calls if call != "chmod"] == made
+    # The upper one in vain, that of all blocks, and both.
+    assert fs.calls == ["open", "open", *["mkdir"] * 4, "open", "pwritev", "close", "rename"]
+    for number, made in ((0x22000, 2), (0x22001, 1)):
+        fs.calls.clear()
+        assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
+        assert fs.calls == ["open", *["mkdir"] * made, "open", "pwritev", "close", "rename"]
+
+
+@pytest.mark.parametrize("umask", [0o007, 0o077])
+def test_directories_belong_to_their_group_whatever_the_process_takes_away(tmp_path: Path, umask: int) -> None:
+    claim(tmp_path, {}, "d1gest")
+    store = BlockStore(tmp_path, direct=False)
+    before = os.umask(umask)
+    try:
+        for number in range(3):
+            assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "blocks").rglob("*") if each.is_dir()}
+    assert modes == {0o2770}
+
+
+def test_a_directory_that_was_removed_is_made_again(store: BlockStore, tmp_path: Path) -> None:
+    for number in range(2):
+        assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
+    shutil.rmtree(tmp_path / "blocks")
+    assert store.put(hashed(2), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(hashed(2), pages()) == Hit(BLOCK_BYTES)
 
 
 def test_a_load_of_a_block_costs_three_calls(store: BlockStore, fs: Counting) -> None:

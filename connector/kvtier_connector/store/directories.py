@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the directories that blocks lie in with no more calls than the volume needs: to many, each is a round trip.
+
+There is room for a million directories, so nearly every one of the first many blocks begins one. As long as directories
+had to be made, they are made before anything is tried in them, from above; once they are there, nothing is asked first.
+"""
+
+from __future__ import annotations
+
+from kvtier_connector.store.fs import FileSystem, make_directories
+
+_MOST_ABOVE = 1 << 14
+"""Of those known to be there; four times what one tenant has. Beyond that they are learnt anew."""
+
+
+class BlockDirectories:
+    """The directories of one root. Any thread may call: what is remembered is a hint, and a wrong one costs a call."""
+
+    def __init__(self, fs: FileSystem) -> None:
+        """Store the settings; nothing is made yet."""
+        self._fs = fs
+        self._above: set[str] = set()
+        """Directories of the upper level that this process has found or made."""
+        self._is_new = False
+        """Whether the last block's directory had to be made."""
+        self._gives_mode = False
+        """Whether the volume was seen to give a directory the mode that it is to have, without being told twice."""
+
+    def prepare(self, directory: str) -> None:
+        """Make the directory of a block that is about to be written, if it is likely not to be there."""
+        if self._is_new:
+            self.make(directory)
+
+    def make(self, directory: str) -> None:
+        """Make the directory of a block, and those above; one that is there already is fine."""
+        above = directory.rpartition("/")[0]
+        try:
+            if above not in self._above:
+                self._make_below(above)
+                if len(self._above) >= _MOST_ABOVE:
+                    self._above.clear()
+                self._above.add(above)
+            self._is_new = self._make_one(directory)
+        except FileNotFoundError:
+            # Somebody has removed it since, or a client of a network volume says so for a while.
+            self._above.discard(above)
+            self._is_new = True
+            make_directories(self._fs, directory)
+
+    def _make_below(self, directory: str) -> None:
+        try:
+            self._make_one(directory)
+        except FileNotFoundError:
+            # The first block of all.
+            make_directories(self._fs, directory.rpartition("/")[0])
+            self._make_one(directory)
+
+    def _make_one(self, directory: str) -> bool:
+        """Make one, and say whether it was not there."""
+        try:
+            self._fs.mkdir_plainly(directory)
+        except FileExistsError:
+            return False
+        if not self._gives_mode:
+            self._gives_mode = self._fs.mend_mode(directory)
+        return True
