@@ -141,10 +141,21 @@ class KVTierManager(TieringOffloadingManager):
         """Say whether all of these chunks lie in the CPU tier."""
         return all((chunk := self._chunks(key)) is not None and chunk.is_ready for key in keys)
 
-    def read_ahead(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Fetch chunks that a look-up found on the volume for a request whose turn has not come."""
+    def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Fetch what the volume has of a prefix, for a request whose turn has not come."""
+        fetched, chunks = self._fetches.under_way, self._chunks
+        near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
+        # Of many requests that share a prefix the first one has it fetched. To find it costs each of the others as
+        # much again, and they are asked when their turn comes.
+        if near:
+            rest, unknown = self.match_prefix(keys[near:], req_context)
+            if not rest or unknown is not None:
+                return
+        count, unknown = self.match_prefix(keys, req_context)
+        if unknown is not None or not self.decide(req_context, keys[:count]):
+            return
         on_volume = self.request(req_context).on_volume
-        wanted = [key for key in keys if key in on_volume]
+        wanted = [key for key in keys[:count] if key in on_volume]
         # The movers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)

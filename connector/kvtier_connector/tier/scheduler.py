@@ -292,11 +292,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Have the volume read for a request before vLLM gets to it."""
         status.update_offload_keys()
         first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
-        keys = status.group_states[0].offload_keys[first:]
-        context = status.req_context
-        count, unknown = self.manager.match_prefix(keys, context)
-        if unknown is None and self.manager.decide(context, keys[:count]):
-            self.manager.read_ahead(keys[:count], context)
+        self.manager.read_ahead(status.group_states[0].offload_keys[first:], status.req_context)
 
     def _next_key_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
         """Return the first chunk that the GPU does not have; none where a load need not begin with it."""

@@ -203,3 +203,31 @@ def test_a_load_joins_what_is_fetched_ahead_for_another_request(rigs: Rigs) -> N
     wait_until(lambda: rig.poll() and load.rows.count(-1) == 0, "all is there")
     assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
     rig.manager.release_load("now")
+
+
+def test_who_shares_a_prefix_that_is_fetched_ahead_is_not_looked_up_before_its_turn_and_finds_it_then(
+    rigs: Rigs,
+) -> None:
+    rigs.write(keys(6))
+    name = rigs.block_file(key(5)).name
+    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    rig = prefetch(walked(rigs.make(chunks=20, fs=fs), 6), "first", keys(6))
+    shared = rig.request("second")
+    prompt = [*keys(6), *keys(2, first=100)]
+    note_positions(shared, prompt)
+    rig.manager.read_ahead(prompt, shared)
+    assert not rig.manager.request(shared).on_volume
+    fs.open_gate()
+    assert rig.serve(prompt, "second").hit_blocks == 6
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+
+
+def test_what_follows_a_prefix_that_is_fetched_ahead_for_another_request_is_fetched_ahead_too(rigs: Rigs) -> None:
+    rigs.write(keys(9))
+    name = rigs.block_file(key(5)).name
+    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    rig = prefetch(walked(rigs.make(chunks=40, fs=fs), 9), "first", keys(6))
+    prefetch(rig, "second", keys(9))
+    fs.open_gate()
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(9)), "all is there")
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 9
