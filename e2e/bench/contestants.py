@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region as Rows
 from kvtier_connector.movers.tasks import Lane, Task
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored

@@ -27,9 +27,9 @@ from e2e.bench.contestants import Region
 from e2e.bench.store_costs import MOVERS, measured
 
 from kvtier_connector.contract import COMPRESSION_OFF, COMPRESSIONS
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
-from kvtier_connector.movers.releasing import ReleasingFs
+from kvtier_connector.movers.files import ReleasingFs
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region as Rows
 from kvtier_connector.movers.tasks import Done, Lane, Task
 from kvtier_connector.store.blockstore import BlockStore, Hit

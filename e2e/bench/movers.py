@@ -17,8 +17,8 @@ from pathlib import Path
 
 from e2e.bench.contestants import Region
 
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region as Rows
 from kvtier_connector.movers.tasks import MOST_PROBED, Done, Lane, Task
 from kvtier_connector.store.blockstore import Hit, Stored

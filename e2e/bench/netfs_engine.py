@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
 from kvtier_connector.movers.tasks import Done, Lane, Task
 from kvtier_connector.store.blockstore import Hit, Stored

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that the engine and its movers share, and the rule that keeps a late copy out of a row given away.
+"""What an engine and its movers share: pipes, and memory with the rule that keeps a late copy out of a row given away.
 
 Each task lies in an entry and has a ticket, a number that is used once. A mover copies to or from a row of the CPU tier
 only while it holds the lock of its own number, and only if the entry still shows the ticket of its task. The engine
@@ -17,11 +17,15 @@ a task that is done twice or given up.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
+import select
 import struct
 import threading
+from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvtier_connector.contract import MOST_IO_PROCESSES, MOST_IO_THREADS
@@ -45,6 +49,10 @@ _TICKETS_START = _MOVERS_START + MOST_MOVERS * _MOVER.size
 _ENTRIES_START = _TICKETS_START + ENTRIES * 4
 MOST_TASK_BYTES = _ENTRY_BYTES - _LENGTH.size
 _BOARD_BYTES = _ENTRIES_START + ENTRIES * _ENTRY_BYTES
+
+_PIPE_BYTES = 1 << 20
+_ATOMIC_BYTES = select.PIPE_BUF
+"""The system writes so much whole or not at all."""
 
 
 class Head(NamedTuple):
@@ -173,3 +181,54 @@ def create_board() -> int:
     fd = os.memfd_create("kvtier-board")
     os.ftruncate(fd, _BOARD_BYTES)
     return fd
+
+
+class MessagePipe:
+    """Messages of one length on their way; more than fit wait here. Nothing waits, on either end.
+
+    Not thread-safe. The movers inherit one end or the other as a descriptor.
+    """
+
+    def __init__(self, message_bytes: int) -> None:
+        """Open both ends; raise OSError where the process has no room for them."""
+        self._batch = _ATOMIC_BYTES // message_bytes
+        self._read_bytes = _PIPE_BYTES - _PIPE_BYTES % message_bytes
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        with contextlib.suppress(OSError):
+            # A pipe of the usual size holds fewer messages than the board entries; then some wait here.
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._unsent: deque[bytes] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether messages wait here for room."""
+        return bool(self._unsent)
+
+    def send(self, messages: Iterable[bytes]) -> None:
+        """Write messages, or keep them until there is room."""
+        self._unsent.extend(messages)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what there is room for now."""
+        while self._unsent:
+            batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), self._batch))]
+            try:
+                os.write(self.writer, b"".join(batch))
+            except BlockingIOError:
+                self._unsent.extendleft(reversed(batch))
+                return
+
+    def receive(self) -> bytes:
+        """Return the messages that have arrived, one after the other."""
+        try:
+            return os.read(self.reader, self._read_bytes)
+        except BlockingIOError:
+            return b""
+
+    def close(self) -> None:
+        """Close both ends; a mover that reads sees the end."""
+        os.close(self.writer)
+        os.close(self.reader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of the movers, replaces those that die, and kills those that hang.
+"""Starts the processes of the movers, replaces those that die, kills those that hang; and threads in their stead.
 
 A process that hangs in an uninterruptible system call cannot be killed: it stays until the call returns, and counts
 against the crew meanwhile. Where processes cannot live, they are given up, and tried again after a while as a breaker
@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtier_connector.movers.board import FIRST_THREAD
+from kvtier_connector.movers.mover import Mover
 from kvtier_connector.movers.process import UNWANTED, start_process
 
 logger = logging.getLogger("vllm.kvtier.movers")
@@ -27,7 +29,6 @@ _DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
 _KILLED_SECONDS = 1.0
 """Killed, a process is gone at once, or when the call returns in which it hangs, and no engine waits for that."""
-FIRST_BACKOFF_SECONDS = 30.0
 LONGEST_BACKOFF_SECONDS = 600.0
 """Each attempt that fails doubles the back-off, up to this."""
 
@@ -48,7 +49,7 @@ class Crew:
         size: int,
         command: Callable[[int], tuple[str, list[int]]],
         *,
-        first_backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+        first_backoff_seconds: float,
     ) -> None:
         """Store the settings.
 
@@ -219,3 +220,57 @@ class Crew:
     def _spawn(self, mover: int) -> None:
         settings, descriptors = self._command(mover)
         self._processes[mover] = start_process("kvtier_connector.movers.process", settings, descriptors)
+
+
+class Threads:
+    """Movers on threads of the engine's process, for a host that has no room for other processes.
+
+    They wait for the engine's interpreter lock. A thread cannot be killed: one that hangs in the volume is left behind,
+    and touches no row that was given away. Scheduler's thread only; `is_wanted` is read by the movers.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Mover]) -> None:
+        """Store the settings: how many, and what makes the mover of a number."""
+        self._size = size
+        self._make = make
+        self._threads: dict[int, threading.Thread] = {}
+        self.is_wanted = False
+        """Whether the movers are to go on."""
+
+    def start(self) -> None:
+        """Start what does not run; fewer where the host has no room for all. A second call does nothing."""
+        if self.is_wanted:
+            return
+        self.is_wanted = True
+        for number in range(FIRST_THREAD, FIRST_THREAD + self._size):
+            if number in self._threads and self._threads[number].is_alive():
+                continue
+            thread = threading.Thread(target=self._make(number).run, name=f"kvtier-io-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning(
+                    "Only %d of %d threads for the volume can be started (%s): raise the container's limit of "
+                    "processes",
+                    len(self.numbers()),
+                    self._size,
+                    error,
+                )
+                return
+            self._threads[number] = thread
+
+    def stop(self) -> None:
+        """Let each end when it has nothing to do."""
+        self.is_wanted = False
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the movers that live."""
+        return [number for number, thread in self._threads.items() if thread.is_alive()]
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Wait for the threads, whose pipes must be at their end; False if some stay behind."""
+        self.is_wanted = False
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.numbers()

@@ -12,9 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvtier_connector import contract
 from kvtier_connector.movers.board import (
     ENTRIES,
     FIRST_THREAD,
@@ -23,17 +21,15 @@ from kvtier_connector.movers.board import (
     Board,
     Current,
     Head,
+    MessagePipe,
     create_board,
 )
-from kvtier_connector.movers.crew import FIRST_BACKOFF_SECONDS, Crew
-from kvtier_connector.movers.mover import Mover, Permit
-from kvtier_connector.movers.pipe import MessagePipe
+from kvtier_connector.movers.crew import Crew, Threads
+from kvtier_connector.movers.mover import Mover, MoversSettings, Permit
 from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.movers.rows import OwnRows, Region
 from kvtier_connector.movers.sizing import Sizing, enough
 from kvtier_connector.movers.tasks import REPLY, Answer, Ending, Lane, Task, decode_answer, encode_task
-from kvtier_connector.movers.threads import Threads
-from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 _LANE_ENTRIES = {
@@ -45,31 +41,6 @@ _LANE_ENTRIES = {
 """How much of the board one kind of task may take, so that none keeps another from it."""
 _LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a mover that holds its lock for longer than this is stopped, and is killed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoversSettings:
-    """What the movers work on, and how many they may be."""
-
-    root: str
-    direct: bool | None = None
-    keys_dir: str = ""
-    compression: str = contract.COMPRESSION_OFF
-    """As for `BlockStore`."""
-    processes: int
-    """At most; 0 leaves it to threads."""
-    first_processes: int = 0
-    """So many are started, and more as they help; 0 starts all."""
-    threads: int
-    """That take over where processes cannot live."""
-    deadline_seconds: float
-    """A mover that works at one chunk for longer hangs: the task is late, and the mover is killed."""
-    probe_seconds: float = 2.0
-    """The same of a probe, which is a few system calls."""
-    retry_seconds: float = FIRST_BACKOFF_SECONDS
-    """After how long processes that were given up are tried again, for the first time."""
-    file_system: str = ""
-    """As in `MoverSettings`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -306,10 +277,6 @@ class Dispatcher:
         """Return how many processes there are to use."""
         return self._crew.count()
 
-    def count_movers(self) -> int:
-        """Return how many movers there are of either kind."""
-        return self._crew.count() or len(self._threads.numbers())
-
     def count_stuck(self) -> int:
         """Return how many movers hang."""
         return len(self._stuck)
@@ -360,7 +327,6 @@ class Dispatcher:
         return self._board.current(mover).started > 0
 
     def _command(self, mover: int) -> tuple[str, list[int]]:
-        settings = self._settings
         # What the one before it said is not true of this one.
         self._board.set_current(mover, Current(0, NO_TICKET, 0.0))
         pipes = tuple(pipe.reader for pipe in self._pipes)
@@ -372,28 +338,17 @@ class Dispatcher:
             row_bytes=self._rows.row_bytes,
             pipes=pipes,
             replies=self._replies.writer,
-            root=settings.root,
-            direct=settings.direct,
-            keys_dir=settings.keys_dir,
-            compression=settings.compression,
-            file_system=settings.file_system,
+            settings=self._settings,
         )
         return told.encode(), [self._board_fd, *{region.fd for region in self._regions}, *pipes, self._replies.writer]
 
     def _make_thread(self, number: int) -> Mover:
-        settings = self._settings
         return Mover(
             number,
             board=self._board,
             rows=self._rows,
             row_bytes=self._rows.row_bytes,
-            store=BlockStore(
-                Path(settings.root),
-                fs=self._fs,
-                direct=settings.direct,
-                keys_dir=settings.keys_dir,
-                compression=settings.compression,
-            ),
+            store=self._settings.open_volume(self._fs),
             pipes=[pipe.reader for pipe in self._pipes],
             replies=self._replies.writer,
             permit=lambda: Permit(self._threads.is_wanted, number - FIRST_THREAD < self._head.storing),

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
-from kvtier_connector.movers.dispatch import Dispatcher, Flight, MoversSettings
+from kvtier_connector.movers.dispatch import Dispatcher, Flight
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import OwnRows, Region
 from kvtier_connector.movers.tasks import Answer, Done, Ending, Lane, Looked, Refused, Task
 from kvtier_connector.store.blockstore import Outcome, StoreFault, StoreOutcome
@@ -38,14 +39,8 @@ class Counts(NamedTuple):
 
     processes: int
     """That move blocks; 0 while threads do."""
-    movers: int
-    """Of either kind."""
     stuck: int
-    """Of these, that the volume holds up."""
-    waiting: dict[Lane, int]
-    """Tasks that no mover has taken up."""
-    busy_seconds: dict[Lane, float]
-    """That movers spent so far."""
+    """Movers of either kind that the volume holds up."""
 
 
 class Movers:
@@ -83,7 +78,6 @@ class Movers:
         self._queues: dict[Lane, deque[Flight]] = {lane: deque() for lane in Lane}
         self._open: dict[int, Flight] = {}
         self._done: list[Done] = []
-        self._busy_seconds = dict.fromkeys(Lane, 0.0)
         self._reads = self._stores = 0
         """How many tasks are open."""
         self._ended = 0
@@ -176,17 +170,7 @@ class Movers:
     def counts(self) -> Counts:
         """Return what gauges show."""
         self._free_stuck()
-        working = self._dispatcher.working() if self._open else set()
-        waiting = dict.fromkeys(Lane, 0)
-        for flight in self._open.values():
-            waiting[flight.lane] += flight.ticket not in working
-        return Counts(
-            self._dispatcher.count_processes(),
-            self._dispatcher.count_movers(),
-            self._dispatcher.count_stuck(),
-            waiting,
-            dict(self._busy_seconds),
-        )
+        return Counts(self._dispatcher.count_processes(), self._dispatcher.count_stuck())
 
     def close(self, timeout_seconds: float) -> bool:
         """End the movers, whatever is open; False if some hang and are left behind. No row is touched afterwards."""
@@ -241,7 +225,6 @@ class Movers:
         for flight, answer, seconds in answers:
             if flight.lane is not Lane.STORE:
                 self._read_at = self._moved_at
-            self._busy_seconds[flight.lane] += seconds
             if answer is None:
                 # Its ticket was cleared, and the row is settled with the others of its fence.
                 self._cancel(flight)

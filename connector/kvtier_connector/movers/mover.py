@@ -15,14 +15,17 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from kvtier_connector import contract
 from kvtier_connector.movers.board import NO_TICKET, TOKEN, Board, Current
 from kvtier_connector.movers.rows import Rows, address_of, view_of
 from kvtier_connector.movers.tasks import REPLY, Answer, Lane, Looked, Task, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
 from kvtier_connector.store.format import Fault
-from kvtier_connector.store.fs import is_page_aligned
+from kvtier_connector.store.fs import FileSystem, is_page_aligned
 
 logger = logging.getLogger("vllm.kvtier.movers")
 
@@ -30,6 +33,37 @@ _IDLE_MILLISECONDS = 1000
 """How often a mover without work looks whether it is still wanted."""
 _BARRED_MILLISECONDS = 20
 """How often one that may not store looks whether it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoversSettings:
+    """What the movers work on, and how many they may be."""
+
+    root: str
+    direct: bool | None = None
+    keys_dir: str = ""
+    compression: str = contract.COMPRESSION_OFF
+    """As for `BlockStore`."""
+    processes: int
+    """At most; 0 leaves it to threads."""
+    first_processes: int = 0
+    """So many are started, and more as they help; 0 starts all."""
+    threads: int
+    """That take over where processes cannot live."""
+    deadline_seconds: float
+    """A mover that works at one chunk for longer hangs: the task is late, and the mover is killed."""
+    probe_seconds: float = 2.0
+    """The same of a probe, which is a few system calls."""
+    retry_seconds: float = 30.0
+    """After how long processes that were given up are tried again, for the first time."""
+    file_system: str = ""
+    """``module:class`` of the system calls of processes, for tests; empty for the real ones."""
+
+    def open_volume(self, fs: FileSystem) -> BlockStore:
+        """Return the volume as a mover uses it: without a limit, which is the engine's affair."""
+        return BlockStore(
+            Path(self.root), fs=fs, direct=self.direct, keys_dir=self.keys_dir, compression=self.compression
+        )
 
 
 class Permit(NamedTuple):
@@ -61,7 +95,7 @@ class Mover:
             board: Says which tasks are still wanted.
             rows: Where the chunks are.
             row_bytes: Length of each.
-            store: The volume; without a limit, which is the engine's affair.
+            store: The volume, of `MoversSettings.open_volume`.
             pipes: Where tokens of each lane come from.
             replies: Where answers go.
             permit: Asked before each task.

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_connector.movers.board import Board
-from kvtier_connector.movers.mapped import MappingFs
-from kvtier_connector.movers.mover import Mover, Permit
+from kvtier_connector.movers.files import MappingFs
+from kvtier_connector.movers.mover import Mover, MoversSettings, Permit
 from kvtier_connector.movers.rows import MappedRows, Region
-from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -54,12 +53,7 @@ class MoverSettings:
     """Where tokens of each lane come from."""
     replies: int
     """Where answers go."""
-    root: str
-    direct: bool | None
-    keys_dir: str = ""
-    compression: str = "Off"
-    file_system: str = ""
-    """``module:class`` of the system calls, for tests; empty for the real ones."""
+    settings: MoversSettings
 
     def encode(self) -> str:
         """Return what `decode` reads."""
@@ -71,6 +65,7 @@ class MoverSettings:
         fields: dict[str, Any] = json.loads(text)
         fields["regions"] = tuple(Region(*region) for region in fields["regions"])
         fields["pipes"] = tuple(fields["pipes"])
+        fields["settings"] = MoversSettings(**fields["settings"])
         return cls(**fields)
 
 
@@ -121,13 +116,6 @@ def main(settings: MoverSettings) -> None:
     # Directories are the group's, see FileSystem.mkdir: they have their mode at once, which saves two round trips each.
     os.umask(0o007)
     number, board = settings.mover, Board(settings.board)
-    store = BlockStore(
-        Path(settings.root),
-        fs=_file_system(settings.file_system),
-        direct=settings.direct,
-        keys_dir=settings.keys_dir,
-        compression=settings.compression,
-    )
 
     def permit() -> Permit:
         wanted, storing = board.head()
@@ -138,7 +126,7 @@ def main(settings: MoverSettings) -> None:
         board=board,
         rows=MappedRows(settings.regions, settings.row_bytes),
         row_bytes=settings.row_bytes,
-        store=store,
+        store=settings.settings.open_volume(_file_system(settings.settings.file_system)),
         pipes=settings.pipes,
         replies=settings.replies,
         permit=permit,

@@ -22,8 +22,8 @@ from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
 from kvtier_connector.fingerprints.facts import engine_facts
 from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.fingerprints.weights import Weights, can_change_unseen, join
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
 from kvtier_connector.store.breaker import Breaker, Direction, State
 from kvtier_connector.store.fs import FileSystem

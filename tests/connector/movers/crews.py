@@ -14,8 +14,8 @@ from typing import Any
 from mover_fs import GATE, WAITING
 from waiting import until
 
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
 from kvtier_connector.movers.tasks import Done, Lane, Task
 from kvtier_connector.store.blockstore import BlockStore
@@ -208,3 +208,7 @@ def shut(crews: Crews) -> Path:
 
 def is_waiting(crews: Crews) -> bool:
     return (crews.directory / WAITING).exists()
+
+
+def count_waited(crews: Crews) -> int:
+    return len((crews.directory / WAITING).read_bytes()) if is_waiting(crews) else 0

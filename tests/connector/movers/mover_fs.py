@@ -17,7 +17,7 @@ from kvtier_connector.store.fs import FileSystem
 GATE = "gate"
 """Calls wait while this file is there."""
 WAITING = "waiting"
-"""Written when a call waits."""
+"""Has a byte for each call that waited."""
 
 
 class GatedFs(FileSystem):
@@ -25,7 +25,7 @@ class GatedFs(FileSystem):
 
     def __init__(self) -> None:
         self._settings = json.loads(sys.argv[1])
-        self._beside = Path(self._settings["root"]).parent
+        self._beside = Path(self._settings["settings"]["root"]).parent
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.wait()
@@ -33,7 +33,8 @@ class GatedFs(FileSystem):
 
     def wait(self) -> None:
         if (self._beside / GATE).exists():
-            (self._beside / WAITING).touch()
+            with (self._beside / WAITING).open("ab") as file:
+                file.write(b".")
         while (self._beside / GATE).exists():
             threading.Event().wait(0.005)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.movers.mapped import MappingFs
+from kvtier_connector.movers.files import MappingFs
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import LOCAL

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from crews import ROW_BYTES, wait_until
 
-from kvtier_connector.movers.board import TOKEN, Board, Head, create_board
-from kvtier_connector.movers.pipe import MessagePipe
+from kvtier_connector.movers.board import TOKEN, Board, Head, MessagePipe, create_board
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.process import MoverSettings
 from kvtier_connector.movers.rows import Region
 from kvtier_connector.movers.tasks import REPLY, Lane
@@ -55,8 +55,7 @@ def test_a_mover_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path
         row_bytes=ROW_BYTES,
         pipes=tuple(pipe.reader for pipe in tasks),
         replies=replies.writer,
-        root=str(tmp_path),
-        direct=None,
+        settings=MoversSettings(root=str(tmp_path), processes=1, threads=1, deadline_seconds=60.0),
     )
     assert MoverSettings.decode(settings.encode()) == settings
     mover = subprocess.Popen(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import signal
 
-from crews import ROW_BYTES, Crews, is_waiting, key, payload, shut, wait_until
+from crews import ROW_BYTES, Crews, count_waited, is_waiting, key, payload, shut, wait_until
 
-from kvtier_connector.movers.tasks import Ending, Lane
+from kvtier_connector.movers.tasks import Ending
 from kvtier_connector.store.blockstore import Hit, Stored, StoreFault
 from kvtier_connector.store.format import HEADER_BYTES
 
@@ -64,12 +64,13 @@ def test_a_load_finds_a_mover_that_is_free_while_the_volume_holds_up_all_that_st
 
     def is_held_up() -> bool:
         crew.collect()
-        return crew.movers.counts().waiting[Lane.STORE] == 10 - 3
+        return count_waited(crews) == 3
 
     wait_until(is_held_up, "three of four movers store")
     crew.load(1, 1)
     crew.wait_for(1)
     assert crew.outcome(1) == HIT
+    assert count_waited(crews) == 3
     gate.unlink()
     crew.wait_for(11)
 

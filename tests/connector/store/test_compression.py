@@ -17,7 +17,7 @@ from store_contract import HOME, NOW_NS, key, pages, payload
 
 from kvtier_connector.contract import COMPRESSIONS
 from kvtier_connector.janitor import by_hand
-from kvtier_connector.movers.mapped import MappingFs
+from kvtier_connector.movers.files import MappingFs
 from kvtier_connector.store import codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.check import check

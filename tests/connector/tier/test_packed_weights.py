@@ -8,7 +8,7 @@ import torch
 from test_weights import Holder
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from kvtier_connector.fingerprints import packed_weights
+from kvtier_connector.fingerprints import weights
 
 
 class Layer(torch.nn.Module):
@@ -56,5 +56,5 @@ def test_a_change_of_any_element_shows_and_the_same_weights_are_the_same(
 
 def test_a_model_that_it_would_take_long_to_look_at_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(1024, 640)
-    monkeypatch.setattr(packed_weights, "MOST_OPERATIONS", 2.0 * 640 * 640 * 1024)
+    monkeypatch.setattr(weights, "MOST_OPERATIONS", 2.0 * 640 * 640 * 1024)
     assert digest(weight) is None

@@ -25,8 +25,8 @@ from mover_fs import GATE
 
 from kvtier_connector import contract
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.movers.dispatch import MoversSettings
 from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
 from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
