@@ -58,7 +58,8 @@ class Crew:
             command: For a mover's number, its settings and the descriptors that it inherits.
             first_backoff_seconds: After how long a crew that was given up is tried again.
         """
-        self._size = size
+        self.size = size
+        """How many processes there are to be."""
         self._command = command
         self._first_backoff_seconds = first_backoff_seconds
         self._backoff_seconds = first_backoff_seconds
@@ -74,18 +75,13 @@ class Crew:
 
     def start(self) -> None:
         """Start the processes; returns before they have begun to work."""
-        for mover in range(self._size):
+        for mover in range(self.size):
             self._try_to_spawn(mover)
 
     @property
     def is_usable(self) -> bool:
         """Whether the processes live; False for a while once they died too often, or one could not be started."""
         return self._state is _State.USABLE
-
-    @property
-    def size(self) -> int:
-        """How many processes there are to be."""
-        return self._size
 
     def numbers(self) -> list[int]:
         """Return the numbers of the processes, those that die included."""
@@ -109,7 +105,7 @@ class Crew:
 
     def resize(self, size: int) -> None:
         """Start as many as are missing; those with a number from `size` on are told elsewhere to end, and do."""
-        self._size = size
+        self.size = size
         for mover in range(size):
             if mover not in self._processes:
                 self._try_to_spawn(mover)
@@ -121,7 +117,7 @@ class Crew:
     def replace(self, mover: int) -> None:
         """Start another process in the place of a dead one, unless too many died; on trial, one is too many."""
         process = self._processes.pop(mover)
-        if mover >= self._size:
+        if mover >= self.size:
             return
         if process.returncode == UNWANTED:
             # It went just before it was wanted again.
@@ -157,10 +153,10 @@ class Crew:
             self._state = _State.STARTING
             self._deaths.clear()
             self._deaths_in_vain = 0
-            for mover in range(self._size):
+            for mover in range(self.size):
                 if mover not in self._processes:
                     self._try_to_spawn(mover)
-        elif self._state is _State.STARTING and all(is_ready(mover) for mover in range(self._size)):
+        elif self._state is _State.STARTING and all(is_ready(mover) for mover in range(self.size)):
             self._state = _State.USABLE
             self._trial_ends = now + _DEATH_WINDOW_SECONDS
         elif self._state is _State.USABLE and self._trial_ends is not None and now >= self._trial_ends:
@@ -194,14 +190,15 @@ class Crew:
     def _are_too_many(self) -> bool:
         if self._state is _State.STARTING or self._trial_ends is not None:
             return bool(self._deaths)
-        return len(self._deaths) > 2 * self._size + _SPARE_DEATHS or self._deaths_in_vain > self._size + _SPARE_DEATHS
+        return len(self._deaths) > 2 * self.size + _SPARE_DEATHS or self._deaths_in_vain > self.size + _SPARE_DEATHS
 
     def _try_to_spawn(self, mover: int) -> None:
         """Start a process, or give the crew up: a host that has no room for one must not end the engine."""
         if self._state is _State.RESTING:
             return
+        settings, descriptors = self._command(mover)
         try:
-            self._spawn(mover)
+            self._processes[mover] = start_process("kvtier_connector.movers.process", settings, descriptors)
         except OSError as error:
             self._give_up(time.monotonic(), f"one cannot be started: {error}")
 
@@ -216,10 +213,6 @@ class Crew:
             logger.error("Movers of blocks are given up (%s); threads take over, and they are tried again", reason)
         self._state = _State.RESTING
         self._retry_at = now + self._backoff_seconds
-
-    def _spawn(self, mover: int) -> None:
-        settings, descriptors = self._command(mover)
-        self._processes[mover] = start_process("kvtier_connector.movers.process", settings, descriptors)
 
 
 class Threads:

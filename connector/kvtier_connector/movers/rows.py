@@ -48,10 +48,7 @@ class OwnRows:
 
     def __init__(self, view: memoryview) -> None:
         """Note where the rows are, and keep no hold of them; one row per entry of the first dimension."""
-        if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
-            raise ValueError("the CPU tier must be a contiguous table of one row per chunk")
-        self.count = view.shape[0]
-        self.row_bytes = view.strides[0]
+        self.count, self.row_bytes = shape_of_rows(view)
         self._start = address_of(view.cast("B"))
 
     def address(self, row: int) -> int:
@@ -59,6 +56,17 @@ class OwnRows:
         if not 0 <= row < self.count:
             raise ValueError(f"there is no row {row}")
         return self._start + row * self.row_bytes
+
+
+def shape_of_rows(view: memoryview) -> tuple[int, int]:
+    """Return how many rows the CPU tier has and how long each is: a chunk of all ranks side by side, page by page.
+
+    Raises:
+        ValueError: it is no table of rows.
+    """
+    if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
+        raise ValueError("the CPU tier must be a contiguous table of one row per chunk")
+    return view.shape[0], view.strides[0]
 
 
 class _Window(NamedTuple):

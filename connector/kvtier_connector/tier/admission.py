@@ -12,23 +12,27 @@ engine computes meanwhile slows it, as it would slow the next one. Waiting to be
 What was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the same once the last
 measurement is old, so a volume that became faster is noticed, and likewise the other way round.
 
-Only memory is read here, so the scheduler may ask in each of its steps.
+Only memory is read here, so the scheduler may ask in each of its steps; the time comes in from outside.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.pace import SIZES, Pace, size_of
 from kvtier_connector.tier.volume import Volume
 
+SIZES = 20
+"""Powers of two that are told apart; larger amounts count as the last."""
+SMALLEST_WEIGHT = 0.3
+"""Of a new measurement against the old ones, when they follow each other at once."""
+MEMORY_SECONDS = 20.0
+"""After so long without a measurement, the next one counts for two thirds; after much longer, it replaces the old."""
 HYSTERESIS = 1.15
 """By this factor one way must be quicker than the other before requests of that size change over."""
 PROBE_EVERY = 16
@@ -86,30 +90,20 @@ class _Load:
     """Of this load and of those ordered before it that had not landed."""
 
 
-def why_not_loading(volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
-    """Return why nothing is loaded at present, None if chunks are; `is_stuck` says that a load would not start."""
-    if not volume.mode.may_load:
+def why_not(direction: Direction, volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
+    """Return why no chunk is moved that way at present, None if chunks are; `is_stuck` says that none would start."""
+    is_store = direction is Direction.STORE
+    if not (volume.mode.may_store if is_store else volume.mode.may_load):
         return metrics.BYPASSED
     if not volume.is_readable:
         return metrics.INERT
-    if is_stuck:
-        return metrics.STUCK
-    return None if breaker.has_room(Direction.LOAD) else metrics.BREAKER
-
-
-def why_not_storing(volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
-    """Return why nothing is stored at present, None if chunks are; `is_stuck` says that a store would not start."""
-    if not volume.mode.may_store:
-        return metrics.BYPASSED
-    if not volume.is_readable:
-        return metrics.INERT
-    if not volume.is_writable:
+    if is_store and not volume.is_writable:
         return metrics.UNCOUNTED
-    if not volume.has_key:
+    if is_store and not volume.has_key:
         return StoreFault.NO_KEY.value
     if is_stuck:
         return metrics.STUCK
-    return None if breaker.has_room(Direction.STORE) else metrics.BREAKER
+    return None if breaker.has_room(direction) else metrics.BREAKER
 
 
 class Offers:
@@ -149,6 +143,48 @@ class Offers:
         return count >= self._min_reuse
 
 
+def size_of(amount: int) -> int:
+    """Return the number of the power of two that an amount, 1 or more, belongs to."""
+    return min(SIZES, amount.bit_length()) - 1
+
+
+class Pace:
+    """Seconds for one unit of work, by how much of it is done at once; newer measurements count more."""
+
+    def __init__(self) -> None:
+        """Start without a measurement."""
+        self._rates: list[float | None] = [None] * SIZES
+        self._times = [-math.inf] * SIZES
+
+    def observe(self, amount: int, seconds: float, now: float) -> None:
+        """Take in that `amount` units, done together, took so long."""
+        size = size_of(amount)
+        old, new = self._rates[size], seconds / amount
+        weight = max(SMALLEST_WEIGHT, 1.0 - math.exp(-(now - self._times[size]) / MEMORY_SECONDS))
+        self._rates[size] = new if old is None else old + weight * (new - old)
+        self._times[size] = now
+
+    def seconds(self, amount: int) -> float | None:
+        """Say how long `amount` units would take together, by the nearest size measured; None before the first."""
+        size = size_of(amount)
+        measured = [number for number, rate in enumerate(self._rates) if rate is not None]
+        if not measured:
+            return None
+        # Of two sizes equally near, the larger: overheads weigh less there.
+        rate = self._rates[min(measured, key=lambda number: (abs(number - size), -number))]
+        return None if rate is None else rate * amount
+
+    def measured_at(self, amount: int, *, reach: int = 1) -> float:
+        """Return when an amount of about this size was measured last; minus infinity if never.
+
+        Args:
+            amount: Units of work.
+            reach: How many powers of two away still counts as about this size.
+        """
+        size = size_of(amount)
+        return max(self._times[max(0, size - reach) : size + reach + 1])
+
+
 class Admission:
     """The verdicts of one tier, and what they are made from. Every method is the scheduler's; not thread-safe."""
 
@@ -160,7 +196,7 @@ class Admission:
         tokens_per_chunk: int,
         is_prompt_only: bool,
         on_verdict: Callable[[Verdict], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """Store the settings.
 
@@ -256,7 +292,7 @@ class Admission:
             prefill.start = min(ends) - self._tokens_per_chunk
         if not self._is_prompt_only:
             del self._prefills[request]
-        chunks = self._chunks(max(ends) - prefill.start)
+        chunks = (max(ends) - prefill.start) // self._tokens_per_chunk
         if chunks > 0:
             now = self._clock()
             self._computing.observe(chunks, now - prefill.began, now)
@@ -326,9 +362,6 @@ class Admission:
 
     def _blocks(self, chunks: int) -> int:
         return max(1, round(chunks * self._blocks_per_chunk))
-
-    def _chunks(self, tokens: int) -> int:
-        return tokens // self._tokens_per_chunk
 
     def _tokens_per_second(self, seconds: float | None) -> float:
         return self._last_chunks * self._tokens_per_chunk / seconds if seconds else 0.0

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -52,7 +51,7 @@ class Drain:
         self._name = name
         self._told: float | None = None
         """When the signal came, on `time.monotonic`; written by the signal handler alone."""
-        self._restore: Callable[[], None] = _nothing
+        self._restore: Callable[[], None] = lambda: None
         self._is_announced = False
         self._lost: set[OffloadKey] = set()
         self._outcome: tuple[int, int] | None = None
@@ -61,13 +60,6 @@ class Drain:
         """The most lost blocks that there were when it was told: a counter only grows."""
         self.written = 0
         """Blocks that came to lie on the volume since the signal, or lay there."""
-
-    @classmethod
-    def of_engine(cls, config: VllmConfig | None, stats: metrics.Stats, *, name: str) -> Drain:
-        """Make one that hears of SIGTERM, with the time that the engine leaves for its end."""
-        made = cls(0 if config is None else config.shutdown_timeout, stats, name=name)
-        made.watch()
-        return made
 
     def watch(self) -> None:
         """Hear of SIGTERM from now on, before vLLM does; without effect where vLLM listens to no signal."""
@@ -158,7 +150,3 @@ class Drain:
         """Say how it ended, and listen no more."""
         self.tell(is_last=True)
         self._restore()
-
-
-def _nothing() -> None:
-    """Undo nothing."""

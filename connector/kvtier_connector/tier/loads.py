@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request loads into the GPU, piece by piece. Pure bookkeeping; the scheduler's alone."""
+"""Chunks on their way to the GPU: from the volume into rows of the CPU tier, and from there, request by request.
+
+Rows are given in the order in which chunks were asked for, so a prefix that is longer than the CPU tier streams through
+it: chunks that were copied to the GPU make room for those that follow. What is fetched ahead of a request's turn is
+leased: it stays for that request, within a share of the CPU tier, and yields to the loads of requests that have theirs.
+The scheduler's thread only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+from kvtier_connector.tier.requests import TierRequest
+from kvtier_connector.tier.transfers import Landed
 
 NO_ROW = -1
+LEASED_SHARE = 0.5
+"""Of the CPU tier, for what is fetched for requests whose turn has not come."""
 
 
 class Piece(NamedTuple):
@@ -124,3 +138,243 @@ class Load:
 
     def _blocks_before(self, part: _Part, chunk: int) -> int:
         return min(len(part.blocks), max(0, chunk * self._blocks_per_chunk - part.skipped))
+
+
+@dataclass(slots=True)
+class _Fetch:
+    context: ReqContext
+    """Of the request that asked first."""
+    has_row: bool = False
+    is_urgent: bool = False
+    """Whether it goes before what is read ahead."""
+    loads: list[tuple[Load, int]] = field(default_factory=list)
+    """Who waits for it, with the chunk's number there."""
+    lessee: ReqContext | None = None
+    """For whom it is fetched ahead."""
+
+
+class Fetches:
+    """Who waits for which chunk of the volume, and who waits for a row."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        request_of: Callable[[ReqContext], TierRequest],
+        start: Callable[[ReqContext, Sequence[OffloadKey], CPULoadStoreSpec, bool], bool],
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            primary: The CPU tier.
+            request_of: Returns what the tier keeps of a request.
+            start: Has chunks of a request read into rows; told whether a load waits for any, returns whether they are
+                urgent now.
+        """
+        self._primary = primary
+        self._request_of = request_of
+        self._start_reading = start
+        self._fetches: dict[OffloadKey, _Fetch] = {}
+        self._line: OrderedDict[OffloadKey, None] = OrderedDict()
+        """Those that wait for a row."""
+        self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
+        self._leased = 0
+        self._most_leased = int(primary._num_chunks * LEASED_SHARE)  # noqa: SLF001 - vLLM's metrics read it so
+        self.is_held = False
+        """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
+
+    @property
+    def under_way(self) -> Mapping[OffloadKey, object]:
+        """The chunks on their way."""
+        return self._fetches
+
+    def __len__(self) -> int:
+        """Return how many are."""
+        return len(self._fetches)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any of them waits for a row."""
+        return bool(self._line)
+
+    def count_waiting_requests(self) -> int:
+        """Return how many requests wait for rows."""
+        return len({self._fetches[key].context.req_id for key in self._line})
+
+    def ask(self, key: OffloadKey, load: Load, number: int) -> bool:
+        """Have a load told when the chunk is there; True if it was being fetched ahead, and is urgent from now on."""
+        fetch = self._fetches.get(key) or self._begin(key, load.context)
+        was_ahead = fetch.has_row and not fetch.is_urgent
+        fetch.is_urgent = True
+        fetch.loads.append((load, number))
+        return was_ahead
+
+    def leave(self, key: OffloadKey, load: Load) -> None:
+        """Take a load out of those that wait for a chunk; what is being read lands for whoever comes next."""
+        fetch = self._fetches.get(key)
+        if fetch is not None:
+            fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
+            if fetch.loads and not fetch.has_row:
+                # vLLM gives no row to a request that has ended.
+                fetch.context = fetch.loads[0][0].context
+            self._drop_unwanted(key, fetch)
+
+    def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Fetch chunks ahead, as far as there is room for such; return them."""
+        if self._line or self.is_held:
+            return []
+        room = min(self._most_leased - self._leased, self._count_free())
+        leased = list(islice((key for key in keys if key not in self._fetches), max(0, room)))
+        for key in leased:
+            self._begin(key, context).lessee = context
+        if leased:
+            self._leased += len(leased)
+            self._request_of(context).leased.update(leased)
+            self._lessees[context.req_id] = context
+            self.serve()
+        return leased
+
+    def end_lease(self, context: ReqContext) -> None:
+        """Let go of what was fetched ahead for a request."""
+        if self._lessees.pop(context.req_id, None) is None:
+            return
+        request = self._request_of(context)
+        self._leased -= len(request.leased)
+        arrived = []
+        for key in request.leased:
+            fetch = self._fetches.get(key)
+            if fetch is None or fetch.lessee is not context:
+                arrived.append(key)
+            else:
+                fetch.lessee = None
+                if fetch.loads and not fetch.has_row:
+                    fetch.context = fetch.loads[0][0].context
+                self._drop_unwanted(key, fetch)
+        request.leased.clear()
+        if arrived:
+            self._primary.complete_read(arrived, context)
+
+    def end_leases(self) -> None:
+        """Let go of all that was fetched ahead."""
+        for context in list(self._lessees.values()):
+            self.end_lease(context)
+
+    def serve(self) -> None:
+        """Give rows to those that wait for one, as many as can be had."""
+        while self._line and not self.is_held:
+            room = self._count_free()
+            if room and self._start(list(islice(self._line, room))):
+                continue
+            if not self._lessees:
+                break
+            # What is fetched ahead yields to what is loaded now, the last that came first.
+            self.end_lease(self._lessees[next(reversed(self._lessees))])
+
+    def take(self, landed: Iterable[Landed]) -> None:
+        """Take in which chunks were read, and which could not be."""
+        for key, is_read in landed:
+            fetch = self._fetches.get(key)
+            if fetch is None or not fetch.has_row:
+                continue
+            del self._fetches[key]
+            if not is_read:
+                self._primary.complete_write([key], fetch.context, success=False)
+                self._fail(key, fetch)
+            elif (fetch.loads or fetch.lessee) and self._primary.events is None:
+                self._arrive_pinned(key, fetch)
+            else:
+                self._primary.complete_write([key], fetch.context)
+                self._arrive(key, fetch)
+
+    def give_up_first(self) -> None:
+        """Have the first in the line do without its chunk."""
+        key, _ = self._line.popitem(last=False)
+        self._fail(key, self._fetches.pop(key))
+
+    def clear(self) -> None:
+        """Forget everything: the CPU tier was emptied, every load and lease has ended."""
+        self._fetches.clear()
+        self._line.clear()
+
+    def _begin(self, key: OffloadKey, context: ReqContext) -> _Fetch:
+        fetch = self._fetches[key] = _Fetch(context)
+        self._line[key] = None
+        return fetch
+
+    def _count_free(self) -> int:
+        primary = self._primary
+        return int(primary._get_num_free_chunks() + primary._num_evictable_cache_chunks)  # noqa: SLF001 - there is no public way
+
+    def _start(self, batch: Sequence[OffloadKey]) -> bool:
+        """Have chunks read that wait for a row; False if none of them got one."""
+        by_request: dict[str, list[OffloadKey]] = {}
+        for key in batch:
+            by_request.setdefault(self._fetches[key].context.req_id, []).append(key)
+        is_any = False
+        for keys in by_request.values():
+            context = self._fetches[keys[0]].context
+            prepared = self._primary.prepare_write(keys, context)
+            if prepared is None:
+                break
+            wanted = prepared.keys_to_store
+            if len(wanted) < len(keys):
+                is_any |= self._settle_stored(frozenset(keys).difference(wanted))
+            if wanted:
+                is_any = True
+                for key in wanted:
+                    self._fetches[key].has_row = True
+                    del self._line[key]
+                spec = prepared.store_spec
+                assert isinstance(spec, CPULoadStoreSpec)
+                is_urgent = self._start_reading(context, wanted, spec, any(self._fetches[key].loads for key in wanted))
+                for key in wanted:
+                    self._fetches[key].is_urgent = is_urgent
+        return is_any
+
+    def _settle_stored(self, keys: Iterable[OffloadKey]) -> bool:
+        """Give those that wait what the GPU has stored meanwhile; False if it is still being stored."""
+        is_any = False
+        for key in keys:
+            chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+            if chunk is not None and chunk.is_ready:
+                is_any = True
+                del self._line[key]
+                self._arrive(key, self._fetches.pop(key))
+            else:
+                self._line.move_to_end(key)
+        return is_any
+
+    def _arrive(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Pin a chunk for everybody who waits for it."""
+        chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+        assert chunk is not None
+        for load, number in fetch.loads:
+            self._primary.prepare_read([key], load.context)
+            load.rows[number] = chunk.chunk_id
+        if fetch.lessee is not None:
+            self._primary.prepare_read([key], fetch.lessee)
+
+    def _arrive_pinned(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Do as `complete_write` and `_arrive` do; the chunk is not put among those to evict only to be taken out."""
+        primary = self._primary
+        chunk = primary._policy.get(key)  # noqa: SLF001 - as above
+        assert chunk is not None
+        primary._num_write_pending_chunks -= 1  # noqa: SLF001 - as above
+        chunk.ref_cnt = len(fetch.loads) + (fetch.lessee is not None)
+        for load, number in fetch.loads:
+            load.rows[number] = chunk.chunk_id
+
+    def _fail(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Tell everybody who waits for a chunk that it does not come, nor when they ask again."""
+        for load, number in fetch.loads:
+            load.failed.add(number)
+            self._request_of(load.context).missing.add(key)
+        if fetch.lessee is not None:
+            request = self._request_of(fetch.lessee)
+            request.missing.add(key)
+            request.leased.discard(key)
+            self._leased -= 1
+
+    def _drop_unwanted(self, key: OffloadKey, fetch: _Fetch) -> None:
+        if not fetch.has_row and not fetch.loads and fetch.lessee is None:
+            del self._fetches[key]
+            del self._line[key]

@@ -30,8 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Verdict
-from kvtier_connector.tier.fetches import Fetches
-from kvtier_connector.tier.loads import NO_ROW, Load
+from kvtier_connector.tier.loads import NO_ROW, Fetches, Load
 from kvtier_connector.tier.requests import TierRequest
 from kvtier_connector.tier.tier import SharedVolumeTier
 
@@ -194,7 +193,7 @@ class KVTierManager(TieringOffloadingManager):
         self._fetches.end_lease(req_context)
         self.request(req_context).verdict = None
         if hastened:
-            self.volume.hasten(hastened)
+            self.volume.transfers.hasten(hastened)
         self._serve()
         return CPULoadStoreSpec(load.rows)
 
@@ -268,7 +267,7 @@ class KVTierManager(TieringOffloadingManager):
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
-        if landed := self.volume.take_landed():
+        if landed := self.volume.transfers.take_landed():
             self._fetches.take(landed)
             self._serve()
 
@@ -312,7 +311,7 @@ class KVTierManager(TieringOffloadingManager):
 
         While little is read, what is read ahead keeps nobody waiting, and is spared being made urgent later.
         """
-        is_urgent = is_waited_for or self.volume.loading < URGENT_AHEAD
+        is_urgent = is_waited_for or self.volume.transfers.loading < URGENT_AHEAD
         order = TransferJob(
             job_id=self._next_job_id(),
             keys=keys,
@@ -321,7 +320,7 @@ class KVTierManager(TieringOffloadingManager):
             req_context=context,
         )
         self._register_job(order, _VOLUME)
-        self.volume.load(order, is_urgent=is_urgent)
+        self.volume.transfers.load(order, is_urgent=is_urgent)
         return is_urgent
 
     def _serve(self) -> None:
@@ -374,6 +373,6 @@ class KVTierManager(TieringOffloadingManager):
                 gone.append(key)
             elif chunk.is_ready:
                 here.append(key)
-        self.volume.forget_shed(gone)
+        self.volume.transfers.forget_shed(gone)
         if here:
             self.volume.store_again(self.create_store_job(here, self._again, _VOLUME))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier's metrics as data, and the one object that observes them.
+"""The tier's metrics as data, and what observes them.
 
 vLLM carries them from the scheduler to ``/metrics``, adds its own labels (model, engine), and ends the engine's API
 server at the first name that was not declared. So names exist here only, and observing another one fails here. The
@@ -8,10 +8,13 @@ prefix is vLLM's because it unregisters its own metrics, and only those, when a 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
+from vllm.v1.request import Request
 
 
 class Metric(NamedTuple):
@@ -174,46 +177,8 @@ IGNORED_HINTS = Metric(
     ("cause",),
 )
 
-METRICS = (
-    READ_BYTES,
-    LOADED_BLOCK_BYTES,
-    READ_BLOCKS,
-    READ_SECONDS,
-    WRITTEN_BYTES,
-    STORED_BLOCK_BYTES,
-    WRITTEN_BLOCKS,
-    WRITE_SECONDS,
-    PRESENT_BLOCKS,
-    MISSES,
-    SHED_STORES,
-    SAVED_SECONDS,
-    DRAINED_BLOCKS,
-    ACTIVE,
-    REFUSED,
-    KEY_MISSING,
-    STUCK_THREADS,
-    IO_PROCESSES,
-    USED_BYTES,
-    LOAD_BREAKER,
-    STORE_BREAKER,
-    MODE,
-    QUEUED_LOAD_BYTES,
-    QUEUED_STORE_BYTES,
-    QUEUED_JOBS,
-    OLDEST_JOB_SECONDS,
-    KNOWN_BLOCKS,
-    WAITING_REQUESTS,
-    REFUSED_PROMOTIONS,
-    VERDICTS,
-    LOAD_PACE,
-    COMPUTE_PACE,
-    BREAK_EVEN_TOKENS,
-    FIRST_TOKENS,
-    FIRST_TOKEN_SECONDS,
-    FIRST_TOKEN_PROMPTS,
-    HINTS,
-    IGNORED_HINTS,
-)
+METRICS = tuple(each for each in tuple(globals().values()) if isinstance(each, Metric))
+"""All of the above."""
 
 WRITTEN = "written"
 LOST = "lost"
@@ -236,6 +201,12 @@ QUEUE_FULL = "queue_full"
 UNREUSED = "min_reuse"
 SLOWER = "cost"
 SHORT = "min_tokens"
+
+DISK, MEMORY, NOTHING = "disk", "memory", "nothing"
+"""Where the beginning of a prompt came from: the volume, at least in part; the CPU tier or the GPU; or nowhere."""
+
+MOST_TENANTS = 200
+OTHERS = "(other)"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -280,3 +251,61 @@ class Stats:
         if _LABELS.get(metric.name) != (label is not None):
             raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
         return metric.name
+
+
+class Savings:
+    """Seconds of computing that loads made needless, by tenant. Scheduler thread only.
+
+    A label of a metric stays for as long as the engine runs: of more tenants than `MOST_TENANTS`, those that come last
+    are counted together, as `OTHERS`, which is no tenant's name.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        """Count nothing yet."""
+        self._stats = stats
+        self._tenants: set[str] = set()
+
+    def count(self, tenant: str, seconds: float) -> None:
+        """Add what a hit of a tenant saved; 0 is nothing, and makes no label."""
+        if not seconds:
+            return
+        if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+            tenant = OTHERS
+        else:
+            self._tenants.add(tenant)
+        self._stats.count(SAVED_SECONDS, seconds, cause=tenant)
+
+
+class FirstTokens:
+    """The requests of one engine that have not answered yet. Scheduler thread only.
+
+    The scheduler sees a first token when it looks at its requests in the step after, or when one ends. The time runs
+    from the request's arrival at the engine, so waiting for room and for the volume counts, too. A request that has
+    answered costs a step nothing.
+    """
+
+    def __init__(self, stats: Stats, clock: Callable[[], float] = time.time) -> None:
+        """Store what counts; the clock is the one that vLLM stamps arrivals with."""
+        self._stats = stats
+        self._clock = clock
+        self._waiting: dict[str, tuple[Request, str]] = {}
+
+    def begin(self, request: Request, found: str) -> None:
+        """Note that a request got its blocks; after a load, or a preemption, it gets more, and what was found stays."""
+        if not request.num_output_tokens:
+            _, before = self._waiting.get(request.request_id, (request, NOTHING))
+            self._waiting[request.request_id] = request, found if before == NOTHING else before
+
+    def look(self) -> None:
+        """Count those that have answered since the last step."""
+        for name in [name for name, (request, _) in self._waiting.items() if request.num_output_tokens]:
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        """Forget a request, and count it if it has answered."""
+        request, found = self._waiting.pop(name, (None, NOTHING))
+        if request is None or not request.num_output_tokens:
+            return
+        self._stats.count(FIRST_TOKENS, cause=found)
+        self._stats.count(FIRST_TOKEN_SECONDS, max(0.0, self._clock() - request.arrival_time), cause=found)
+        self._stats.count(FIRST_TOKEN_PROMPTS, request.num_prompt_tokens, cause=found)

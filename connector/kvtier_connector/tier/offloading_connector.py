@@ -84,7 +84,7 @@ class KVTierConnector(OffloadingConnector):
     ) -> None:
         assert self.connector_scheduler is not None
         told = [metadata[rank] for rank in sorted(metadata)]
-        self.connector_scheduler.declarations.begin([each for each in told if isinstance(each, Declared)])
+        self.connector_scheduler.begin([each for each in told if isinstance(each, Declared)])
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
@@ -35,12 +36,16 @@ from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tena
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Verdict
-from kvtier_connector.tier.hints import NO_HINTS, Hints
+from kvtier_connector.tier.hints import NO_HINTS, Hints, Problem
+
+logger = init_logger("vllm.kvtier.hints")
 
 SALT_DIGITS = 16
 """Of the SHA-256 of a salt: the salt itself, which is a secret, is neither a directory's name nor in a header."""
 _LATE_CHUNKS = 8
 """At the end of a prompt, that are asked about one by one."""
+_MOST_TOLD = 64
+"""Hints that are not understood, of which the log tells: each once, since clients may invent as many as they like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,6 @@ class Salt:
     """The cache salt of a request, which vLLM hashes into its blocks; never shown."""
 
     value: str | None = field(repr=False)
-
-
-def tenant_of_salt(salt: str) -> str:
-    """Return the tenant of a cache salt."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:SALT_DIGITS]
 
 
 def find_tenant(context: ReqContext, source: str) -> str | None:
@@ -66,7 +66,7 @@ def find_tenant(context: ReqContext, source: str) -> str | None:
         salt: Salt | None = context.get_state(Salt)
         if salt is None:
             return None
-        return tenant_of_salt(salt.value) if salt.value else ""
+        return hashlib.sha256(salt.value.encode()).hexdigest()[:SALT_DIGITS] if salt.value else ""
     if source == "Parameter":
         named = (context.kv_transfer_params or {}).get(TENANT_PARAMETER)
         if named is None:
@@ -114,17 +114,13 @@ class TierRequest:
         self.causes: set[str] = set()
         """Of its misses, as far as they were counted."""
         self._wants_volume = context.load_tier_filter.allows(Medium.STORAGE, locality)
-        self._tenant = tenant or ""
+        self.tenant = tenant or ""
+        """Whose it is; empty where it is nobody's in particular."""
         # There is no public way from a position to its chunk. The dictionary keeps the order of insertion.
         self._ends: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         self._tokens = tokens
         self._seen = 0
         self._keys: dict[int, list[OffloadKey]] = {}
-
-    @property
-    def tenant(self) -> str:
-        """Whose it is; empty where it is nobody's in particular."""
-        return self._tenant
 
     @property
     def is_pending(self) -> bool:
@@ -157,8 +153,8 @@ class TierRequest:
     def block_key(self, key: OffloadKey) -> BlockKey:
         """Return the store's name of vLLM's key."""
         if self._adapter is None:
-            return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self._tenant)
-        return BlockKey(self._hash(key), get_offload_group_idx(key), self._tenant)
+            return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self.tenant)
+        return BlockKey(self._hash(key), get_offload_group_idx(key), self.tenant)
 
     def lineage(self, key: OffloadKey) -> Lineage:
         """Return the chunk's number and the hash of the one before it; nothing where vLLM did not note both."""
@@ -251,10 +247,20 @@ def _count_prefix(keys: Sequence[OffloadKey], is_present: Callable[[OffloadKey],
 
 
 class TierRequests:
-    """Makes the record of each request, and keeps it where vLLM keeps what belongs to a request."""
+    """Makes the record of each request, and keeps it where vLLM keeps what belongs to a request.
+
+    It also counts what clients ask for, and tells the janitor once the blocks lie on the volume. The scheduler's thread
+    only.
+    """
 
     def __init__(
-        self, spec: OffloadingSpec, tenant_source: str, locality: Locality | None = None, *, adapters: Adapters
+        self,
+        spec: OffloadingSpec,
+        *,
+        tenant_source: str,
+        locality: Locality | None,
+        adapters: Adapters,
+        stats: metrics.Stats,
     ) -> None:
         """Store the settings; `tenant_source` is one of `contract.TENANT_SOURCES`."""
         config = spec.config
@@ -265,6 +271,10 @@ class TierRequests:
         self._tenant_source = tenant_source
         self._locality = locality
         self._adapters = adapters
+        self._stats = stats
+        self._told: set[Problem] = set()
+        self._ended: list[ReqContext] = []
+        """Those with something to tell the janitor, whose blocks may still be written."""
 
     def of(self, context: ReqContext) -> TierRequest:
         """Return the record of a request."""
@@ -276,3 +286,39 @@ class TierRequests:
             request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter)
             context.set_state(request)
         return request
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the janitor is to be told of requests that have ended."""
+        return bool(self._ended)
+
+    def count(self, hints: Hints) -> None:
+        """Count what a request asks for, and what of that is ignored."""
+        for name in hints.taken:
+            self._stats.count(metrics.HINTS, cause=name)
+        for problem in hints.problems:
+            self._stats.count(metrics.IGNORED_HINTS, cause=problem.cause)
+            if problem not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(problem)
+                logger.warning(
+                    "Not understood in kv_transfer_params or kv_hints of a request, from now on only counted: %s (%s)",
+                    problem.name,
+                    problem.cause,
+                )
+
+    def end(self, context: ReqContext) -> None:
+        """Take in that a request has ended."""
+        hints = self.of(context).hints
+        if hints.may_store and (hints.is_demoted or hints.retained is not None):
+            self._ended.append(context)
+
+    def tell(self, store: SharedStore, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]) -> None:
+        """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
+        if self._ended:
+            waiting = []
+            for context in self._ended:
+                if is_storing(context):
+                    waiting.append(context)
+                else:
+                    self.of(context).note_hints(store, payload_bytes)
+            self._ended = waiting

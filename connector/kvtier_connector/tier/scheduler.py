@@ -10,12 +10,11 @@ are left out of vLLM's two walks over everything that runs, since they have noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -32,14 +31,15 @@ from vllm.v1.request import Request
 
 from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.fingerprints.adapters import Lora
+from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.tier.exchange import Declarations, KVTierMetadata
-from kvtier_connector.tier.gains import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
+from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
+from kvtier_connector.tier.worker import KVTierMetadata, Question
 
 
 class KVTierScheduler(OffloadingConnectorScheduler):
@@ -71,11 +71,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.volume.stats)
         self._adapters = self.manager.volume.adapters
-        self._found: dict[int, str | None] | None = None
-        """What the workers have told of the weights, while they are asked."""
-        self._question, self.declarations = 0, Declarations(self.config.num_workers, self.manager.volume.open)
+        self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
+
+    def begin(self, declared: Sequence[Declared]) -> None:
+        """Use the volume, with what workers declared before the first step, by rank; ask for it if it is not all."""
+        if len(declared) == self.config.num_workers:
+            self.manager.volume.open(declared)
+        else:
+            # MultiConnector passes on what the first of its children declares, which may be another connector.
+            self._declared.ask()
 
     @override
     def on_new_request(self, request: Request) -> None:
@@ -86,7 +92,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status = self._req_status[request.request_id]
         status.req_context.set_state(Salt(request.cache_salt))
         status.req_context.set_state(hints)
-        self.manager.volume.hinted.count(hints)
+        self.manager.volume.requests.count(hints)
         status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
@@ -146,7 +152,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._loading.update(dict.fromkeys(load.keys, load))
 
     @override
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
@@ -163,16 +169,16 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
         # A step that computes nothing, and holds nothing back, may lie before the update for which all was reset.
         is_due = scheduler_output.num_scheduled_tokens or self._waits
-        if is_asking := self.manager.volume.is_doubting and self._found is None and bool(is_due):
-            self._question += 1
-            self._found = {}
-        asked = (self._question if is_asking else 0, self._adapters.give_orders(scheduler_output.num_scheduled_tokens))
-        return KVTierMetadata(*jobs, ended, *asked, self.declarations.is_asking)
+        is_asking = is_due and self.manager.volume.is_doubting and not self._weights.number
+        asked = self._weights.ask() if is_asking else 0
+        orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
+        return KVTierMetadata(*jobs, ended, asked, orders, self._declared.number)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        told = connector_output.kv_connector_worker_meta
         # Before what was computed with them counts as stored.
-        self._adapters.take(getattr(connector_output.kv_connector_worker_meta, "adapters", {}))
+        self._adapters.take(getattr(told, "adapters", {}))
         self._adapters.note_failed(connector_output.failed_recving or ())
         super().update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
@@ -182,14 +188,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                     if self._loading.get(key) is load:
                         del self._loading[key]
         if self._stale_jobs:
-            self._forget_stale(connector_output)
-        self.declarations.take(getattr(connector_output.kv_connector_worker_meta, "declared", {}))
-        if self._found is not None:
-            told = getattr(connector_output.kv_connector_worker_meta, "weights", {}).items()
-            self._found.update({rank: found for rank, (question, found) in told if question == self._question})
-            if len(self._found) == self.config.num_workers:
-                all_found, self._found = self._found, None
-                self.manager.volume.settle_weights([all_found[rank] for rank in sorted(all_found)])
+            self._forget_stale(getattr(told, "completed_jobs", {}))
+        if (declared := self._declared.take(getattr(told, "declared", {}))) is not None:
+            # Requests wait for this step.
+            self.manager.volume.open(declared, 0.0)
+        if (weights := self._weights.take(getattr(told, "weights", {}))) is not None:
+            self.manager.volume.settle_weights(weights)
 
     @override
     def has_pending_push_work(self) -> bool:
@@ -223,7 +227,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # vLLM does not expect to be asked again before a step has told the workers what to wait for.
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
-        self._found = None
+        self._weights.drop()
         self.manager.volume.doubt_weights(is_clean=self.manager.is_gpu_empty())
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
@@ -310,13 +314,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._waits[status.req_context.req_id] = lambda: load.is_over
         return True
 
-    def _keys_of(self, status: RequestOffloadState, tokens: int) -> Sequence[OffloadKey]:
-        """Return the chunks that a load of so many tokens loads, as vLLM chooses them."""
+    def _keys_of(self, status: RequestOffloadState, tokens: int, begin: int | None = None) -> Sequence[OffloadKey]:
+        """Return the chunks that a load of so many tokens loads, as vLLM chooses them: behind what the GPU has."""
         if not tokens:
             return ()
-        return self._keys_between(status, status.num_locally_computed_tokens, tokens)
-
-    def _keys_between(self, status: RequestOffloadState, begin: int, tokens: int) -> Sequence[OffloadKey]:
+        begin = status.num_locally_computed_tokens if begin is None else begin
         end = begin + tokens
         found: list[OffloadKey] = []
         for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
@@ -332,7 +334,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         tokens = min(prompt_tokens // size * size for size in sizes)
         request, volume = self.manager.request(status.req_context), self.manager.volume
         refusal = request.refusal or (None if request.hints.may_store else NO_STORE)
-        keys = self._keys_between(status, 0, tokens) if tokens and not refusal else ()
+        keys = () if refusal else self._keys_of(status, tokens, begin=0)
         named = [block_path(request.block_key(key)) for key in keys]
         return {"directory": volume.root, "blocks": named, "refused": refusal}
 
@@ -362,9 +364,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             for state, reached in zip(self._req_status[name].group_states, load.reached, strict=True):
                 state.next_stored_chunk_idx = 0 if is_whole else min(state.next_stored_chunk_idx, reached)
 
-    def _forget_stale(self, connector_output: KVConnectorOutput) -> None:
+    def _forget_stale(self, completed: Mapping[int, int]) -> None:
         """Take in which pieces and stores of before a reset the workers have finished with."""
-        completed = getattr(connector_output.kv_connector_worker_meta, "completed_jobs", {})
         for job_id, workers in completed.items():
             if job_id in self._stale_jobs:
                 self._stale_jobs[job_id] -= workers
@@ -375,9 +376,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def _cancel_sync_load(self, name: str, tokens: int) -> None:
         """Take back that the step waits for a load, as vLLM 0.33 may: not for one that the volume is asked for."""
-        loads: set[str] | None = getattr(self, "_current_batch_sync_loads", None)
-        if loads is not None and name in loads:
-            loads.discard(name)
+        if name in getattr(self, "_current_batch_sync_loads", ()):
+            self._current_batch_sync_loads.discard(name)
             self._current_batch_sync_load_bytes -= tokens * self.config.kv_bytes_per_token
 
     def _may_store_to(self, name: str, token: int) -> bool:

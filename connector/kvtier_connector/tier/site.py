@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, get_offload_group_idx
 
 from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
 from kvtier_connector.fingerprints.facts import engine_facts
@@ -25,15 +25,14 @@ from kvtier_connector.fingerprints.weights import Weights, can_change_unseen, jo
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
-from kvtier_connector.store.breaker import Breaker, Direction, State
+from kvtier_connector.movers.tasks import MOST_PROBED, Lane, Task
+from kvtier_connector.store.breaker import Direction, State
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import Home
+from kvtier_connector.store.layout import BlockKey, Home
 from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.admission import Admission, Offers
-from kvtier_connector.tier.drain import Drain
-from kvtier_connector.tier.requests import TierRequests
-from kvtier_connector.tier.transfers import Transfers
+from kvtier_connector.tier.requests import TierRequest
+from kvtier_connector.tier.transfers import Parts, Transfers
 from kvtier_connector.tier.volume import Volume
 
 logger = init_logger("vllm.kvtier.site")
@@ -42,32 +41,66 @@ CLOSE_WAIT_SECONDS = 5.0
 PROBE_DEADLINE_SECONDS = 2.0
 """A probe is a few system calls; a volume that needs longer for them is slower than computing."""
 
+_NO_PREFIX = -1
+"""Stands for the group of chunks that are no prefix."""
 _STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 
 
-class Rows(NamedTuple):
-    """The CPU tier."""
+class Probes:
+    """Questions to the volume about chunks of which the index cannot tell yet, and who waits for the answers.
 
-    view: memoryview
-    number: int
-    length: int
-    """Of one, in bytes."""
-    fd: int | None
-    """The file behind them, if other processes can map it."""
+    Each question is of one request, and of one prefix of it where it is about one: what follows a chunk of a prefix
+    that is not there need not be looked for, and that says nothing of other requests, nor of the windows of a prompt,
+    which vLLM looks for from its end.
+    """
 
+    def __init__(self) -> None:
+        """Start with none."""
+        self._waiting: dict[OffloadKey, list[TierRequest]] = {}
+        self._unsent: dict[tuple[TierRequest, int], list[tuple[OffloadKey, BlockKey]]] = {}
+        self._sent: dict[int, tuple[OffloadKey, ...]] = {}
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What an engine takes along to the next directory."""
+    @property
+    def asked(self) -> Mapping[OffloadKey, object]:
+        """The chunks that are asked about."""
+        return self._waiting
 
-    rows: Rows
-    breaker: Breaker
-    requests: TierRequests
-    admission: Admission
-    offers: Offers
-    stats: metrics.Stats
-    drain: Drain
+    @property
+    def sent(self) -> Mapping[int, object]:
+        """The movers' tasks that have not ended."""
+        return self._sent
+
+    def join(self, key: OffloadKey, request: TierRequest) -> bool:
+        """Have a request wait for the answer about a chunk; False if nobody asks about it."""
+        if (waiting := self._waiting.get(key)) is None:
+            return False
+        if request not in waiting:
+            waiting.append(request)
+        return True
+
+    def ask(self, key: OffloadKey, name: BlockKey, request: TierRequest, *, is_prefix: bool) -> None:
+        """Ask about a chunk with this step; `is_prefix` if those of its group are asked about in their order."""
+        self._waiting[key] = [request]
+        group = get_offload_group_idx(key) if is_prefix else _NO_PREFIX
+        self._unsent.setdefault((request, group), []).append((key, name))
+
+    def send(self, number: Callable[[], int]) -> list[tuple[int, Task]]:
+        """Return the questions of this step for the movers; `number` makes one that no other task has."""
+        tasks = []
+        for (_, group), wanted in self._unsent.items():
+            for first in range(0, len(wanted), MOST_PROBED):
+                batch = wanted[first : first + MOST_PROBED]
+                task = number()
+                self._sent[task] = tuple(key for key, _ in batch)
+                names = tuple(name for _, name in batch)
+                tasks.append((task, Task(Lane.PROBE, names, is_prefix=group != _NO_PREFIX)))
+        self._unsent.clear()
+        return tasks
+
+    def end(self, task: int) -> list[tuple[OffloadKey, list[TierRequest]]]:
+        """Return the chunks that a task asked about, each with the requests that wait for the answer."""
+        return [(key, self._waiting.pop(key)) for key in self._sent.pop(task)]
 
 
 class Site:
@@ -87,16 +120,8 @@ class Site:
             regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
             fs=fs,
         )
-        self.transfers = Transfers(
-            self.movers,
-            self.store,
-            parts.requests,
-            admission=parts.admission,
-            offers=parts.offers,
-            stats=parts.stats,
-            drain=parts.drain,
-            row_bytes=rows.length,
-        )
+        self.transfers = Transfers(self.movers, self.store, parts)
+        self.probes = Probes()
 
     def observe(self, now: float, *, waiting: int) -> None:
         """Set the metrics that change without an event; `waiting` requests wait for room in the CPU tier."""

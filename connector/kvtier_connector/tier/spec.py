@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.shm import clear_stale_regions, explaining_shortage
-from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+from kvtier_connector.tier.cpu_build import CpuCopyWorker, make_worker
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.tier import SharedVolumeTier
 
@@ -67,7 +67,14 @@ class KVTierSpec(TieringOffloadingSpec):
             if not current_platform.is_cpu():
                 return super().get_worker(kv_caches)
             if self._cpu_worker is None:
-                self._cpu_worker = self._make_cpu_worker(kv_caches)
+                self._cpu_worker = make_worker(
+                    self,
+                    kv_caches,
+                    rank=0 if self.replicated_layout else self.config.parallel.rank,
+                    is_canonical=self.config.canonical_layout,
+                    # The directory is the same for every number of ranks.
+                    must_be_portable=self.config.parallel.is_parallelism_agnostic,
+                )
         return self._cpu_worker
 
     def _is_with_ours(self) -> bool:
@@ -108,27 +115,6 @@ class KVTierSpec(TieringOffloadingSpec):
 
     def _explaining_shortage(self) -> AbstractContextManager[None]:
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
-
-    def _make_cpu_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
-        region = SharedOffloadRegion(
-            engine_id=self.config.engine_id,
-            num_chunks=self.num_chunks,
-            rank=0 if self.replicated_layout else self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
-        try:
-            return CpuCopyWorker(
-                kv_caches,
-                blocks_per_chunk=self.blocks_per_chunk,
-                region=region,
-                is_canonical=self.config.canonical_layout,
-                # The directory is the same for every number of ranks.
-                must_be_portable=self.config.parallel.is_parallelism_agnostic,
-            )
-        except Exception:
-            region.cleanup()
-            raise
 
 
 def _clear_stale_regions() -> None:

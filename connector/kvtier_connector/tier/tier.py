@@ -9,7 +9,7 @@ the engine computes instead of loading.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -35,19 +35,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.fingerprints.adapters import Adapters
 from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.movers.rows import shape_of_rows
 from kvtier_connector.movers.tasks import Done, Lane, Looked
-from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.admission import Admission, Offers, why_not_loading, why_not_storing
+from kvtier_connector.tier.admission import Admission, Offers, why_not
 from kvtier_connector.tier.drain import Drain
-from kvtier_connector.tier.gains import Savings
-from kvtier_connector.tier.hinted import HintedRequests
-from kvtier_connector.tier.probes import Probes
 from kvtier_connector.tier.requests import TierRequest, TierRequests
-from kvtier_connector.tier.site import Parts, Rows, Sites
-from kvtier_connector.tier.transfers import POLL_SECONDS, Landed, shape_of_rows
+from kvtier_connector.tier.site import Sites
+from kvtier_connector.tier.transfers import POLL_SECONDS, Parts, Rows
 from kvtier_connector.tier.volume import read_config
 
 logger = init_logger("vllm.kvtier.tier")
@@ -112,11 +110,16 @@ class SharedVolumeTier(SecondaryTierManager):
         self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
         self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
         self.stats = metrics.Stats()
-        self.savings = Savings(self.stats)
+        self.savings = metrics.Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
         self.adapters = Adapters(offloading_spec.config.parallel.world_size)
-        self.requests = TierRequests(offloading_spec, config.tenant_from, self.locality, adapters=self.adapters)
-        self.hinted = HintedRequests(self.stats)
+        self.requests = TierRequests(
+            offloading_spec,
+            tenant_source=config.tenant_from,
+            locality=self.locality,
+            adapters=self.adapters,
+            stats=self.stats,
+        )
         self._unread: dict[OffloadKey, TierRequest] = {}
         """Chunks that wait until it is known which adapter they are of."""
         self.admission = Admission(
@@ -125,17 +128,18 @@ class SharedVolumeTier(SecondaryTierManager):
             tokens_per_chunk=self.requests.tokens[0],
             is_prompt_only=offloading_spec.offload_prompt_only,
             on_verdict=lambda verdict: self.stats.count(metrics.VERDICTS, cause=verdict.value),
+            clock=time.monotonic,
         )
         self._offers = Offers(config.min_reuse)
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] = []
-        self._probes = Probes()
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
         self._is_storing_stuck = self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
         self._breaker = Breaker()
-        self.drain = Drain.of_engine(getattr(offloading_spec, "engine_config", None), self.stats, name=config.tier)
+        engine = getattr(offloading_spec, "engine_config", None)
+        self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
+        self.drain.watch()
         parts = Parts(
             rows=Rows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
             breaker=self._breaker,
@@ -167,12 +171,13 @@ class SharedVolumeTier(SecondaryTierManager):
         """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
         if self._sites.settle(found):
             # Nothing is under way in the directory that is left, but questions.
-            self._probes.clear()
             self._take_place()
 
     def _take_place(self) -> None:
         site = self._sites.here
-        self._volume, self._store, self._movers, self._transfers = site.volume, site.store, site.movers, site.transfers
+        self._volume, self._store, self._movers, self._probes = site.volume, site.store, site.movers, site.probes
+        self.transfers = site.transfers
+        """What is under way between the CPU tier and the volume."""
 
     @classmethod
     @override
@@ -239,41 +244,20 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self.load(job_metadata, is_urgent=True)
-
-    def load(self, order: TransferJob, *, is_urgent: bool) -> None:
-        """Read chunks into their rows; `take_landed` tells of each as it comes, `hasten` makes them urgent."""
-        self._transfers.load(order, is_urgent=is_urgent)
-
-    @property
-    def loading(self) -> int:
-        """How many chunks are being read."""
-        return self._transfers.loading
-
-    def hasten(self, keys: Collection[OffloadKey]) -> None:
-        """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
-        self._transfers.hasten(keys)
-
-    def take_landed(self) -> Sequence[Landed]:
-        """Return the chunks of loads that had ended at the last `get_finished_jobs`, and were not returned before."""
-        return self._transfers.take_landed()
+        self.transfers.load(job_metadata, is_urgent=True)
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._transfers.store(job_metadata, refusal=self._why_not_storing())
+        self.transfers.store(job_metadata, refusal=self._why_not_storing())
 
     def store_again(self, order: TransferJob) -> None:
         """Write chunks that `peek_shed` named and that are still in the CPU tier."""
-        self._transfers.store(order, refusal=self._why_not_storing(), is_again=True)
+        self.transfers.store(order, refusal=self._why_not_storing(), is_again=True)
 
     def peek_shed(self, most: int) -> list[OffloadKey]:
         """Return chunks that were not written and could be now."""
-        shed = self._transfers.peek_shed(most)
+        shed = self.transfers.peek_shed(most)
         return shed if shed and self._why_not_storing() is None else []
-
-    def forget_shed(self, keys: Iterable[OffloadKey]) -> None:
-        """Drop chunks that the CPU tier no longer has."""
-        self._transfers.forget_shed(keys)
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -282,19 +266,21 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
         is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
         self._why_not_loading = (
-            metrics.NEW_WEIGHTS if self.is_doubting else why_not_loading(self._volume, self._breaker, is_stuck=is_stuck)
+            metrics.NEW_WEIGHTS
+            if self.is_doubting
+            else why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
         )
-        self._transfers.drain()
-        if self._volume.refused_field and self._transfers:
+        self.transfers.drain()
+        if self._volume.refused_field and self.transfers:
             # The directory is somebody else's by now: what waits does not belong there.
-            self._transfers.withdraw(metrics.INERT)
-        return self._transfers.take_finished()
+            self.transfers.withdraw(metrics.INERT)
+        return self.transfers.take_finished()
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if questions := self._probes.send(self._transfers.number):
+        if questions := self._probes.send(self.transfers.number):
             self._movers.submit(questions)
-        self.hinted.pass_on(self._transfers, self._store, self.row_bytes)
+        self.requests.tell(self._store, self.row_bytes, is_storing=self.transfers.is_storing)
         self._unread = {key: request for key, request in self._unread.items() if self._is_early(request)}
         self.admission.end_step()
         for request in context.new_req_ids:
@@ -305,15 +291,20 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.requests.of(req_context).note_used(self._store, self.row_bytes)
-        self.hinted.end(req_context, self.requests.of(req_context))
+        self.requests.end(req_context)
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._transfers or self._probes.asked or self.hinted or (self.drain.is_begun and self.peek_shed(1)))
+        return bool(
+            self.transfers
+            or self._probes.asked
+            or self.requests.is_telling
+            or (self.drain.is_begun and self.peek_shed(1))
+        )
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        stored = self._transfers.take_stored()
+        stored = self.transfers.take_stored()
         if not stored or not self._is_publishing:
             return ()
         return (OffloadingEvent(keys=stored, medium=self.medium, removed=False, locality=self.locality),)
@@ -321,14 +312,14 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def drain_jobs(self) -> None:
         """Wait for every transfer, for as long as its deadline at most; then no mover touches the CPU tier."""
-        while self._transfers:
+        while self.transfers:
             self._collect()
             time.sleep(POLL_SECONDS)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = time.monotonic()
-        is_idle = not self._transfers and not self.waiting
+        is_idle = not self.transfers and not self.waiting
         # At once, too, when the last transfer or wait has ended: vLLM may not ask again before the next request.
         if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
             return None
@@ -342,7 +333,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if self._is_closed:
             return
         self._is_closed = True
-        self._transfers.withdraw(metrics.SHUTDOWN)
+        self.transfers.withdraw(metrics.SHUTDOWN)
         self._movers.withdraw(list(self._probes.sent))
         self.drain_jobs()
         self.drain.close()
@@ -353,9 +344,9 @@ class SharedVolumeTier(SecondaryTierManager):
             return metrics.SHUTDOWN
         if self.is_doubting:
             return metrics.NEW_WEIGHTS
-        if cause := why_not_storing(self._volume, self._breaker, is_stuck=self._is_storing_stuck):
+        if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
             return cause
-        return metrics.QUEUE_FULL if self._transfers.storing > self._most_storing else None
+        return metrics.QUEUE_FULL if self.transfers.storing > self._most_storing else None
 
     def _miss(self, request: TierRequest, cause: str) -> Presence:
         """Count a chunk that ends the prefix of a request: once, since vLLM asks again while an earlier one comes."""
@@ -370,7 +361,7 @@ class SharedVolumeTier(SecondaryTierManager):
             if done.task in self._probes.sent:
                 self._answer(done)
             else:
-                self._transfers.end(done)
+                self.transfers.end(done)
 
     def _answer(self, done: Done) -> None:
         """Have those who wait for a probe ask the index, which knows by now what is there.

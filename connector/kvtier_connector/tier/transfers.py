@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.tasks import Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
+from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.format import Fault
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import BlockKey, Lineage
@@ -71,30 +72,39 @@ class _Transfer:
     """Whether its chunks were not written when they were offered first."""
 
 
+class Rows(NamedTuple):
+    """The CPU tier."""
+
+    view: memoryview
+    """A table of one row a chunk: the bytes of all ranks side by side."""
+    number: int
+    length: int
+    """Of one, in bytes."""
+    fd: int | None
+    """The file behind them, if other processes can map it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine takes along to the next directory."""
+
+    rows: Rows
+    breaker: Breaker
+    requests: TierRequests
+    admission: Admission
+    offers: Offers
+    stats: metrics.Stats
+    drain: Drain
+
+
 class Transfers:
     """See the module."""
 
-    def __init__(  # noqa: PLR0913 - what it works with, by name
-        self,
-        movers: Movers,
-        store: SharedStore,
-        requests: TierRequests,
-        *,
-        admission: Admission,
-        offers: Offers,
-        stats: metrics.Stats,
-        drain: Drain,
-        row_bytes: int,
-    ) -> None:
-        """Store the parts."""
-        self._movers = movers
-        self._store = store
-        self._requests = requests
-        self._admission = admission
-        self._offers = offers
-        self._stats = stats
-        self._drain = drain
-        self._row_bytes = row_bytes
+    def __init__(self, movers: Movers, store: SharedStore, parts: Parts) -> None:
+        """Store what it works with."""
+        self._movers, self._store, self._requests = movers, store, parts.requests
+        self._admission, self._offers = parts.admission, parts.offers
+        self._stats, self._drain, self._row_bytes = parts.stats, parts.drain, parts.rows.length
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
         self._next_task = 0
@@ -345,14 +355,3 @@ class Transfers:
         if isinstance(done.outcome, Refused):
             return done.outcome.cause
         return metrics.DEADLINE if done.outcome is Ending.LATE else self._cause
-
-
-def shape_of_rows(view: memoryview) -> tuple[int, int]:
-    """Return how many rows the CPU tier has and how long each is: a chunk of all ranks side by side, page by page.
-
-    Raises:
-        ValueError: it is no table of rows.
-    """
-    if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
-        raise ValueError("the primary tier must be a contiguous table of one row per chunk")
-    return view.shape[0], view.strides[0]

@@ -10,6 +10,7 @@ is known which of both it is, or the volume has not answered for the time of gra
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -68,8 +69,8 @@ def read_config(path: str) -> ConnectorConfig:
 class Volume:
     """One directory on the shared volume, and whether it may be used.
 
-    The opening thread alone writes `_is_readable`, `_is_writable`, `_refusal` and `_refused_field` until it has claimed
-    the directory; then the one that follows the news does, but for `_is_writable`. Anybody reads them.
+    The opening thread alone writes `is_readable`, `is_writable`, `refusal` and `refused_field` until it has claimed
+    the directory; then the one that follows the news does, but for `is_writable`. Anybody reads them.
     """
 
     def __init__(self, config: ConnectorConfig, fs: FileSystem, *, generation: str = "") -> None:
@@ -101,12 +102,16 @@ class Volume:
         self._live_file = LiveFile(config.live_file, seconds=min(LIVE_SECONDS, config.refresh_seconds))
         self._brake_file = BrakeFile(str(Path(config.root).parent / BRAKE_FILE), fs=fs)
         self._max_bytes = config.max_bytes
-        self._problem = ""
-        self._key_problem = ""
-        self._is_readable = False
-        self._is_writable = False
-        self._refusal = "the volume has not answered yet"
-        self._refused_field = ""
+        self._problems: dict[str, str] = {}
+        """What was last found wrong, by what it is about."""
+        self.is_readable = False
+        """Whether the directory is known to hold blocks of this engine."""
+        self.is_writable = False
+        """Whether blocks may be written too: with a limit, not before the volume has been counted once."""
+        self.refusal = "the volume has not answered yet"
+        """Why the volume is not readable; empty if it is."""
+        self.refused_field = ""
+        """By which field of its identity the directory belongs to somebody else; empty if it does not."""
         self._settled = threading.Event()
         self._closed = threading.Event()
         self._is_walk_due = threading.Event()
@@ -132,13 +137,13 @@ class Volume:
         self._unknown = next((name for name in contract.MUST_BE_KNOWN if claimed.get(name) is None), "")
         self._ownership = identity.Claim(Path(self._config.root), claimed, self._config.digest, fs=self._fs)
         # Before the engine can answer anybody, so that the startup probe waits for all engines of the pod.
-        self._tell(lambda: self._report.begin(self._refusal))
+        self._tell(lambda: self._report.begin(self.refusal))
         self._patience.start()
         for thread in self._threads:
             thread.start()
         if not self._settled.wait(wait_seconds):
             state = (
-                "stores begin when it is counted" if self._is_readable else "serving without the disk tier until then"
+                "stores begin when it is counted" if self.is_readable else "serving without the disk tier until then"
             )
             logger.warning(
                 "kvtier %s: %s is not open after %.0f s; %s", self._config.tier, self._config.root, wait_seconds, state
@@ -173,29 +178,9 @@ class Volume:
         return self.store.blocks.keyring is None or self.store.blocks.keyring.is_usable
 
     @property
-    def is_readable(self) -> bool:
-        """Whether the directory is known to hold blocks of this engine."""
-        return self._is_readable
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether blocks may be written too: with a limit, not before the volume has been counted once."""
-        return self._is_writable
-
-    @property
     def is_counted(self) -> bool:
         """Whether the store knows how much the volume holds; without a limit nobody asks, and it is not counted."""
-        return self._is_writable and self._max_bytes > 0
-
-    @property
-    def refusal(self) -> str:
-        """Why the volume is not readable; empty if it is."""
-        return self._refusal
-
-    @property
-    def refused_field(self) -> str:
-        """By which field of its identity the directory belongs to somebody else; empty if it does not."""
-        return self._refused_field
+        return self.is_writable and self._max_bytes > 0
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -236,11 +221,11 @@ class Volume:
             if may_have_news or time.monotonic() - looked >= LOOK_REFRESHES * refresh:
                 looked = time.monotonic()
                 self._refresh_brake()
-                if self._is_readable and self.mode.may_load:
+                if self.is_readable and self.mode.may_load:
                     self._stay_claimed()
-            if self._is_readable and self.mode.may_load:
+            if self.is_readable and self.mode.may_load:
                 self._synchronize(may_have_news=may_have_news)
-        if self._is_readable and self.mode.may_load:
+        if self.is_readable and self.mode.may_load:
             # What was stored last is worth telling, too.
             self._synchronize(may_have_news=False)
 
@@ -250,43 +235,43 @@ class Volume:
         if not may_store:
             self.store.has_news.clear()
             self.store.show_life()
-        if problem and problem != self._problem:
-            logger.warning("kvtier %s: other engines are not heard of: %s", self._config.tier, problem)
-        self._problem = problem
+        self._complain("news", problem, "kvtier %s: other engines are not heard of: %s")
 
     def _watch(self) -> None:
         while not self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds)):
             self._refresh_live()
 
     def _refresh_live(self) -> None:
-        before, problem = self._live_file.settings, self._live_file.problem
+        before = self._live_file.settings
         live = self._live_file.refresh()
         if live != before:
             logger.info("kvtier %s: %s", self._config.tier, live)
-        if self._live_file.problem not in {"", problem}:
-            logger.warning("kvtier %s: %s", self._config.tier, self._live_file.problem)
+        self._complain("settings", self._live_file.problem)
         self._max_bytes = self._config.max_bytes if live.max_bytes is None else live.max_bytes
         self.store.blocks.set_limit(self._max_bytes)
         if (keyring := self.store.blocks.keyring) is not None:
             keyring.activate(live.active_key)
             keyring.active()
-            if keyring.problem not in {"", self._key_problem}:
-                logger.error("kvtier %s: encryption: %s", self._config.tier, keyring.problem)
-            self._key_problem = keyring.problem
+            self._complain("keys", keyring.problem, "kvtier %s: encryption: %s", logging.ERROR)
 
     def _refresh_brake(self) -> None:
-        before, problem = self._brake_file.mode, self._brake_file.problem
+        before = self._brake_file.mode
         mode = self._brake_file.refresh()
         if mode is not before:
             reason = self._brake_file.reason or "it let go again"
             logger.info("kvtier %s: the janitor asks for mode %s: %s", self._config.tier, mode.value, reason)
-        if self._brake_file.problem not in {"", problem}:
-            logger.warning("kvtier %s: %s", self._config.tier, self._brake_file.problem)
+        self._complain("brake", self._brake_file.problem)
+
+    def _complain(self, about: str, problem: str, message: str = "kvtier %s: %s", level: int = logging.WARNING) -> None:
+        """Say what is wrong, once and not again with each look."""
+        if problem and problem != self._problems.get(about):
+            logger.log(level, message, self._config.tier, problem)
+        self._problems[about] = problem
 
     def _claim(self) -> bool:
         if self._generation not in {"", self._config.digest}:
             # An old pod whose container was restarted in a rollout: its blocks must not open the new generation.
-            self._refused_field = GENERATION
+            self.refused_field = GENERATION
             self._refuse(
                 IdentityMismatch(
                     f"this engine was started for generation {self._generation} and {CONFIG_FILE} is of "
@@ -295,19 +280,19 @@ class Volume:
             )
             return False
         if self._unknown:
-            self._refused_field = f"{contract.UNKNOWN}{self._unknown}"
+            self.refused_field = f"{contract.UNKNOWN}{self._unknown}"
             self._refuse(
                 IdentityMismatch(
                     f"{self._unknown} cannot be told, so nobody could say whose blocks these are: let the engine load "
                     "the model from a directory or the hub's cache, or name a fixed revision"
                 )
             )
-            self._tell(lambda: self._report.serve_without(self._refusal))
+            self._tell(lambda: self._report.serve_without(self.refusal))
             return False
         while not self._closed.is_set():
             if not self.mode.may_load:
-                if self._refusal != BYPASSED:
-                    self._refusal = BYPASSED
+                if self.refusal != BYPASSED:
+                    self.refusal = BYPASSED
                     self._tell(lambda: self._report.serve_without(BYPASSED))
                 self._settled.set()
                 self._closed.wait(min(LIVE_SECONDS, self._config.refresh_seconds))
@@ -315,21 +300,21 @@ class Volume:
             try:
                 self._ownership.renew()
             except IdentityMismatch as error:
-                self._refused_field = error.field or UNREADABLE
+                self.refused_field = error.field or UNREADABLE
                 self._refuse(error)
-                self._tell(lambda: self._report.serve_without(self._refusal))
+                self._tell(lambda: self._report.serve_without(self.refusal))
                 return False
             except StoreUnavailable as error:
                 self._refuse(error)
                 self._settled.set()
                 self._closed.wait(RETRY_SECONDS)
                 continue
-            if self._refusal:
+            if self.refusal:
                 logger.info("kvtier %s: disk tier at %s", self._config.tier, self._config.root)
-            self._refusal = ""
+            self.refusal = ""
             self.store.measure_round_trip()
-            self._is_writable = self._max_bytes == 0
-            self._is_readable = True
+            self.is_writable = self._max_bytes == 0
+            self.is_readable = True
             self._tell(self._report.attach)
             return True
         return False
@@ -346,8 +331,8 @@ class Volume:
             if standing is identity.Standing.OTHER:
                 is_news = self._ownership.renew() or self._standing is identity.Standing.GONE
         except IdentityMismatch as error:
-            self._refused_field = error.field or UNREADABLE
-            self._is_readable = False
+            self.refused_field = error.field or UNREADABLE
+            self.is_readable = False
             self._refuse(error)
         except StoreUnavailable:
             # Whatever it is, loads and stores meet it as well.
@@ -360,13 +345,13 @@ class Volume:
 
     def _refuse(self, error: Exception) -> None:
         message = str(error)
-        if message != self._refusal:
+        if message != self.refusal:
             # Once, not at every retry.
             logger.error("kvtier %s: serving without the disk tier: %s", self._config.tier, message)
-        self._refusal = message
+        self.refusal = message
 
     def _give_up(self) -> None:
-        reason, seconds = self._refusal, self._config.attach_grace_seconds
+        reason, seconds = self.refusal, self._config.attach_grace_seconds
 
         def serve() -> None:
             if self._report.give_up(reason):
@@ -388,7 +373,7 @@ class Volume:
 
     def _is_over(self) -> bool:
         """Say whether the directory is to be left alone: a walk counts, and removes what others left behind."""
-        return self._closed.is_set() or bool(self._refused_field)
+        return self._closed.is_set() or bool(self.refused_field)
 
     def _walk(self) -> None:
         try:
@@ -397,4 +382,4 @@ class Volume:
             logger.warning("kvtier %s: the volume cannot be walked: %s", self._config.tier, error)
             return
         if is_whole:
-            self._is_writable = True
+            self.is_writable = True

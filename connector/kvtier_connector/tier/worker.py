@@ -1,28 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of the connector: copies the pieces of loads, and tells when a request has all of its own.
+"""The worker's side of the connector, and what the two sides tell each other with a step beside what vLLM's own do.
 
-vLLM's own side, which takes each load job for a whole request. Called from one thread, the engine worker's.
+A worker copies the pieces of loads, and tells when a request has all of its own: vLLM's own side takes each load job
+for a whole request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 
+from kvtier_connector.fingerprints.adapters import Orders, Told
 from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
 from kvtier_connector.fingerprints.packing import Declared, describe
 from kvtier_connector.fingerprints.weights import LoadedModel
-from kvtier_connector.tier.exchange import KVTierMetadata, KVTierWorkerMetadata
+
+
+@dataclass
+class KVTierMetadata(OffloadingConnectorMetadata):
+    """What a step tells the workers; each of ``load_jobs`` is a piece of a load."""
+
+    ended_loads: dict[str, list[int]] = field(default_factory=dict)
+    """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
+    weights: int = 0
+    """Number of the question which weights the workers have; 0 if they are not asked."""
+    adapters: Orders | None = None
+    declared: int = 0
+    """The same of what they declare of themselves: nobody has passed on what they did before the first step."""
+
+
+@dataclass
+class KVTierWorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's, with the digests of the weights that were asked for, and of adapters."""
+
+    weights: dict[int, tuple[int, str | None]] = field(default_factory=dict)
+    """By rank, the number of the question and the answer; so is what they declare."""
+    adapters: dict[int, list[Told]] = field(default_factory=dict)
+    """By rank, what is told of adapters."""
+    declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
+        assert isinstance(other, KVTierWorkerMetadata)
+        merged = OffloadingWorkerMetadata.aggregate(self, other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        return KVTierWorkerMetadata(
+            merged.completed_jobs,
+            merged.transfer_stats,
+            {**self.weights, **other.weights},
+            {**self.adapters, **other.adapters},
+            {**self.declared, **other.declared},
+        )
+
+
+class Question:
+    """What all workers are asked with a step, and answer with one of the next. The scheduler's thread only."""
+
+    def __init__(self, workers: int) -> None:
+        """Store how many workers there are; nobody is asked yet."""
+        self._workers = workers
+        self._last = 0
+        self.number = 0
+        """Of what is asked now; 0 if nothing is."""
+        self._answers: dict[int, Any] = {}
+
+    def ask(self) -> int:
+        """Ask, or ask anew, and return the number: answers to what was asked before no longer count."""
+        self._last += 1
+        self.number, self._answers = self._last, {}
+        return self.number
+
+    def drop(self) -> None:
+        """Ask no more."""
+        self.number = 0
+
+    def take(self, told: Mapping[int, tuple[int, Any]]) -> list[Any] | None:
+        """Take in answers, by rank, each with the number of its question; return all of them with the last one."""
+        if not self.number:
+            return None
+        self._answers.update({rank: answer for rank, (number, answer) in told.items() if number == self.number})
+        if len(self._answers) < self._workers:
+            return None
+        self.number = 0
+        return [self._answers[rank] for rank in sorted(self._answers)]
 
 
 class KVTierWorker(OffloadingConnectorWorker):
-    """See the module."""
+    """See the module. Called from one thread, the engine worker's."""
 
     @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +110,8 @@ class KVTierWorker(OffloadingConnectorWorker):
         self._adapters: LoadedAdapters | None = None
         self.declared: Declared | None = None
         """What the scheduler's side must know of this worker; None before the KV caches are there."""
-        self._is_declaring = False
+        self._declaring = 0
+        """Number of the question that is answered with it."""
         self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
 
     @override
@@ -53,10 +127,10 @@ class KVTierWorker(OffloadingConnectorWorker):
         super().start_kv_transfers(metadata)
         if isinstance(metadata, KVTierMetadata):
             self._ended.update(metadata.ended_loads)
-            self._is_declaring |= metadata.is_declaring
-            if metadata.question:
+            self._declaring = metadata.declared or self._declaring
+            if metadata.weights:
                 found = None if self._model is None else self._model.digest()
-                self._weights[self.spec.config.parallel.rank] = (metadata.question, found)
+                self._weights[self.spec.config.parallel.rank] = (metadata.weights, found)
             if metadata.adapters is not None and self._adapters is not None:
                 self._adapters.obey(metadata.adapters)
 
@@ -65,13 +139,14 @@ class KVTierWorker(OffloadingConnectorWorker):
         made = super().build_connector_worker_meta()
         weights, self._weights = self._weights, {}
         told = [] if self._adapters is None else self._adapters.take_told()
-        is_declaring, self._is_declaring = self._is_declaring and self.declared is not None, False
-        if made is None and not weights and not told and not is_declaring:
+        question, self._declaring = self._declaring, 0
+        declared = None if not question or self.declared is None else (question, self.declared)
+        if made is None and not weights and not told and declared is None:
             return None
         made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
         adapters = {rank: told} if told else {}
-        declared = {rank: self.declared} if is_declaring and self.declared is not None else {}
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declared)
+        declarations = {rank: declared} if declared else {}
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declarations)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

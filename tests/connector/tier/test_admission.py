@@ -9,8 +9,7 @@ import pytest
 from clocks import Clock
 from rig import ROW_BYTES, Rigs, key, keys
 
-from kvtier_connector.tier.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Offers, Verdict
-from kvtier_connector.tier.pace import Pace
+from kvtier_connector.tier.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Offers, Pace, Verdict
 
 CHUNK_TOKENS = 100
 

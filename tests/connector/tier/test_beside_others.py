@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine_fleet import Engines
 from engine_parts import prompt_of
 from rig import wait_until
@@ -12,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.tier.connector import KVTierConnector
-from kvtier_connector.tier.exchange import Declarations, KVTierWorkerMetadata
+from kvtier_connector.tier.worker import KVTierWorkerMetadata, Question
 
 FIRST = Declared(("attention",), "one", "weights of the first")
 SECOND = Declared(("attention",), "one", "weights of the second")
@@ -22,32 +20,32 @@ def test_vllm_finds_the_class_by_its_name_alone() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVTierConnector") is KVTierConnector
 
 
-def test_what_came_through_before_the_first_step_is_used_at_once() -> None:
-    used: list[Any] = []
-    declarations = Declarations(2, lambda *given: used.append(given))
-    declarations.begin([FIRST, SECOND])
-    assert not declarations.is_asking
-    assert used == [([FIRST, SECOND],)]
-
-
 def test_workers_are_asked_with_the_steps_until_each_has_answered_and_in_the_order_of_their_ranks() -> None:
-    used: list[Any] = []
-    declarations = Declarations(2, lambda *given: used.append(given))
-    declarations.begin([])
-    assert declarations.is_asking
-    declarations.take({})
-    declarations.take({1: SECOND})
-    assert declarations.is_asking
-    assert not used
-    declarations.take({0: FIRST})
-    declarations.take({0: FIRST, 1: SECOND})
-    assert used == [([FIRST, SECOND], 0.0)]
-    assert not declarations.is_asking
+    question = Question(2)
+    asked = question.ask()
+    assert asked
+    assert question.take({}) is None
+    assert question.take({1: (asked, SECOND)}) is None
+    assert question.number == asked
+    assert question.take({0: (asked, FIRST)}) == [FIRST, SECOND]
+    assert not question.number
+    assert question.take({0: (asked, FIRST), 1: (asked, SECOND)}) is None
+
+
+def test_answers_to_a_question_that_was_dropped_count_for_nothing() -> None:
+    question = Question(1)
+    dropped = question.ask()
+    question.drop()
+    assert question.take({0: (dropped, FIRST)}) is None
+    question.ask()
+    assert question.take({0: (dropped, FIRST)}) is None
+    assert question.take({0: (question.number, SECOND)}) == [SECOND]
 
 
 def test_the_answers_of_several_workers_are_put_together() -> None:
-    one = KVTierWorkerMetadata(declared={0: FIRST})
-    assert one.aggregate(KVTierWorkerMetadata(declared={1: SECOND})).declared == {0: FIRST, 1: SECOND}
+    one = KVTierWorkerMetadata(declared={0: (1, FIRST)})
+    both = one.aggregate(KVTierWorkerMetadata(declared={1: (1, SECOND)}))
+    assert both.declared == {0: (1, FIRST), 1: (1, SECOND)}
 
 
 def test_an_engine_whose_declaration_is_not_passed_on_shares_the_volume_with_others(engines: Engines) -> None:

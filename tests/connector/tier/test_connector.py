@@ -15,8 +15,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvtier_connector.contract import SUPPORTED_VLLM
 from kvtier_connector.tier import compat, connector
-from kvtier_connector.tier.connector import choose
-from kvtier_connector.tier.degraded import connector_without_tier
+from kvtier_connector.tier.connector import choose, connector_without_tier
 from kvtier_connector.tier.offloading_connector import KVTierConnector
 
 CONFIG = KVTransferConfig(

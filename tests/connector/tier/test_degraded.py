@@ -17,7 +17,7 @@ from vllm.utils.func_utils import supports_kw
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier_connector.tier.degraded import connector_without_tier, without_tier
+from kvtier_connector.tier.connector import connector_without_tier, without_tier
 
 EXTRA = {
     "spec_name": "KVTierSpec",

@@ -10,8 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.gains import DISK, MEMORY, NOTHING, FirstTokens
-from kvtier_connector.tier.metrics import Stats
+from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens, Stats
 
 
 def counted(engine: SimulatedEngine, found: str) -> tuple[float, float]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from rig import Rig, Rigs, keys
 
-from kvtier_connector.tier import gains, metrics
-from kvtier_connector.tier.gains import Savings
+from kvtier_connector.tier import metrics
+from kvtier_connector.tier.metrics import Savings
 
 SAVED = "vllm:kvtier_disk_saved_seconds"
 SECONDS_EACH = 0.25
@@ -63,10 +63,10 @@ def test_each_tenant_has_its_own(rigs: Rigs, rig: Rig) -> None:
 def test_tenants_without_end_make_no_labels_without_end() -> None:
     stats = metrics.Stats()
     counted = Savings(stats)
-    for number in range(gains.MOST_TENANTS + 50):
+    for number in range(metrics.MOST_TENANTS + 50):
         counted.count(f"tenant-{number}", 2.0)
     counted.count("tenant-0", 1.0)
     values = stats.take().data["data"][SAVED]
-    assert len(values) == gains.MOST_TENANTS + 1
+    assert len(values) == metrics.MOST_TENANTS + 1
     assert values["tenant-0",] == 3.0
-    assert values[gains.OTHERS,] == 100.0
+    assert values[metrics.OTHERS,] == 100.0

@@ -16,7 +16,7 @@ from rig import DECLARED, ROW_BYTES, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
 
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+from kvtier_connector.tier.cpu_build import CpuCopyWorker
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.metrics import METRICS
 from kvtier_connector.tier.spec import KVTierSpec

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 import kvtier_connector.tier
 from kvtier_connector.tier import compat
 from kvtier_connector.tier.compat import RELIED_ON
-from kvtier_connector.tier.cpu_worker import CpuCopyWorker
+from kvtier_connector.tier.cpu_build import CpuCopyWorker
 from kvtier_connector.tier.reliance import Reliance, names_of
 from kvtier_connector.tier.tier import SharedVolumeTier
 

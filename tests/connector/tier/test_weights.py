@@ -14,10 +14,12 @@ from engine_fleet import Engines
 from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.fingerprints.weights import LoadedModel, Weights, can_change_unseen, join
 from kvtier_connector.store import identity
 from kvtier_connector.tier.offloading_connector import KVTierConnector
+from kvtier_connector.tier.worker import KVTierWorkerMetadata
 
 PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
 HITS = 12 * 16
@@ -145,15 +147,14 @@ def test_an_answer_to_an_earlier_question_is_not_believed(engines: Engines) -> N
     engine = engines.make()
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.add("a", PROMPT)
-    side, tier = engine.side, engine.tier
-    output = engine.scheduler.schedule()
-    metadata: Any = output.kv_connector_metadata
-    assert metadata.question == 1
-    side._found, side._question = {}, 2
-    told = SimpleNamespace(weights={0: (1, "old")}, completed_jobs={})
-    side._found.update({rank: found for rank, (question, found) in told.weights.items() if question == side._question})
-    assert tier.is_doubting
-    assert side._found == {}
+    first: Any = engine.scheduler.schedule().kv_connector_metadata
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    second: Any = engine.scheduler.schedule().kv_connector_metadata
+    assert (first.weights, second.weights) == (1, 2)
+    for question, is_doubting in ((1, True), (2, False)):
+        told = KVTierWorkerMetadata(weights={0: (question, "weights")})
+        engine.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+        assert engine.tier.is_doubting is is_doubting
 
 
 def test_weights_that_nobody_can_look_at_are_shared_with_nobody() -> None:
