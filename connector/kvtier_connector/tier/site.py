@@ -216,6 +216,9 @@ class Sites:
         left = self.here
         leaving = threading.Thread(target=left.close, name="kvtier-leaving", daemon=True)
         leaving.start()
+        if left.volume.refused_field:
+            # A gauge stays as it was set last.
+            self._parts.stats.set(metrics.REFUSED, 0, label=left.volume.refused_field)
         self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
         root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
         config = replace(self._config, digest=self._name, root=root)

@@ -12,8 +12,11 @@ from engine_parts import prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
 
+from kvtier_connector.contract import MUST_BE_KNOWN, UNKNOWN
 from kvtier_connector.fingerprints.weights import Weights
 
+REFUSED = f"{UNKNOWN}{MUST_BE_KNOWN[0]}"
+"""The label while nobody can tell of which weights a block is."""
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 
 
@@ -61,10 +64,12 @@ def test_blocks_of_earlier_weights_that_stay_on_the_gpu_are_stored_under_no_name
 def test_a_reset_with_nothing_left_on_the_gpu_gives_the_volume_back(engines: Engines) -> None:
     engine = replaced_under_a_request(engines, seed=7)
     engine.run()
+    wait_until(lambda: engine.metric("vllm:kvtier_disk_refused", REFUSED) == 1, "the engine says that it is refused")
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     engine.add("settling", OTHER)
     engine.run()
     wait_until_active(engine)
+    assert engine.metric("vllm:kvtier_disk_refused", REFUSED) == 0
     assert engine.ask("second", PROMPT) == len(PROMPT)
     engine.run()
     updated = engines.make()
