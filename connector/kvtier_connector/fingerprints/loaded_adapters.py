@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ class LoadedAdapters:
         """
         self._rank = rank
         self._manager = getattr(getattr(holder, "model_runner", holder), "lora_manager", None)
-        self._load_from_files: Callable[[LoRARequest], Any] = getattr(self._manager, "_load_adapter", _cannot_load)
+        self._load_from_files: Any = getattr(self._manager, "_load_adapter", None)
         self._held: dict[int, _Held] = {}
         self._told: list[Told] = []
         self._told_unknown: set[Told] = set()
@@ -162,10 +162,6 @@ class LoadedAdapters:
         ahead = [number for number, held in self._held.items() if held.is_ahead]
         wanted = {*in_use, *ahead[-_MOST_AHEAD:]}
         self._held = {number: held for number, held in self._held.items() if number in wanted or held.needed_by}
-
-
-def _cannot_load(request: LoRARequest) -> Any:
-    raise LookupError(f"no adapters here, so not {request.lora_name}")
 
 
 def _copy_of(model: Any) -> Any:

@@ -27,8 +27,6 @@ class Region(NamedTuple):
     """Open for reading and writing, for as long as there are movers."""
     first_row: int
     rows: int
-    offset: int = 0
-    """Where in the file the first of them begins."""
 
 
 class Rows(Protocol):
@@ -115,7 +113,7 @@ class MappedRows:
     def _map(self, region: Region, number: int) -> _Window:
         first = number * self._rows_of_window
         count = min(self._rows_of_window, region.rows - first)
-        start = region.offset + first * self._row_bytes
+        start = first * self._row_bytes
         # A mapping begins at a page; the rows may not.
         slack = start % mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(region.fd, count * self._row_bytes + slack, offset=start - slack)

@@ -44,17 +44,13 @@ class Finding(NamedTuple):
     version: str
     standing: Standing
     missing: tuple[str, ...]
-
-
-def missing() -> list[str]:
-    """Return, in words, what we rely on and this vLLM does not have; nothing if the tier can be used with it."""
-    return differences(RELIED_ON)
+    """In words, what we rely on and it does not have."""
 
 
 def examine() -> Finding:
     """Find out which vLLM this is, and whether the tier can be used with it."""
     version = str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
-    lacking = tuple(missing())
+    lacking = tuple(differences(RELIED_ON))
     is_tested = vllm_release(version) in SUPPORTED_VLLM
     standing = Standing.FOREIGN if lacking else Standing.TESTED if is_tested else Standing.UNTESTED
     return Finding(version, standing, lacking)
