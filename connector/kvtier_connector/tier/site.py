@@ -172,6 +172,10 @@ class Sites:
         self._generation = generation
         self._facts: dict[str, Any] = {}
         self._left: list[threading.Thread] = []
+        self._problem = ""
+        """Why the directory could not be left the last time."""
+        self._epoch = ""
+        """Of the weights that the directory in use is of."""
         self.weights = Weights(None, is_shared=True)
         self.here = Site(config, parts, fs, generation=generation)
         """The one in use."""
@@ -192,14 +196,23 @@ class Sites:
 
     def settle(self, found: Sequence[str | None]) -> bool:
         """Take in which weights the workers have found; return whether that leads to another directory."""
-        before = self.weights.epoch
+        is_clean = self.weights.is_clean
         self.weights.settle(join(found))
-        is_another = self.weights.epoch != before
-        if is_another:
-            logger.warning("kvtier %s: other weights than before: blocks go to %s", self._config.tier, self._name)
+        if self.weights.epoch == self._epoch:
+            return False
+        try:
             self._move()
-            self._start(0.0)
-        return is_another
+        except OSError as error:
+            # Without descriptors for its movers. Until there are, the workers are asked anew with each step.
+            self.weights.doubt(is_clean=is_clean)
+            if self._problem != str(error):
+                logger.error("kvtier %s: no room for other weights' directory: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
+            self._problem = str(error)
+            return False
+        self._problem = ""
+        logger.warning("kvtier %s: other weights than before: blocks go to %s", self._config.tier, self._name)
+        self._start(0.0)
+        return True
 
     def close(self) -> None:
         """Stop within seconds."""
@@ -212,19 +225,19 @@ class Sites:
         return str(Home(self._config.digest, self.weights.epoch))
 
     def _move(self) -> None:
-        """Leave the directory for the one of these weights."""
-        left = self.here
+        """Leave the directory for the one of these weights; raise OSError where there is no room for its movers."""
+        root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
+        config = replace(self._config, digest=self._name, root=root)
+        # One that was started for another generation is refused with any weights.
+        generation = "" if self._generation == self._config.digest else self._generation
+        left, self.here = self.here, Site(config, self._parts, self._fs, generation=generation)
+        self._epoch = self.weights.epoch
         leaving = threading.Thread(target=left.close, name="kvtier-leaving", daemon=True)
         leaving.start()
         if left.volume.refused_field:
             # A gauge stays as it was set last.
             self._parts.stats.set(metrics.REFUSED, 0, label=left.volume.refused_field)
         self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
-        root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
-        config = replace(self._config, digest=self._name, root=root)
-        # One that was started for another generation is refused with any weights.
-        generation = "" if self._generation == self._config.digest else self._generation
-        self.here = Site(config, self._parts, self._fs, generation=generation)
         self.here.transfers.take_over(left.transfers)
 
     def _start(self, wait_seconds: float) -> None:

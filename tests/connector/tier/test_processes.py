@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, key, keys, wait_until
+from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, UndecidedError, key, keys, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "movers"))
 
@@ -243,6 +243,32 @@ def is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_an_engine_without_a_descriptor_left_for_the_directory_of_new_weights_serves_without_and_tries_again(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs.make()
+    rig.offload(keys(2))
+    rig.tier.doubt_weights(is_clean=True)
+    rig.manager.reset_cache()
+    with monkeypatch.context() as full:
+        full.setattr(os, "memfd_create", exhausted)
+        rig.tier.settle_weights(["others"])
+        assert rig.tier.is_doubting, "the workers are to be asked again"
+        assert rig.tier._sites.here.volume.root == str(rigs.root), "nothing was left for nothing"
+        with pytest.raises(UndecidedError):
+            rig.serve(keys(2), max_steps=5)
+    rig.tier.settle_weights(["others"])
+    assert not rig.tier.is_doubting
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the directory of the weights is open")
+    assert rig.serve(keys(2)).hit_blocks == 0
+    rig.offload(keys(2))
+    assert sorted(len([*each.rglob("*.kvb")]) for each in rigs.root.parent.iterdir() if each.is_dir()) == [2, 2]
+
+
+def exhausted(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def refuse(*_: object, **__: object) -> None:
