@@ -160,9 +160,12 @@ def _aims(measured: Measured, title: str) -> str:
 
 
 def _answers(records: Sequence[Record], title: str) -> str:
-    """Compare single prompts' answers: those that found the same part of their prompt must be equal."""
+    """Compare single prompts' answers: those that found the same part of their prompt must be equal.
+
+    In one engine: another one computed the prompt in other batches, with kernels of other shapes.
+    """
     by_prompt = group(
-        ((request["tokens"], str(request["parts"])), (record, request))
+        ((column(record), request["tokens"], str(request["parts"])), (record, request))
         for record in records
         if record["cell"] in SINGLES
         for request in record["requests"]
@@ -176,7 +179,7 @@ def _answers(records: Sequence[Record], title: str) -> str:
     rows = [[f"{TITLES[name]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()]
     if not rows:
         return ""
-    return "\n".join([f"## Answers equal to those of a hit in the GPU{title}", "", table(["backend", "equal"], rows)])
+    return "\n".join([f"## Answers equal to those of the same engine's hit in the GPU{title}", "", table(["backend", "equal"], rows)])
 
 
 def _profile(record: Record) -> str:
