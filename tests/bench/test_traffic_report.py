@@ -123,12 +123,13 @@ def test_users_wait_for_the_last_first_token() -> None:
     assert aim([cell("users", "kvtier", 2.0, request(0.2), request(0.9))], "8 users") == 0.9
 
 
-def test_an_answer_that_differs_from_the_one_of_a_hit_in_the_gpu_is_shown(tmp_path: Path) -> None:
+def test_an_answer_that_differs_from_the_one_of_the_same_engines_hit_in_the_gpu_is_shown(tmp_path: Path) -> None:
     text = report(
         tmp_path,
         cell("single first", "fs", 1.0, request(0.2, label="2048", output=[9, 9, 9, 9])),
         cell("single in GPU", "fs", 1.0, request(0.1, label="2048")),
-        cell("single first", "kvtier", 1.0, request(0.1, label="2048")),
+        cell("single first", "kvtier", 1.0, request(0.1, label="2048", output=[7, 7, 7, 7])),
+        cell("single in GPU", "kvtier", 1.0, request(0.1, label="2048", output=[7, 7, 7, 7])),
         cell("single first", "none", 1.0, request(0.1, label="2048", cached=0, output=[8])),
     )
     assert table_row(text, "vLLM fs, from the volume")[1] == "0 / 1"
