@@ -128,6 +128,10 @@ class Trouble:
         self.cluster.api.drop_watches()
         self._count("watches dropped")
 
+    def has_failed_requests(self) -> bool:
+        """Tell whether any request has failed at random."""
+        return any(str(code) in self.injected for code, _ in FAULTS)
+
     def _count(self, what: str) -> None:
         self.injected[what] = self.injected.get(what, 0) + 1
 
@@ -158,6 +162,8 @@ def faults(  # noqa: PLR0913  what a run is made of
             run.trouble.forbidden, run.trouble.rate = plural, RATE
             run.disturb(seconds / len(kinds))
             run.trouble.rate = 0.0
+            # However few edits there was time for, one tier wants something that its operator has not done yet.
+            run.change("first")
             settled = run.settled(seconds=settle_seconds, without=plural)
             named = sum(_is_named(cluster, name, plural) for name in wanted)
             by_kind[plural] = {**settled, "tiers": len(wanted), "tiers_that_name_it": named}
@@ -202,8 +208,10 @@ class _Run:
         )
 
     def disturb(self, seconds: float) -> None:
-        end, next_kill = time.monotonic() + seconds, time.monotonic() + self.kill_seconds
-        while time.monotonic() < end:
+        """Disturb for so long, and on a busy machine until an operator was killed and a request has failed."""
+        began, killed = time.monotonic(), self.killed
+        end, next_kill = began + seconds, began + min(self.kill_seconds, seconds)
+        while time.monotonic() < end or self.killed == killed or not self.trouble.has_failed_requests():
             _edit(self.cluster, self.wanted, self.chance, most=self.tiers)
             if self.chance.random() < 0.05:  # noqa: PLR2004  one in twenty rounds
                 self.trouble.disturb_watches()
@@ -213,6 +221,11 @@ class _Run:
                 self.killed, next_kill = self.killed + 1, next_kill + self.kill_seconds
             self.revive()
             time.sleep(0.1)
+
+    def change(self, name: str) -> None:
+        """Ask for another number of engines."""
+        self.wanted[name] = self.wanted[name] % 3 + 1
+        self.cluster.call("PATCH", f"{TIERS}/{name}", {"spec": {"replicas": self.wanted[name]}})
 
     def revive(self) -> None:
         """Do what a kubelet does for an operator that lost its Lease."""
