@@ -15,6 +15,7 @@ import functools
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -34,6 +35,8 @@ MOVERS = "kvtier movers"
 """What their processes are called here."""
 _VISIBLE = 0.02
 _OF_VOLUMES = ("gluster", "mfs", "ceph", "ganesha")
+_WRITTEN_BY_A_WAY = 4
+"""Times what is measured, at most: ahead of it where there are to be directories, and to warm movers up."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -156,6 +159,10 @@ def measured(work: Callable[[], object]) -> tuple[float, dict[str, float]]:
     return taken, ran
 
 
+class NoRoomError(Exception):
+    """The volume is nearly full; some, MooseFS, give no room back for minutes, and have a writer wait meanwhile."""
+
+
 class Found:
     """The rates of each round, and the processor seconds by program, of each way and direction."""
 
@@ -173,6 +180,9 @@ class Found:
         options: argparse.Namespace,
     ) -> None:
         """Store and load once."""
+        free = shutil.disk_usage(place).free
+        if free < _WRITTEN_BY_A_WAY * region.bytes:
+            raise NoRoomError(f"{free >> 20} MiB are free: measure fewer rounds, or less with --job-mib")
         one = way(place, region, is_direct=True)
         if options.has_directories:
             Kvtier(place, region, is_direct=True).store(pool)
@@ -242,6 +252,8 @@ def main() -> None:
                     place.mkdir()
                     found.measure(way, place, region, pool, options)
                     shutil.rmtree(place)
+    except NoRoomError as error:
+        sys.exit(f"{options.directory}: {error}")
     finally:
         shutil.rmtree(base, ignore_errors=True)
     for direction in ("load", "store"):

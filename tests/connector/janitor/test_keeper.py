@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key, payload
+from waiting import until_the_next_tick
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import Lineage
+from kvtier_connector.store.layout import JOURNAL, Lineage
 from kvtier_connector.store.live import BrakeFile
 from kvtier_connector.store.mode import Mode
 
@@ -82,6 +83,7 @@ def test_a_cached_time_of_the_journals_hides_no_news_from_the_janitor(
     engine.put(0)
     for _ in range(5):
         assert rig.sweep(keeper).blocks == 1
+    until_the_next_tick(engine.root / JOURNAL)
     engine.put(1)
     assert any(rig.sweep(keeper).blocks == 2 for _ in range(most_sweeps))
 
