@@ -51,7 +51,7 @@ test-backends: venv ## real engines with every connector that vLLM's CPU build c
 	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --pair --out "$(DATA)/backends/pair.json"
 	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_lmcache.py
 	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
-	    --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 2 --must-hit
+	    --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 3 --must-hit
 	PYTHONPATH=.:connector:"$(abspath $(DATA))/lmcache" $(RUN) e2e.backends --cases "$(DATA)/backends/lmcache.json" \
 	    --out "$(DATA)/backends/lmcache" --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 2 \
 	    --redis redis-server --must-hit

@@ -143,7 +143,17 @@ class Pod:
             place = self.volume if name == "blocks" else own / name
             place.mkdir(parents=True, exist_ok=True)
             found[path] = str(place)
+            if name == "scratch":
+                self._share_inspections(place)
         return found
+
+    def _share_inspections(self, scratch: Path) -> None:
+        """Spare this engine to look at the model's class in a process of its own, as one before it has done."""
+        known = self._work / "modelinfos"
+        known.mkdir(exist_ok=True)
+        (scratch / "vllm").mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (scratch / "vllm" / "modelinfos").symlink_to(known)
 
     def _environment(self, moved: Mapping[str, str]) -> dict[str, str]:
         found = dict(os.environ)

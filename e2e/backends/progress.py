@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Final
 
 STILL_SECONDS: Final = 120.0
 """For which an engine that starts may do nothing at all."""
+LOOK_SECONDS: Final = 5.0
+"""Between two looks: each reads of every process of the machine."""
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 SESSION, FIRST_TIME, LAST_TIME = 3, 11, 14
 """Fields of /proc/PID/stat behind the name: user and system time of a process, and of its children that have ended."""
@@ -47,9 +50,13 @@ class Progress:
         self._clock = clock
         self._seen = (0, 0)
         self._moved = clock()
+        self._looked = -math.inf
 
     def verdict(self) -> str | None:
         """Return why there is no more to wait for, or None."""
+        if self._clock() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = self._clock()
         spent = self._spent()
         if spent > self._limit_seconds:
             return f"has had {spent:.0f} s of processor time and does not serve"

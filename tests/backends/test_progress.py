@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from clocks import Clock
-from e2e.backends.progress import STILL_SECONDS, Progress, processor_seconds
+from e2e.backends.progress import LOOK_SECONDS, STILL_SECONDS, Progress, processor_seconds
 
 SPIN = "import time\nwhile time.process_time() < 0.3: pass\n"
 WITH_A_CHILD = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SPIN!r}], check=True)\n{SPIN}"
@@ -70,10 +70,20 @@ def test_one_that_does_nothing_is_not_waited_for() -> None:
     assert progress.verdict() is None
     clock.seconds += STILL_SECONDS
     assert progress.verdict() is None
-    clock.seconds += 1
-    assert progress.verdict() == "has done nothing for 121 s"
+    clock.seconds += LOOK_SECONDS
+    assert progress.verdict() == "has done nothing for 125 s"
 
 
 def test_one_that_never_comes_to_an_end_of_its_start_is_not_waited_for() -> None:
     progress = started(Clock(), spent=itertools.repeat(101.0), written=itertools.count())
+    assert progress.verdict() == "has had 101 s of processor time and does not serve"
+
+
+def test_between_two_looks_nobody_is_asked() -> None:
+    clock = Clock()
+    progress = started(clock, spent=iter([1.0, 101.0]), written=itertools.repeat(5))
+    assert progress.verdict() is None
+    clock.seconds += LOOK_SECONDS / 2
+    assert progress.verdict() is None
+    clock.seconds += LOOK_SECONDS / 2
     assert progress.verdict() == "has had 101 s of processor time and does not serve"
