@@ -179,7 +179,8 @@ def _answers(records: Sequence[Record], title: str) -> str:
     rows = [[f"{TITLES[name]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()]
     if not rows:
         return ""
-    return "\n".join([f"## Answers equal to those of the same engine's hit in the GPU{title}", "", table(["backend", "equal"], rows)])
+    heading = f"## Answers equal to those of the same engine's hit in the GPU{title}"
+    return "\n".join([heading, "", table(["backend", "equal"], rows)])
 
 
 def _profile(record: Record) -> str:
