@@ -38,6 +38,8 @@ from kvtier_connector.tier.volume import Volume
 logger = init_logger("vllm.kvtier.site")
 
 CLOSE_WAIT_SECONDS = 5.0
+RETRY_SECONDS = 1.0
+"""After which a directory that there was no room for is tried again."""
 PROBE_DEADLINE_SECONDS = 2.0
 """A probe is a few system calls; a volume that needs longer for them is slower than computing."""
 
@@ -174,6 +176,7 @@ class Sites:
         self._left: list[threading.Thread] = []
         self._problem = ""
         """Why the directory could not be left the last time."""
+        self._next_try = 0.0
         self._epoch = ""
         """Of the weights that the directory in use is of."""
         self.weights = Weights(None, is_shared=True)
@@ -196,18 +199,26 @@ class Sites:
 
     def settle(self, found: Sequence[str | None]) -> bool:
         """Take in which weights the workers have found; return whether that leads to another directory."""
-        is_clean = self.weights.is_clean
         self.weights.settle(join(found))
-        if self.weights.epoch == self._epoch:
+        return self.follow()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the directory in use is that of other weights, for want of room for the movers of theirs."""
+        return self.weights.epoch != self._epoch
+
+    def follow(self) -> bool:
+        """Go to the directory of the weights, if it is another one; return whether that was possible."""
+        if not self.is_elsewhere or time.monotonic() < self._next_try:
             return False
         try:
             self._move()
         except OSError as error:
-            # Without descriptors for its movers. Until there are, the workers are asked anew with each step.
-            self.weights.doubt(is_clean=is_clean)
             if self._problem != str(error):
                 logger.error("kvtier %s: no room for other weights' directory: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
             self._problem = str(error)
+            # To try takes milliseconds, which each step would wait for.
+            self._next_try = time.monotonic() + RETRY_SECONDS
             return False
         self._problem = ""
         logger.warning("kvtier %s: other weights than before: blocks go to %s", self._config.tier, self._name)

@@ -263,11 +263,13 @@ class SharedVolumeTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         # vLLM calls this in each step, before any lookup of the step.
         self._collect()
+        if self._sites.is_elsewhere and not (self.is_doubting or self._is_closed) and self._sites.follow():
+            self._take_place()
         self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
         is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
         self._why_not_loading = (
             metrics.NEW_WEIGHTS
-            if self.is_doubting
+            if self.is_doubting or self._sites.is_elsewhere
             else why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
         )
         self.transfers.drain()
@@ -342,7 +344,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def _why_not_storing(self) -> str | None:
         if self.drain.is_over:
             return metrics.SHUTDOWN
-        if self.is_doubting:
+        if self.is_doubting or self._sites.is_elsewhere:
             return metrics.NEW_WEIGHTS
         if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
             return cause

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,3 +254,28 @@ def test_weights_that_can_be_told_neither_by_files_nor_by_a_look_are_no_tier(
     assert engine.metric("vllm:kvtier_disk_refused", "unknown engine.weights") == 1
     assert engine.metric("vllm:kvtier_disk_active") == 0
     assert not engines.rigs.root.exists()
+
+
+def test_an_engine_answers_while_it_has_no_descriptors_for_the_directory_of_new_weights(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engines.make()
+    assert ask(engine, "before") == len(PROMPT)
+    with monkeypatch.context() as full:
+        full.setattr(os, "memfd_create", exhausted)
+        engine.update_weights(7)
+        assert ask(engine, "first") == len(PROMPT), "blocks of other weights are not read"
+        assert ask(engine, "second", OTHER) == len(OTHER)
+        assert len([message for message in caplog.messages if "no room" in message]) == 1
+
+    def has_moved() -> bool:
+        ask(engine, f"then {engine.steps}", OTHER)
+        return engine.tier.root != str(engines.rigs.root)
+
+    wait_until(has_moved, "the directory of the weights is used")
+    settle(engine)
+    assert Path(engine.tier.root).name in directories(engines), "it has the directory of its weights"
+
+
+def exhausted(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
