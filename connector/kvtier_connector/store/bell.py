@@ -23,8 +23,9 @@ MOST_SILENT_ROUNDS = 240
 """A bell that was silent for so many rounds counts as ringing once: there are volumes on which nobody can ring it, and
 caches that hide it for long. Each look costs calls for each process, so it is rare."""
 
-_NO_SUCH_CALL = frozenset({errno.ENOSYS, errno.EPERM})
-"""What a system, or a filter of its calls, says of one that it does not have."""
+_NO_SUCH_CALL = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL})
+"""What a system, or a filter of its calls, says of one that it does not have; the C library, which then stands in for
+it, says EINVAL, since it cannot ask the server."""
 
 
 class Bell:

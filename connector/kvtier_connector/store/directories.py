@@ -23,8 +23,9 @@ class BlockDirectories:
         """Directories of the upper level that this process has found or made."""
         self._is_new = False
         """Whether the last block's directory had to be made."""
-        self._gives_mode = False
-        """Whether the volume was seen to give a directory the mode that it is to have, without being told twice."""
+        self._gives_mode: set[str] = set()
+        """In which ones a directory was seen to have the mode that it is to have without being told twice: it takes
+        over a part of that from the one above, which somebody may have copied without it."""
 
     def prepare(self, directory: str) -> None:
         """Make the directory of a block that is about to be written, if it is likely not to be there."""
@@ -39,6 +40,7 @@ class BlockDirectories:
                 self._make_below(above)
                 if len(self._above) >= _MOST_ABOVE:
                     self._above.clear()
+                    self._gives_mode.clear()
                 self._above.add(above)
             self._is_new = self._make_one(directory)
         except FileNotFoundError:
@@ -61,6 +63,7 @@ class BlockDirectories:
             self._fs.mkdir_plainly(directory)
         except FileExistsError:
             return False
-        if not self._gives_mode:
-            self._gives_mode = self._fs.mend_mode(directory)
+        above = directory.rpartition("/")[0]
+        if above not in self._gives_mode and self._fs.mend_mode(directory):
+            self._gives_mode.add(above)
         return True

@@ -115,7 +115,8 @@ def test_a_volume_that_does_not_answer_may_have_news(root: Path, number: int) ->
 
 
 @pytest.mark.parametrize(
-    ("refused", "calls"), [(None, ["server"]), (errno.ENOSYS, ["server", "open", "fstat", "close"])]
+    ("refused", "calls"),
+    [(None, ["server"]), *((each, ["server", "open", "fstat", "close"]) for each in (errno.ENOSYS, errno.EINVAL))],
 )
 def test_a_node_that_answers_from_a_cache_is_asked_past_it_with_one_call_where_there_is_one(
     root: Path, refused: int | None, calls: list[str]

@@ -78,6 +78,19 @@ def test_directories_belong_to_their_group_whatever_the_process_takes_away(tmp_p
     assert modes == {0o2770}
 
 
+def test_directories_belong_to_their_group_below_one_that_was_copied_without_its_mode(tmp_path: Path) -> None:
+    blocks = tmp_path / "blocks"
+    before = os.umask(0o007)
+    try:
+        blocks.mkdir()
+        store = BlockStore(tmp_path, direct=False)
+        for number in (0x11100, 0x22200, 0x33300):
+            assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}
+
+
 def test_a_directory_that_was_removed_is_made_again(store: BlockStore, tmp_path: Path) -> None:
     for number in range(2):
         assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
