@@ -117,8 +117,7 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
     deadline = 0.4 if damage == "late" else 20.0
     reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
     # News of the writer that come late, of a block found damaged meanwhile, are taken for those of a new one.
-    for engine in (writer, reader):
-        engine.tier._store.synchronize()
+    _ = [engine.tier._store.synchronize() for engine in (writer, reader)]
     fs.other = DAMAGES[damage](engines, writer)
     assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
     if isinstance(fs.other, GatedFs):
