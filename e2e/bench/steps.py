@@ -30,6 +30,7 @@ _STEPS = (
     ("vllm.v1.worker.gpu_worker", "Worker", ("execute_model", "sample_tokens")),
     ("vllm.v1.kv_offload.cpu.gpu_worker", "SingleDirectionOffloadingHandler", ("transfer_async", "get_finished")),
     ("kvtier_connector.movers.engine", "Movers", ("submit", "collect")),
+    ("kvtier_connector.tier.transfers", "Transfers", ("load", "hasten", "take_landed", "store")),
 )
 """Calls of these classes alone."""
 _WHOLE = (

@@ -228,6 +228,17 @@ class CpuBuildOffloadingSpec(CPUOffloadingSpec):
         return self._cpu_worker
 
 
+def make_region(spec: CPUOffloadingSpec, *, rank: int | None) -> SharedOffloadRegion:
+    """Return the CPU tier in /dev/shm as a rank of the engine has it, or, for None, as its scheduler does."""
+    return SharedOffloadRegion(
+        engine_id=spec.config.engine_id,
+        num_chunks=spec.num_chunks,
+        rank=rank,
+        kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
+        cpu_page_size=spec.cpu_page_size_per_worker,
+    )
+
+
 def make_worker(
     spec: CPUOffloadingSpec,
     kv_caches: CanonicalKVCaches,
@@ -237,13 +248,7 @@ def make_worker(
     must_be_portable: bool = False,
 ) -> CpuCopyWorker:
     """Return the worker of a rank, with the region in /dev/shm that all of them share; as for `CpuCopyWorker`."""
-    region = SharedOffloadRegion(
-        engine_id=spec.config.engine_id,
-        num_chunks=spec.num_chunks,
-        rank=rank,
-        kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
-        cpu_page_size=spec.cpu_page_size_per_worker,
-    )
+    region = make_region(spec, rank=rank)
     try:
         return CpuCopyWorker(
             kv_caches,

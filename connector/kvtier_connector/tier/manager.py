@@ -144,14 +144,14 @@ class KVTierManager(TieringOffloadingManager):
         """Fetch what the volume has of a prefix, for a request whose turn has not come."""
         fetched, chunks = self._fetches.under_way, self._chunks
         near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
+        rest = self.match_prefix(keys[near:], req_context)
         # Of many requests that share a prefix the first one has it fetched. To find it costs each of the others as
         # much again, and they are asked when their turn comes.
-        if near:
-            rest, unknown = self.match_prefix(keys[near:], req_context)
-            if not rest or unknown is not None:
-                return
-        count, unknown = self.match_prefix(keys, req_context)
-        if unknown is not None or not self.decide(req_context, keys[:count]):
+        if rest.unknown is not None or (near and not rest.chunks):
+            return
+        shared = self.match_prefix(keys[:near], req_context)
+        count = near + rest.chunks
+        if shared.chunks < near or shared.unknown is not None or not self.decide(req_context, keys[:count]):
             return
         on_volume = self.request(req_context).on_volume
         wanted = [key for key in keys[:count] if key in on_volume]

@@ -16,14 +16,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.shm import clear_stale_regions, explaining_shortage
-from kvtier_connector.tier.cpu_build import CpuCopyWorker, make_worker
+from kvtier_connector.tier.cpu_build import CpuCopyWorker, make_region, make_worker
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.tier import SharedVolumeTier
 
@@ -86,13 +85,7 @@ class KVTierSpec(TieringOffloadingSpec):
 
     def _make_manager(self) -> KVTierManager:
         with ExitStack() as made:
-            region = SharedOffloadRegion(
-                engine_id=self.config.engine_id,
-                num_chunks=self.num_chunks,
-                rank=None,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
+            region = make_region(self, rank=None)
             made.callback(region.cleanup)
             primary = CPUPrimaryTierOffloadingManager(
                 num_chunks=self.num_chunks,

@@ -15,7 +15,7 @@ import pytest
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, REST, finish, restart
+from prompts import LATER, PROMPT, REST, finish, restart, share_news
 from rig import wait_until
 from slow_fs import FailingFs, GatedFs
 from vllm.v1.request import RequestStatus
@@ -116,8 +116,7 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
     fs = PassingFs()
     deadline = 0.4 if damage == "late" else 20.0
     reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
-    # News of the writer that come late, of a block found damaged meanwhile, are taken for those of a new one.
-    _ = [engine.tier._store.synchronize() for engine in (writer, reader)]
+    share_news(writer, reader)
     fs.other = DAMAGES[damage](engines, writer)
     assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
     if isinstance(fs.other, GatedFs):
