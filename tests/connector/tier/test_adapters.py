@@ -52,11 +52,13 @@ def test_another_engine_reads_the_blocks_of_an_adapter_that_is_as_it_was(engines
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = engines.make()
     assert ask(reader, "b", request_for(adapter)) == len(PROMPT) - 12 * 16
+    files = list((engines.rigs.root / "blocks").rglob("*.kvb"))
+    assert len(files) == 12
+    for file in files:
+        header = decode_header(file.read_bytes())
+        assert isinstance(header, Header)
+        assert header.lineage.adapter.startswith(adapter_name_label("math"))
     assert ask(reader, "none", None) == len(PROMPT)
-    (file, *_) = (engines.rigs.root / "blocks").rglob("*.kvb")
-    header = decode_header(file.read_bytes())
-    assert isinstance(header, Header)
-    assert header.lineage.adapter.startswith(adapter_name_label("math"))
 
 
 def test_an_adapter_that_was_rewritten_at_its_path_is_a_miss_for_an_engine_that_starts_then(
