@@ -154,7 +154,7 @@ class Dispatcher:
     def share(self, share: float) -> None:
         """Let this share of the movers store."""
         movers = self._crew.size if self._crew.is_usable else self._settings.threads
-        head = Head(self._crew.size, max(1, int(share * movers)))
+        head = Head(self._crew.size, max(1, round(share * movers)))
         if head != self._head:
             self._head = head
             self._board.set_head(head)
