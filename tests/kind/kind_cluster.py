@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import ci_tools
-from waiting import until
+import waiting
 
 NAMESPACE = "default"
 SECONDS = float(os.environ.get("E2E_SECONDS", "120"))
 """How long anything may take: CPU engines start in minutes."""
+until = functools.partial(waiting.until, seconds=SECONDS, pause_seconds=0.25)
+"""Waits for what kubectl tells, which computes for a tenth of a second each time."""
 
 
 @dataclass(kw_only=True)
@@ -86,7 +89,7 @@ class Cluster:
             found = self.condition(tier, kind)
             return found.get("status") == status and reason in {"", found.get("reason")}
 
-        until(is_met, f"{kind}={status} of {tier}", seconds=SECONDS)
+        until(is_met, f"{kind}={status} of {tier}")
 
     def ask(self, pod: str, prompt: str) -> float:
         """Send a prompt to one engine; return how many of its tokens came from the volume."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kind_cluster import SECONDS, Cluster
-from waiting import until
+from kind_cluster import SECONDS, Cluster, until
 
 TIER = "scenario"
 PROMPTS = [f"prompt {number}: " + f"the beginning that many users share, {number} " * 120 for number in range(3)]
@@ -32,7 +31,7 @@ def spec(cluster: Cluster, **changes: Any) -> dict[str, Any]:
 
 def is_hit(cluster: Cluster, pod: str, prompt: str) -> None:
     """Ask until the engine has heard of what another one stored."""
-    until(lambda: cluster.ask(pod, prompt) > 0, f"a hit on the volume by {pod}", seconds=SECONDS)
+    until(lambda: cluster.ask(pod, prompt) > 0, f"a hit on the volume by {pod}")
 
 
 def test_a_tier_becomes_ready_with_what_it_is_made_of(cluster: Cluster) -> None:
@@ -41,7 +40,7 @@ def test_a_tier_becomes_ready_with_what_it_is_made_of(cluster: Cluster) -> None:
     assert len(cluster.ready_engines(TIER)) == 2
     assert cluster.get("pvc", f"{TIER}-blocks")["status"]["phase"] == "Bound"
     assert cluster.get("service", f"{TIER}-engine")["spec"]["ports"][0]["port"] == 8000
-    until(lambda: cluster.pods(TIER, "janitor") != [], "the janitor", seconds=SECONDS)
+    until(lambda: cluster.pods(TIER, "janitor") != [], "the janitor")
     cluster.reaches(TIER, "JanitorHealthy", "True")
 
 
@@ -56,7 +55,7 @@ def test_engines_that_were_all_replaced_find_what_was_there(cluster: Cluster) ->
     before = cluster.ready_engines(TIER)
     cluster.kubectl("delete", "pod", *before, "--wait=false")
     # `Ready` is true still when nobody has looked yet.
-    until(lambda: len(cluster.ready_engines(TIER) - before) == 2, "two new engines", seconds=SECONDS)
+    until(lambda: len(cluster.ready_engines(TIER) - before) == 2, "two new engines")
     cluster.reaches(TIER, "Ready", "True")
     is_hit(cluster, min(cluster.ready_engines(TIER)), PROMPTS[1])
 
@@ -78,14 +77,14 @@ def test_the_volume_is_kept_within_its_budget(cluster: Cluster) -> None:
         found = cluster.get("kvcachetier", TIER)["status"].get("tiers", ())
         return int(next((each.get("usedBytes", 0) for each in found if each["name"] == "disk"), 0))
 
-    until(lambda: used() > 0, "somebody has counted", seconds=SECONDS)
+    until(lambda: used() > 0, "somebody has counted")
     limit = max(4 << 20, used() // 2)
     cluster.apply(spec(cluster, budget={"maxBytes": str(limit)}))
-    until(lambda: 0 < used() <= limit, f"no more than {limit} bytes", seconds=SECONDS)
+    until(lambda: 0 < used() <= limit, f"no more than {limit} bytes")
     cluster.reaches(TIER, "DiskWithinBudget", "True")
 
 
 def test_a_tier_that_is_deleted_leaves_its_blocks(cluster: Cluster) -> None:
     cluster.kubectl("delete", "kvcachetier", TIER, f"--timeout={SECONDS:.0f}s")
-    until(lambda: cluster.pods(TIER) == [], "no engine", seconds=SECONDS)
+    until(lambda: cluster.pods(TIER) == [], "no engine")
     assert cluster.get("pvc", f"{TIER}-blocks")["status"]["phase"] == "Bound"
