@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines tell each other: what that costs a volume at rest, and after how long another engine knows a block.
+"""What engines tell each other: what that costs a volume, at rest and with news, and how soon another engine knows.
 
 ``python -m e2e.bench.news DIRECTORY [THE SAME BY ANOTHER MOUNT]``: engines are what an engine has of the volume,
 without vLLM's part; those that listen are on the second mount. Calls are counted where the store makes them.
@@ -74,8 +74,13 @@ def over_the_wire(directories: Sequence[Path]) -> Counter[str]:
     return asked
 
 
-def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Path]) -> None:
-    """Print how many calls a second they make when nothing happens; first each has to find out what is there."""
+def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Path]) -> float:
+    """Print how many calls a second they make when nothing happens; first each has to find out what is there.
+
+    Returns:
+        How many.
+    """
+    rate = 0.0
     for _ in range(_MOST_ROUNDS):
         before, asked = fs.calls.copy(), over_the_wire(directories)
         time.sleep(seconds)
@@ -85,12 +90,17 @@ def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Pat
         if wire:
             print(f"over the wire {wire.total() / seconds:.1f} a second: {dict(wire)}", flush=True)
         if not made["scandir"]:
-            return
+            break
+    print(f"until then {fs.calls.total()} calls", flush=True)
+    return rate
 
 
-def latency(writer: Volume, reader: Volume, count: int) -> None:
-    """Print after how long a block that one stores is known to the other; each after a pause of random length."""
+def latency(  # noqa: PLR0913, PLR0917 - one use
+    writer: Volume, reader: Volume, count: int, fs: CountingFs, resting: float, directories: Sequence[Path]
+) -> None:
+    """Print after how long a block that one stores is known to the other, each after a pause, and what that costs."""
     seconds = []
+    before, asked, start = fs.calls.copy(), over_the_wire(directories), time.monotonic()
     for number in range(count):
         time.sleep(random.uniform(0.5, 4.0))
         name = key(number)
@@ -102,6 +112,11 @@ def latency(writer: Volume, reader: Volume, count: int) -> None:
                 raise AssertionError("the block is not known after a minute")
             time.sleep(0.005)
         seconds.append(time.monotonic() - began)
+    made, wire, took = fs.calls - before, over_the_wire(directories) - asked, time.monotonic() - start
+    more = (made.total() - resting * took) / count
+    print(f"{made.total() / took:.1f} calls a second, for each {more:.0f} more than at rest: {dict(made)}", flush=True)
+    if wire:
+        print(f"over the wire {wire.total() / took:.1f} a second: {dict(wire)}", flush=True)
     print("each:", *(f"{each:.2f}" for each in seconds), flush=True)
     seconds.sort()
     print(
@@ -126,9 +141,10 @@ def main() -> None:
     writer = engine(roots[0], fs)
     others = [engine(roots[-1], fs) for _ in range(options.engines - 1)]
     try:
-        rest(options.engines, fs, options.seconds, [each.absolute() for each in options.directories])
+        directories = [each.absolute() for each in options.directories]
+        resting = rest(options.engines, fs, options.seconds, directories)
         if options.blocks:
-            latency(writer, others[0], options.blocks)
+            latency(writer, others[0], options.blocks, fs, resting, directories)
     finally:
         for volume in (writer, *others):
             volume.close(0.0)

@@ -12,7 +12,8 @@ from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.store.bell import Bell
 from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.records import Op, Record
 
@@ -94,7 +95,7 @@ class News:
         for writer in self._writers.values():
             try:
                 # A journal without a record would make engines believe in one more writer.
-                if writer.pending:
+                if writer.is_due:
                     writer.flush()
             except StoreUnavailable as error:
                 failed = error

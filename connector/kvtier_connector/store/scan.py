@@ -29,6 +29,7 @@ from kvtier_connector.store.layout import (
     is_quarantined,
     parse_block_path,
     parse_journal_path,
+    parse_mark_path,
 )
 
 PARTIAL_AGE_SECONDS = 3600.0
@@ -111,7 +112,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    if is_file and (path == TIER_FILE or parse_journal_path(path) is not None):
+    if is_file and (path == TIER_FILE or parse_journal_path(path) is not None or parse_mark_path(path) is not None):
         return None
     # An NFS client keeps a removed file under such a name while somebody has it open, then removes it by itself.
     if name.startswith(".nfs"):
@@ -308,4 +309,16 @@ def remove_old_journals(
         except OSError as error:
             raise StoreUnavailable(f"{root}/{path}: cannot be removed: {error}") from error
         removed.append(path)
+    _remove_old_marks(root, youngest_ns, fs=fs)
     return removed
+
+
+def _remove_old_marks(root: Path, youngest_ns: int, *, fs: FileSystem) -> None:
+    """Remove marks without a journal; one that is removed under its process is made again."""
+    with contextlib.suppress(OSError):
+        paths = [f"{JOURNAL}/{entry.name}" for entry in fs.scandir(f"{root}/{JOURNAL}")]
+        writers = {name.writer for name in map(parse_journal_path, paths) if name is not None}
+        for path in paths:
+            mark = parse_mark_path(path)
+            if mark is not None and mark.writer not in writers and fs.stat(f"{root}/{path}").st_mtime_ns <= youngest_ns:
+                fs.unlink(f"{root}/{path}")

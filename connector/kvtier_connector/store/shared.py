@@ -19,7 +19,8 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present,
 from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem, new_token
 from kvtier_connector.store.index import NAME_BYTES, BlockIndex, Presence
-from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.records import Op, Record
 from kvtier_connector.store.usage import NO_QUOTAS, Quotas

@@ -26,7 +26,8 @@ from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.shared import SharedStore

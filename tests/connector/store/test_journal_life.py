@@ -13,12 +13,13 @@ from store_contract import NOW_NS, key
 from store_faults import FailingFs
 
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalReader, JournalWriter
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.records import RECORD_BYTES, Op
 
 
 def only_file(root: Path) -> Path:
-    (path,) = (root / "journal").iterdir()
+    (path,) = (root / "journal").glob("*.kvj")
     return path
 
 

@@ -122,12 +122,12 @@ def test_a_state_that_ends_behind_what_may_be_stored_is_not_stored_and_ends_no_e
 def test_a_private_prompt_leaves_no_record_of_what_it_used(
     engines: Engines, params: dict[str, Any], records: int
 ) -> None:
-    before = set((engines.rigs.root / "journal").iterdir())
+    before = set((engines.rigs.root / "journal").glob("*.kvj"))
     reader = restart(engines)
     assert reader.ask("r", PROMPT, **params) < len(PROMPT)
     finish(reader)
     reader.close()
-    (journal,) = set((engines.rigs.root / "journal").iterdir()) - before
+    (journal,) = set((engines.rigs.root / "journal").glob("*.kvj")) - before
     assert journal.stat().st_size == (1 + records) * RECORD_BYTES
 
 
