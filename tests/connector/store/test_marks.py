@@ -109,7 +109,8 @@ def test_news_cost_each_of_many_engines_as_much_as_each_of_few(root: Path) -> No
         fs.calls.clear()
         for each in hearing:
             assert each.synchronize().read == 1
-        counts.append(len(fs.calls) / engines)
+        # On a slow machine it is time for them to ring once more meanwhile.
+        counts.append(sum(call != "touch" for call in fs.calls) / engines)
     assert counts == [4, 4]
 
 
