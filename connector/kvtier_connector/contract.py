@@ -18,7 +18,7 @@ from kvtier_connector.errors import ConfigInvalid
 CONTRACT_VERSION = 1
 """Raised only when a reader of the previous version could misread the document."""
 
-BLOCK_FORMAT_VERSION = 3
+BLOCK_FORMAT_VERSION = 4
 """Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
 
 GENERATION_PATTERN = r"[A-Za-z0-9_-]{1,64}"

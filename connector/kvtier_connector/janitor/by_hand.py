@@ -166,7 +166,7 @@ def unpin(directory: Path, _: Tell, *, name: str) -> Outcome:
 def _copies(tier: Path, pinned: bytes) -> int:
     """Count the blocks with the hash, over all generations, groups and tenants."""
     text = pinned.hex()
-    pattern = f"blocks/{text[:3]}/{text[3:5]}/{text}_g*.kvb"
+    pattern = f"blocks/{text[:3]}/{text}_g*.kvb"
     return sum(
         1 for root in find_generations(tier) for trees in (pattern, f"tenants/*/{pattern}") for _ in root.glob(trees)
     )

@@ -18,7 +18,7 @@ from kvtier_connector.janitor.policy import Blocks, Flags, Ints, link
 from kvtier_connector.store.layout import BLOCKS, MAX_HASH_BYTES, TENANTS, tenant_directory, tenant_of
 
 _NEARLY_ALL = 0.9
-_DIGITS = re.compile("[0-9a-f]{0,5}")
+_DIGITS = re.compile("[0-9a-f]{0,3}")
 """Of directories of blocks; no block is in others, which anybody may have made."""
 
 
@@ -78,7 +78,7 @@ def expire_most(ledger: Ledger, before_ns: int) -> bool:
 
 
 def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:
-    """Return the rows of the blocks that lie below directories: of tenants, of blocks, or of a part of these.
+    """Return the rows of the blocks that lie below directories: of tenants, of all blocks, or of some.
 
     Args:
         ledger: All blocks.
@@ -90,9 +90,9 @@ def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:
     if not rows.size:
         return rows
     tenants = living["tenant"][rows]
-    # The five hexadecimal digits that name a block's directories.
-    digits = living["hash"][rows].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :3].astype(np.uint32)
-    begins = (digits[:, 0] << 12 | digits[:, 1] << 4 | digits[:, 2] >> 4).astype(np.uint32)
+    # The three hexadecimal digits that name a block's directory.
+    digits = living["hash"][rows].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :2].astype(np.uint32)
+    begins = (digits[:, 0] << 4 | digits[:, 1] >> 4).astype(np.uint32)
     is_below = np.zeros(rows.size, np.bool_)
     wanted: dict[tuple[int, int], set[int]] = {}
     for path in paths:
@@ -104,7 +104,7 @@ def rows_below(ledger: Ledger, generation: int, paths: Collection[str]) -> Ints:
         if _DIGITS.fullmatch(name) is not None:
             wanted.setdefault((ledger.tenant_number(tenant), len(name)), set()).add(int(name or "0", 16))
     for (tenant_number, length), names in wanted.items():
-        is_named = np.isin(begins >> (20 - 4 * length), np.fromiter(names, np.uint32))
+        is_named = np.isin(begins >> (12 - 4 * length), np.fromiter(names, np.uint32))
         is_below |= (tenants == tenant_number) & is_named
     return rows[is_below]
 

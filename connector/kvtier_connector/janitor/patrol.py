@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, some directories at a time.
+"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, a directory at a time.
 
 What cannot be read is stated and tried again; until then its blocks count as they are known.
 """
@@ -22,8 +22,6 @@ from kvtier_connector.janitor.walk import (
     Piece,
     Unread,
     find_pieces,
-    list_directories,
-    list_files,
     list_piece,
     meet_all,
 )
@@ -32,10 +30,8 @@ from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, BlockKey, tenant_d
 
 _MEET_AT_ONCE = 512
 _PIECES_AT_ONCE = 64
-_DIRECTORIES_AT_ONCE = 16
-"""Of the walk over days: a step for a small part of the time, so that it costs the same at any time."""
-_DIRECTORIES_PER_SECOND = 6.0
-"""What the walk over days looks at, at most, however long it takes then: a directory is five system calls."""
+_PIECES_PER_SECOND = 6.0
+"""What the walk over days looks at, at most, however long it takes then."""
 _AGAIN_SECONDS = 60.0
 _LONGEST_AGAIN_SECONDS = 3600.0
 _MOST_UNREAD = 4096
@@ -73,14 +69,10 @@ class Patrol:
         self._now = now
         self._pieces: deque[Piece] = deque()
         self._pieces_of_walk = 0
-        self._piece = Piece("", "")
-        self._directories: deque[str] = deque()
-        """Those of `_piece` that the walk over days has yet to look at."""
         self._is_walking = False
         self._began_ns = 0
         self._resumed: Place | None = None
         self._next_at = now()
-        self._pause_of_piece = 0.0
         self._pause = 0.0
         """Seconds between two steps of the walk over days; 0 for the one as fast as it goes."""
         self._read = self._failed = 0
@@ -116,10 +108,9 @@ class Patrol:
     @property
     def place(self) -> Place | None:
         """Where the walk over days is; None if none is under way."""
-        piece = self._piece if self._directories else next(iter(self._pieces), None)
-        if not self._is_walking or not self._pause or piece is None:
+        if not self._is_walking or not self._pause or not self._pieces:
             return self._resumed
-        return Place(self._began_ns, *piece)
+        return Place(self._began_ns, *self._pieces[0])
 
     @property
     def problem(self) -> str:
@@ -143,7 +134,7 @@ class Patrol:
         if not self._is_walking:
             self._begin(digests, verify_seconds)
         self._walk(may_go_on)
-        if self._pieces or self._directories:
+        if self._pieces:
             return
         self._is_walking = False
         if self._failure is not None and self._failed > self._read:
@@ -167,7 +158,6 @@ class Patrol:
         return wanted
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
-        self._directories.clear()
         self._read, self._failed, self._failure = 0, 0, None
         self._began_ns = self._clock()
         resumed, self._resumed = self._resumed if self.is_counted else None, None
@@ -180,7 +170,7 @@ class Patrol:
             some, unread = find_pieces(self._fs, self._tier_dir, digest)
             pieces += some
             self._fail(digest, unread)
-        self._pause = self._pause_of_piece = verify_seconds / max(1, len(pieces)) if self.is_counted else 0.0
+        self._pause = verify_seconds / max(1, len(pieces)) if self.is_counted else 0.0
         # What is left out was seen by the process before this one.
         self._pieces = deque(
             piece for piece in pieces if resumed is None or _order(*piece) >= _order(resumed.generation, resumed.path)
@@ -192,7 +182,7 @@ class Patrol:
 
     def _walk(self, may_go_on: Callable[[], bool]) -> None:
         if self._pause:
-            self._look_at_some()
+            self._look_at_one()
             return
         while self._pieces and may_go_on():
             for found in self._list(self._pieces):
@@ -203,23 +193,15 @@ class Patrol:
         some = [pieces.popleft() for _ in range(min(_PIECES_AT_ONCE, len(pieces)))]
         return self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some)
 
-    def _look_at_some(self) -> None:
-        """Look at the next few directories of a walk over days, and say when to look at more."""
-        if not self._directories and self._pieces:
-            self._piece = self._pieces.popleft()
-            try:
-                self._directories.extend(list_directories(self._fs, self._tier_dir, self._piece))
-            except OSError as error:
-                self._fail(self._piece.generation, [Unread(self._piece.path, error)])
-            self._pause = self._pause_of_piece / max(1, math.ceil(len(self._directories) / _DIRECTORIES_AT_ONCE))
-        some = [self._directories.popleft() for _ in range(min(_DIRECTORIES_AT_ONCE, len(self._directories)))]
-        if some:
-            self._visit(list_files(self._fs, self._tier_dir, self._piece, some))
-        self._next_at = self._now() + max(self._pause, len(some) / _DIRECTORIES_PER_SECOND)
+    def _look_at_one(self) -> None:
+        """Look at the next directory of a walk over days, and say when to look at another one."""
+        if self._pieces:
+            self._visit(list_piece(self._fs, self._tier_dir, self._pieces.popleft()))
+        self._next_at = self._now() + max(self._pause, 1 / _PIECES_PER_SECOND)
 
     def _visit(self, found: Found) -> None:
         unread = self._compare(found)
-        self._read += len(found.read - {each.path for each in unread})
+        self._read += not unread
         self._fail(found.piece.generation, unread)
 
     def _fail(self, digest: str, unread: Collection[Unread]) -> None:
@@ -230,8 +212,8 @@ class Patrol:
 
     def _compare(self, found: Found) -> list[Unread]:
         """Learn of the blocks there, and return what could not be read."""
-        digest = found.piece.generation
-        unread = list(found.unread)
+        digest, path = found.piece
+        unread = [] if found.error is None else [Unread(path, found.error)]
         unknown = []
         generation = self._ledger.generation(digest) if found.keys else -1
         for key in found.keys:
@@ -243,7 +225,7 @@ class Patrol:
         for some in _parts(unknown):
             unread += self._meet(digest, some)[1]
         self.partials.extend(f"{digest}/{path}" for path in found.partials)
-        for path in found.read:
+        if found.error is None:
             self.unread.pop((digest, path), None)
         return unread
 
@@ -274,9 +256,8 @@ class Patrol:
 
     def _pieces_unread(self) -> Iterator[Piece]:
         for digest, path in list(self.unread):
-            tree = f"{tenant_directory(tenant_of(f'{path}/'))}{BLOCKS}/"
-            if path.startswith(tree):
-                yield Piece(digest, tree + path.removeprefix(tree).split("/")[0])
+            if path.startswith(f"{tenant_directory(tenant_of(f'{path}/'))}{BLOCKS}/"):
+                yield Piece(digest, path)
                 continue
             pieces, unread = find_pieces(self._fs, self._tier_dir, digest)
             if path not in {each.path for each in unread}:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable
 from concurrent.futures import Executor
@@ -29,12 +30,12 @@ from kvtier_connector.store.layout import (
     tenant_directory,
 )
 
-_DIGITS = frozenset("0123456789abcdef")
+_PIECE = re.compile("[0-9a-f]{3}")
 _NO_BLOCK = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE}
 
 
 class Piece(NamedTuple):
-    """One directory of directories of blocks."""
+    """One directory of blocks."""
 
     generation: str
     """Digest: the name of the directory beside the others."""
@@ -52,15 +53,14 @@ class Unread(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """What a piece holds, or some directories of it."""
+    """What a piece holds."""
 
     piece: Piece
     keys: list[BlockKey] = field(default_factory=list)
     partials: list[str] = field(default_factory=list)
     """Relative to the generation's root."""
-    read: set[str] = field(default_factory=set)
-    """Directories of blocks that were listed."""
-    unread: list[Unread] = field(default_factory=list)
+    error: OSError | None = None
+    """Why it could not be read."""
 
 
 class Met(NamedTuple):
@@ -103,48 +103,32 @@ def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> tuple[list[Pi
     for tenant in ["", *tenants]:
         blocks = f"{tenant_directory(tenant)}{BLOCKS}"
         try:
-            names = _directories(list_own(fs, f"{root}/{blocks}"), 3)
+            entries = list_own(fs, f"{root}/{blocks}")
         except OSError as error:
             unread.append(Unread(blocks, error))
             continue
+        names = [each.name for each in entries if _PIECE.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
         pieces += [Piece(generation, f"{blocks}/{name}") for name in sorted(names)]
     return pieces, unread
 
 
 def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
     """Return what the piece holds."""
-    try:
-        directories = list_directories(fs, tier_dir, piece)
-    except OSError as error:
-        return Found(piece, unread=[Unread(piece.path, error)])
-    return list_files(fs, tier_dir, piece, directories)
-
-
-def list_directories(fs: FileSystem, tier_dir: str, piece: Piece) -> list[str]:
-    """Return the directories of blocks of a piece, relative to the generation's root; raise OSError if none can be."""
-    entries = list_own(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
-    return [f"{piece.path}/{name}" for name in _directories(entries, 2)]
-
-
-def list_files(fs: FileSystem, tier_dir: str, piece: Piece, directories: Iterable[str]) -> Found:
-    """Return what some directories of the piece hold."""
     found = Found(piece)
-    for path in directories:
-        try:
-            entries = _entries(fs, f"{tier_dir}/{piece.generation}/{path}")
-        except OSError as error:
-            found.unread.append(Unread(path, error))
+    try:
+        entries = list_own(fs, f"{tier_dir}/{piece.generation}/{piece.path}")
+    except OSError as error:
+        found.error = error
+        return found
+    for entry in entries:
+        key = parse_block_path(f"{piece.path}/{entry.name}")
+        if not entry.is_file(follow_symlinks=False):
+            # A link, a pipe or a directory takes no room, and an engine that wants its place removes it.
             continue
-        found.read.add(path)
-        for entry in entries:
-            key = parse_block_path(f"{path}/{entry.name}")
-            if not entry.is_file(follow_symlinks=False):
-                # A link, a pipe or a directory takes no room, and an engine that wants its place removes it.
-                continue
-            if key is not None:
-                found.keys.append(key)
-            elif is_partial(entry.name):
-                found.partials.append(f"{path}/{entry.name}")
+        if key is not None:
+            found.keys.append(key)
+        elif is_partial(entry.name):
+            found.partials.append(f"{piece.path}/{entry.name}")
     return found
 
 
@@ -178,16 +162,3 @@ def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]
 
     answers = list(pool.map(try_to_meet, keys))
     return [met for met in answers if isinstance(met, Met)], [each for each in answers if isinstance(each, Unread)]
-
-
-def _directories(entries: Iterable[os.DirEntry[str]], digits: int) -> list[str]:
-    """Return the names of directories, and of no link to one, that are so many hexadecimal digits."""
-    names = [entry.name for entry in entries if len(entry.name) == digits and entry.is_dir(follow_symlinks=False)]
-    return [name for name in names if _DIGITS.issuperset(name)]
-
-
-def _entries(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
-    try:
-        return fs.scandir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the directories that blocks lie in with no more calls than the volume needs: to many, each is a round trip.
 
-There is room for a million directories, so nearly every one of the first many blocks begins one. As long as directories
-had to be made, they are made before anything is tried in them, from above; once they are there, nothing is asked first.
+There are 4096 of them, so many of the first blocks begin one. As long as directories had to be made, one is made before
+anything is tried in it; once they are there, nothing is asked first.
 """
 
 from __future__ import annotations
 
 from kvtier_connector.store.fs import FileSystem, make_directories
 
-_MOST_ABOVE = 1 << 14
+_MOST_KNOWN = 1 << 14
 """Of those known to be there; four times what one tenant has. Beyond that they are learnt anew."""
 
 
@@ -19,43 +19,35 @@ class BlockDirectories:
     def __init__(self, fs: FileSystem) -> None:
         """Store the settings; nothing is made yet."""
         self._fs = fs
-        self._above: set[str] = set()
-        """Directories of the upper level that this process has found or made."""
+        self._known: set[str] = set()
+        """Those that this process has found or made."""
         self._is_new = False
-        """Whether the last block's directory had to be made."""
+        """Whether the last one that it did not know had to be made."""
         self._gives_mode: set[str] = set()
         """In which ones a directory was seen to have the mode that it is to have without being told twice: it takes
         over a part of that from the one above, which somebody may have copied without it."""
 
     def prepare(self, directory: str) -> None:
         """Make the directory of a block that is about to be written, if it is likely not to be there."""
-        if self._is_new:
+        if self._is_new and directory not in self._known:
             self.make(directory)
 
     def make(self, directory: str) -> None:
         """Make the directory of a block, and those above; one that is there already is fine."""
-        above = directory.rpartition("/")[0]
         try:
-            if above not in self._above:
-                self._make_below(above)
-                if len(self._above) >= _MOST_ABOVE:
-                    self._above.clear()
-                    self._gives_mode.clear()
-                self._above.add(above)
             self._is_new = self._make_one(directory)
         except FileNotFoundError:
-            # Somebody has removed it since, or a client of a network volume says so for a while.
-            self._above.discard(above)
+            # The first block of all, or somebody has removed the tree; a network volume may say so for a while, too.
             self._is_new = True
-            make_directories(self._fs, directory)
-
-    def _make_below(self, directory: str) -> None:
-        try:
-            self._make_one(directory)
-        except FileNotFoundError:
-            # The first block of all.
             make_directories(self._fs, directory.rpartition("/")[0])
-            self._make_one(directory)
+            try:
+                self._make_one(directory)
+            except FileNotFoundError:
+                make_directories(self._fs, directory)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+            self._gives_mode.clear()
+        self._known.add(directory)
 
     def _make_one(self, directory: str) -> bool:
         """Make one, and say whether it was not there."""

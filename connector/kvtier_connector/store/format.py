@@ -32,7 +32,7 @@ from kvtier_connector.store.layout import (
 
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 WIDTHS = (1, 2, 4)
 """Bytes of the numbers in a compressed block: 2 for bfloat16 and float16, 1 for the formats of 8 bits."""
 KEY_CHECK_BYTES = 8

@@ -27,7 +27,7 @@ TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
 
 MIN_HASH_BYTES = 3
-"""Shorter hashes could not name both directories; no hash algorithm in use is anywhere near."""
+"""Shorter hashes could not name a directory; no hash algorithm in use is anywhere near."""
 MAX_HASH_BYTES = 32
 """The header and the records have room for this much, which is SHA-256: vLLM has no longer hash."""
 MAX_GROUP = 2**32 - 1
@@ -43,8 +43,8 @@ _KEY_ID = re.compile(KEY_ID_PATTERN, re.ASCII)
 _HOME = re.compile(rf"(?P<digest>{GENERATION_PATTERN})(?:\.(?P<epoch>{EPOCH_PATTERN}))?", re.ASCII)
 _ADAPTER = re.compile(rf"[0-9a-f]{{{ADAPTER_CHARACTERS}}}", re.ASCII)
 _BLOCK = re.compile(
-    rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<second>[0-9a-f]{{2}})/"
-    r"(?P<hash>(?P=first)(?P=second)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
+    rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{BLOCKS}/(?P<first>[0-9a-f]{{3}})/"
+    r"(?P<hash>(?P=first)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
     re.ASCII,
 )
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
@@ -171,12 +171,13 @@ def block_name(key: BlockKey) -> str:
 
 
 def block_path(key: BlockKey) -> str:
-    """Return the block's path: ``blocks/<3 hex digits>/<2 hex digits>/<hash>_g<group>.kvb``, in the tenant's tree.
+    """Return the block's path: ``blocks/<3 hex digits>/<hash>_g<group>.kvb``, in the tenant's tree.
 
-    4096 directories of 256 keep each one small: 100 million blocks are about 100 files in each.
+    4096 directories: a million blocks are about 250 files in each. After the first few thousand blocks none is made
+    any more, and a walk lists no more than these.
     """
     name = block_name(key)
-    return f"{tenant_directory(key.tenant)}{BLOCKS}/{name[:3]}/{name[3:5]}/{name}"
+    return f"{tenant_directory(key.tenant)}{BLOCKS}/{name[:3]}/{name}"
 
 
 def parse_block_path(relative: str) -> BlockKey | None:

@@ -61,10 +61,10 @@ store = BlockStore(root, direct=False)
 assert DEFAULT_ALGORITHM is Algorithm.BLAKE3_256
 assert isinstance(store.put(of, payload), Stored)
 assert isinstance(store.get(of, into), Hit) and into == payload
-(root / block_path(of)).write_bytes((data / "block_v3_gmac.kvb").read_bytes())
+(root / block_path(of)).write_bytes((data / "block_v4_gmac.kvb").read_bytes())
 assert store.get(of, into) is Fault.ALGORITHM
 assert isinstance(store.put(of, payload), Stored)
-(root / block_path(of)).write_bytes((data / "block_v3_encrypted.kvb").read_bytes())
+(root / block_path(of)).write_bytes((data / "block_v4_encrypted.kvb").read_bytes())
 (root / "keys").mkdir()
 (root / "keys" / "k1").write_bytes(bytes(range(32)))
 store = BlockStore(root, direct=False, keys_dir=str(root / "keys"))

@@ -373,7 +373,7 @@ def test_auto_follows_what_was_measured_of_the_volume(
     assert (header_of(root, 1).packing.method == Method.ZSTD_PLANES) is is_compressed
 
 
-FROZEN = Path(__file__).parents[1] / "data" / "block_v3_zstd.kvb"
+FROZEN = Path(__file__).parents[1] / "data" / "block_v4_zstd.kvb"
 FROZEN_BLOCK = bytes(index * 7 % 256 if index % 2 == 0 else 60 + index % 3 for index in range(16384))
 
 

@@ -299,7 +299,7 @@ def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(root: 
 
 
 def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) -> None:
-    frozen = (DATA / "block_v3_encrypted.kvb").read_bytes()
+    frozen = (DATA / "block_v4_encrypted.kvb").read_bytes()
     of = BlockKey(bytes(range(32)), 3, "acme")
     path = root / block_path(of)
     path.parent.mkdir(parents=True)

@@ -29,7 +29,7 @@ CONNECTOR = Path(sys.modules["kvtier_connector.store.identity"].__file__ or "").
 def test_the_first_claim_makes_the_directory_and_the_file(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "d1gest"
     claim(root, IDENTITY, "d1gest")
-    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 3, "identity": IDENTITY}
+    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 4, "identity": IDENTITY}
     assert [path.name for path in root.iterdir()] == [TIER_FILE]
     assert check(root, partial_age_seconds=0) == []
 
@@ -95,9 +95,9 @@ def test_the_message_says_where_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
-    document = {"digest": "d1gest", "format": 4, "identity": IDENTITY}
+    document = {"digest": "d1gest", "format": 5, "identity": IDENTITY}
     (tmp_path / TIER_FILE).write_text(json.dumps(document))
-    with pytest.raises(IdentityMismatch, match="format is 4 there and 3 here"):
+    with pytest.raises(IdentityMismatch, match="format is 5 there and 4 here"):
         claim(tmp_path, IDENTITY, "d1gest")
     assert [problem.kind for problem in check(tmp_path)] == ["identity"]
 

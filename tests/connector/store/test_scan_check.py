@@ -193,7 +193,7 @@ def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("step", range(1, 8))
+@pytest.mark.parametrize("step", range(1, 6))
 def test_a_directory_that_was_replaced_on_the_server_is_listed_again(root: Path, step: int, threads: int) -> None:
     class StaleOnce(FileSystem):
         listed = 0
