@@ -28,7 +28,7 @@ test: venv ## every test that needs no GPU and no Docker
 test-quick: venv ## what needs no server, no process and no vLLM: under two minutes
 	$(RUN) pytest tests -m "not gpu and not engine and not netfs and not live" --ignore=tests/connector/tier \
 	    --ignore=tests/connector/faults/test_tier_on_faulty_volume.py --ignore=tests/operator/test_loras.py \
-	    --numprocesses 2 --dist loadfile
+	    --numprocesses 4 --dist loadfile
 
 test-random: venv ## tests that draw their examples, with examples of their own; a failure prints how to have it again
 	$(RUN) pytest tests -m "hypothesis and not gpu" --hypothesis-profile=random --numprocesses 2 --dist loadfile
