@@ -74,33 +74,41 @@ def over_the_wire(directories: Sequence[Path]) -> Counter[str]:
     return asked
 
 
-def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Path]) -> float:
-    """Print how many calls a second they make when nothing happens; first each has to find out what is there.
+class Asked:
+    """What all engines ask of the volume from now on."""
 
-    Returns:
-        How many.
-    """
-    rate = 0.0
-    for _ in range(_MOST_ROUNDS):
-        before, asked = fs.calls.copy(), over_the_wire(directories)
-        time.sleep(seconds)
-        made, wire = fs.calls - before, over_the_wire(directories) - asked
-        rate = made.total() / seconds
-        print(f"{engines} engines, {rate:.1f} calls a second over {seconds:g} s: {dict(made)}", flush=True)
+    def __init__(self, fs: CountingFs, directories: Sequence[Path]) -> None:
+        """Begin to count; `directories` are those of which mounts are asked what went over the wire."""
+        self._fs, self._directories = fs, directories
+        self._before, self._wire_before, self._began = fs.calls.copy(), over_the_wire(directories), time.monotonic()
+
+    def show(self, what: str) -> tuple[Counter[str], float]:
+        """Print it, and return it with the seconds that it took."""
+        seconds = time.monotonic() - self._began
+        made, wire = self._fs.calls - self._before, over_the_wire(self._directories) - self._wire_before
+        print(f"{what}, {made.total() / seconds:.1f} calls a second over {seconds:.0f} s: {dict(made)}", flush=True)
         if wire:
             print(f"over the wire {wire.total() / seconds:.1f} a second: {dict(wire)}", flush=True)
+        return made, seconds
+
+
+def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Path]) -> float:
+    """Print and return how many calls a second they make when nothing happens; first each finds out what is there."""
+    rate = 0.0
+    for _ in range(_MOST_ROUNDS):
+        asked = Asked(fs, directories)
+        time.sleep(seconds)
+        made, took = asked.show(f"{engines} engines")
+        rate = made.total() / took
         if not made["scandir"]:
             break
     print(f"until then {fs.calls.total()} calls", flush=True)
     return rate
 
 
-def latency(  # noqa: PLR0913, PLR0917 - one use
-    writer: Volume, reader: Volume, count: int, fs: CountingFs, resting: float, directories: Sequence[Path]
-) -> None:
-    """Print after how long a block that one stores is known to the other, each after a pause, and what that costs."""
+def latency(writer: Volume, reader: Volume, count: int) -> None:
+    """Print after how long a block that one stores is known to the other; each after a pause of random length."""
     seconds = []
-    before, asked, start = fs.calls.copy(), over_the_wire(directories), time.monotonic()
     for number in range(count):
         time.sleep(random.uniform(0.5, 4.0))
         name = key(number)
@@ -112,11 +120,6 @@ def latency(  # noqa: PLR0913, PLR0917 - one use
                 raise AssertionError("the block is not known after a minute")
             time.sleep(0.005)
         seconds.append(time.monotonic() - began)
-    made, wire, took = fs.calls - before, over_the_wire(directories) - asked, time.monotonic() - start
-    more = (made.total() - resting * took) / count
-    print(f"{made.total() / took:.1f} calls a second, for each {more:.0f} more than at rest: {dict(made)}", flush=True)
-    if wire:
-        print(f"over the wire {wire.total() / took:.1f} a second: {dict(wire)}", flush=True)
     print("each:", *(f"{each:.2f}" for each in seconds), flush=True)
     seconds.sort()
     print(
@@ -144,7 +147,10 @@ def main() -> None:
         directories = [each.absolute() for each in options.directories]
         resting = rest(options.engines, fs, options.seconds, directories)
         if options.blocks:
-            latency(writer, others[0], options.blocks, fs, resting, directories)
+            asked = Asked(fs, directories)
+            latency(writer, others[0], options.blocks)
+            made, took = asked.show("with news")
+            print(f"for each block {(made.total() - resting * took) / options.blocks:.0f} calls more than at rest")
     finally:
         for volume in (writer, *others):
             volume.close(0.0)
