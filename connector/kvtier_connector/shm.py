@@ -46,18 +46,35 @@ _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFAULT}
 logger = logging.getLogger(__name__)
 
 
-class _File(NamedTuple):
-    """What tells one file from another: the inode number, under a name."""
+class _Mapped(NamedTuple):
+    """What tells a file from others in a list of mappings, where a device need not be the one that `stat` tells."""
 
     name: str
     inode: int
 
 
+class _Opened(NamedTuple):
+    """What tells a file from others by a descriptor: another file system may have its name and number as well."""
+
+    name: str
+    inode: int
+    device: int
+
+
 class _Holders(NamedTuple):
     """Which files are in use, and whose files may be."""
 
-    files: frozenset[_File]
+    opened: frozenset[_Opened]
+    mapped: frozenset[_Mapped]
     hidden_users: frozenset[int]
+
+    def may_have(self, name: str, status: os.stat_result) -> bool:
+        """Say whether a process may hold the file."""
+        return (
+            _Opened(name, status.st_ino, status.st_dev) in self.opened
+            or _Mapped(name, status.st_ino) in self.mapped
+            or status.st_uid in self.hidden_users
+        )
 
 
 @contextlib.contextmanager
@@ -165,8 +182,7 @@ def _clear_by_processes(directory: str | Path, candidates: list[tuple[Path, os.s
         return []
     removed = []
     for path, status in candidates:
-        is_held = _File(path.name, status.st_ino) in holders.files or status.st_uid in holders.hidden_users
-        if is_held:
+        if holders.may_have(path.name, status):
             logger.info("%s: kept, a process may hold it", path)
         elif _remove(path, status):
             removed.append(str(path))
@@ -200,41 +216,43 @@ def _remove(path: Path, seen: os.stat_result) -> bool:
 
 
 def _holders() -> _Holders:
-    files: set[_File] = set()
+    opened: set[_Opened] = set()
+    mapped: set[_Mapped] = set()
     hidden_users: set[int] = set()
     for process in PROC.iterdir():
         if not process.name.isdigit():
             continue
         try:
-            files.update(_open_files(process))
-            files.update(_mapped_files(process))
+            opened.update(_open_files(process))
+            mapped.update(_mapped_files(process))
         except PermissionError:
             hidden_users.update(_user(process) - {os.geteuid()})
         except (FileNotFoundError, ProcessLookupError):
             # It ended while we looked: it holds nothing any more.
             continue
-    return _Holders(frozenset(files), frozenset(hidden_users))
+    return _Holders(frozenset(opened), frozenset(mapped), frozenset(hidden_users))
 
 
-def _open_files(process: Path) -> Iterator[_File]:
+def _open_files(process: Path) -> Iterator[_Opened]:
     for descriptor in (process / "fd").iterdir():
         try:
             # The link is read before it is followed: a descriptor on a dead network mount must not block us.
             name = _region_name(os.readlink(descriptor))  # noqa: PTH115 - one of thousands
             if name is not None:
-                yield _File(name, descriptor.stat().st_ino)
+                status = descriptor.stat()
+                yield _Opened(name, status.st_ino, status.st_dev)
         except FileNotFoundError:
             continue
 
 
-def _mapped_files(process: Path) -> Iterator[_File]:
+def _mapped_files(process: Path) -> Iterator[_Mapped]:
     """A mapping outlives the descriptor it was made from."""
     for line in (process / "maps").read_text(errors="replace").splitlines():
         # address, permissions, offset, device, inode, path
         columns = line.split(maxsplit=5)
         name = _region_name(columns[-1])
         if name is not None and columns[4].isdigit():
-            yield _File(name, int(columns[4]))
+            yield _Mapped(name, int(columns[4]))
 
 
 def _region_name(path: str) -> str | None:

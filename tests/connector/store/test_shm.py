@@ -173,6 +173,33 @@ print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
     assert completed.stdout.split() == [str(path)]
 
 
+HELD_ELSEWHERE = """
+import subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from kvtier_connector import shm
+shm._gives_leases = lambda _: False
+files = []
+for name in ("here", "elsewhere"):
+    directory = Path(sys.argv[1]) / name
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(directory)], check=True)
+    files.append(directory / "vllm_offload_same.mmap")
+    files[-1].write_bytes(bytes(4096))
+here, elsewhere = files
+assert here.stat().st_ino == elsewhere.stat().st_ino
+with elsewhere.open("rb"):
+    print(*shm.clear_stale_regions(here.parent), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount here")
+def test_a_file_of_another_file_system_with_the_same_name_and_number_protects_no_region(tmp_path: Path) -> None:
+    command = ["unshare", "--mount", sys.executable, "-c", HELD_ELSEWHERE, str(tmp_path), str(CONNECTOR)]
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert completed.stdout.split() == [str(tmp_path / "here" / "vllm_offload_same.mmap")]
+
+
 @functools.cache
 def anyones_python() -> str:
     """Return a Python that other users can run and that can read this package."""
