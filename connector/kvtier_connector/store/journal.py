@@ -185,6 +185,7 @@ class JournalWriter:
             if self._offset:
                 try:
                     self._fs.touch(self._path(self._number))
+                    self._marker.show(self._mark())
                 except FileNotFoundError:
                     # Somebody took it for a dead process's.
                     self._begin_segment()

@@ -16,7 +16,7 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, NO_FILE, READ_FLAGS, FileSystem
 from kvtier_connector.store.journal import LOST
 from kvtier_connector.store.layout import JOURNAL, JournalName, Mark, journal_path, parse_journal_path, parse_mark_path
-from kvtier_connector.store.records import RECORD_BYTES, Op, Record, decode_record, is_head
+from kvtier_connector.store.records import DEFAULT_LIMITS, RECORD_BYTES, Op, Record, decode_record, is_head
 
 _READ_BYTES = 4096 * RECORD_BYTES
 _FEW_RECORDS = 64  # nothing else of the process runs while they are decoded
@@ -26,6 +26,8 @@ _MOST_WAITS = 64
 """Reads after which nobody waits any more for what a mark tells of: some nodes have old bytes in mind for a minute."""
 _DOUBT_SECONDS = 240.0
 """A journal whose mark has been the same for so long is read once more: its writer may have died before the next."""
+_MISSING_SECONDS = 24 * 3600.0
+"""For so long it is known up to where a journal was read that is not listed any more."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class _Tail:
     told: int = 0
     """Bytes that they say it has; 0 where they do not, or nobody waits for them any more."""
     waits: int = 0
-    """Reads since then that may have found less."""
+    """Reads since then that have found less."""
     is_doubted: bool = False
     """Whether it was read although they tell of nothing new."""
 
@@ -74,6 +76,9 @@ class JournalReader:
         self._last_records: dict[str, float] = {}
         """When each writer was last heard of."""
         self._tails: dict[JournalName, _Tail] = {}
+        """Of the journals that were listed last."""
+        self._missing: dict[JournalName, tuple[float, _Tail]] = {}
+        """Those of others, and since when they are missing: a server that is away takes its files out of listings."""
         self._is_started = False
         self.has_read_all = False
         """Whether the last read left nothing that was there: nothing half-written or stale on the server."""
@@ -99,11 +104,11 @@ class JournalReader:
                 if places is not None:
                     self._tails[name] = _Tail(places.get(journal_path(name), 0))
                     continue
-                self._tails[name] = self._end(name, marks.get(name.writer, frozenset()))
-                # It may be a dead process's; that is found out after a while, and meanwhile costs room only.
-                self._last_records[name.writer] = self._now()
-        except FileNotFoundError:
-            self._tails.clear()
+                # One that is gone since it was listed has no end.
+                with contextlib.suppress(FileNotFoundError):
+                    self._tails[name] = self._end(name, marks.get(name.writer, frozenset()))
+                    # It may be a dead process's; that is found out after a while, and meanwhile costs room only.
+                    self._last_records[name.writer] = self._now()
         except OSError as error:
             self._tails.clear()
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be looked at: {error}") from error
@@ -111,7 +116,8 @@ class JournalReader:
 
     def places(self) -> dict[str, int]:
         """Return up to where each journal was read, by its path relative to the root."""
-        return {journal_path(name): tail.offset for name, tail in self._tails.items()}
+        missing = {name: tail for name, (_, tail) in self._missing.items()}
+        return {journal_path(name): tail.offset for name, tail in {**missing, **self._tails}.items()}
 
     def read(self) -> Iterator[list[Record]]:
         """Yield what was added since the last read, in the order of each journal.
@@ -129,7 +135,7 @@ class JournalReader:
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be listed: {error}") from error
         last = {name.writer: name.number for name in names}
-        self._tails = {name: self._tails.get(name, _Tail(0)) for name in names}
+        self._keep(names, last)
         is_all = True
         for name, tail in self._tails.items():
             if tail.is_over:
@@ -144,9 +150,12 @@ class JournalReader:
                         self._last_records[name.writer] = self._now()
                     yield records
                 self._meet(name, tail)
+                self._end_read(tail)
             except OSError as error:
                 # One that was removed on the server, or is no file, says nothing of the volume, which has listed them.
-                if error.errno not in LOST:
+                if error.errno in LOST:
+                    self._end_read(tail)
+                else:
                     failed = error
                 is_all &= error.errno in NO_FILE
                 continue
@@ -168,6 +177,20 @@ class JournalReader:
             self._last_records[name.writer] = self._now()
         tail.is_met = True
 
+    def _keep(self, names: list[JournalName], last: Mapping[str, int]) -> None:
+        """Take the listed journals for those there are, and keep in mind how far the others were read."""
+        now, before = self._now(), self._tails
+        missing = {name: (now, tail) for name, tail in before.items()} | self._missing
+        self._tails = {name: before.get(name) or (missing[name][1] if name in missing else _Tail(0)) for name in names}
+        self._missing = {
+            name: (since, tail)
+            for name, (since, tail) in missing.items()
+            # What its writer has removed itself never comes back.
+            if name not in self._tails
+            and now - since < _MISSING_SECONDS
+            and name.number > last.get(name.writer, 0) - DEFAULT_LIMITS.segments
+        }
+
     def _is_due(self, name: JournalName, tail: _Tail, marks: frozenset[Mark]) -> bool:
         """Say whether there may be something in a segment that was not read, by what its writer shows."""
         last = max(marks, default=None)
@@ -175,18 +198,19 @@ class JournalReader:
         if marks != tail.marks:
             tail.marks, tail.marked_at, tail.waits, tail.is_doubted = marks, self._now(), 0, False
             tail.told = last.size if last is not None and is_last else 0
-        if not is_last or tail.stalls:
-            # Of an earlier segment it is not said how long it is, and a later one was begun just now.
-            return True
+        # Of an earlier segment it is not said how long it is, and a later one was begun just now.
+        return not is_last or tail.stalls > 0 or tail.is_behind or (not tail.is_doubted and self._is_doubtful(tail))
+
+    def _is_doubtful(self, tail: _Tail) -> bool:
+        return self._now() - tail.marked_at >= _DOUBT_SECONDS
+
+    def _end_read(self, tail: _Tail) -> None:
+        """Note that a journal was read, as far as it is there; one that could not be is asked for again."""
         if tail.is_behind:
             tail.waits += 1
             if tail.waits >= _MOST_WAITS:
                 tail.told = 0
-            return True
-        if tail.is_doubted or self._now() - tail.marked_at < _DOUBT_SECONDS:
-            return False
-        tail.is_doubted = True
-        return True
+        tail.is_doubted = tail.is_doubted or self._is_doubtful(tail)
 
     def _end(self, name: JournalName, marks: frozenset[Mark]) -> _Tail:
         if len(marks) == 1 and (mark := max(marks)).number >= name.number:

@@ -2,7 +2,7 @@
 """Shows in the listing of the journals how long the one of this process is, so that nobody opens it in vain.
 
 The mark is the name of an empty file. It is renamed after each write to the journal; what it says is never more than
-what the volume has. Where it is missing, the journal is read at each news.
+what the volume has. Where it is missing, the journal is read at each news: so one that cannot be renamed is removed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,26 @@ class Marker:
         self._shown: Mark | None = None
 
     def show(self, mark: Mark) -> bool:
-        """Say whether the volume shows it; one that is shown already costs no call, one that is not is tried again."""
+        """Say whether the volume shows it, or none; one that is shown already costs no call, others are tried again."""
         with contextlib.suppress(OSError):
             if mark != self._shown:
                 self._move(mark)
                 self._shown = mark
-        return mark == self._shown
+        return self._shown in {mark, None}
 
     def _move(self, mark: Mark) -> None:
         path = f"{self._root}/{mark_path(mark)}"
         if self._shown is not None:
-            # Whoever removed it took this process for a dead one.
-            with contextlib.suppress(FileNotFoundError):
-                return self._fs.rename(f"{self._root}/{mark_path(self._shown)}", path)
+            shown = f"{self._root}/{mark_path(self._shown)}"
+            try:
+                return self._fs.rename(shown, path)
+            except FileNotFoundError:
+                # Whoever removed it took this process for a dead one.
+                self._shown = None
+            except OSError:
+                # To whoever believes it there is nothing new.
+                self._fs.unlink(shown)
+                self._shown = None
+                raise
         self._fs.close(self._fs.open(path, FIRST_WRITE_FLAGS))
         return None

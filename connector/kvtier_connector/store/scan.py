@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from kvtier_connector.store.layout import (
     BlockKey,
     is_partial,
     is_quarantined,
+    mark_path,
     parse_block_path,
     parse_journal_path,
     parse_mark_path,
@@ -271,17 +272,28 @@ def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int,
     Raises:
         StoreUnavailable: they cannot be looked at.
     """
+    return _look_at_journals(root, _list_journals(root, fs), fs)
+
+
+def _list_journals(root: Path, fs: FileSystem) -> list[str]:
+    """Return the paths of all that lies beside the journals."""
+    try:
+        return [f"{JOURNAL}/{entry.name}" for entry in fs.scandir(f"{root}/{JOURNAL}")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be listed: {error}") from error
+
+
+def _look_at_journals(root: Path, paths: Iterable[str], fs: FileSystem) -> list[tuple[str, int, int]]:
     found = []
     try:
-        for entry in fs.scandir(f"{root}/{JOURNAL}"):
-            path = f"{JOURNAL}/{entry.name}"
+        for path in paths:
             if parse_journal_path(path) is None:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = fs.stat(f"{root}/{path}")
                 found.append((path, status.st_size, status.st_mtime_ns))
-    except FileNotFoundError:
-        return []
     except OSError as error:
         raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
     return sorted(found)
@@ -299,7 +311,8 @@ def remove_old_journals(
     """
     youngest_ns = clock() - int(older_than_seconds * 1e9)
     removed = []
-    for path, _, mtime_ns in list_journals(root, fs=fs):
+    paths = _list_journals(root, fs)
+    for path, _, mtime_ns in _look_at_journals(root, paths, fs):
         if mtime_ns > youngest_ns:
             continue
         try:
@@ -309,16 +322,17 @@ def remove_old_journals(
         except OSError as error:
             raise StoreUnavailable(f"{root}/{path}: cannot be removed: {error}") from error
         removed.append(path)
-    _remove_old_marks(root, youngest_ns, fs=fs)
+    _remove_old_marks(root, set(paths).difference(removed), youngest_ns, fs=fs)
     return removed
 
 
-def _remove_old_marks(root: Path, youngest_ns: int, *, fs: FileSystem) -> None:
+def _remove_old_marks(root: Path, paths: Collection[str], youngest_ns: int, *, fs: FileSystem) -> None:
     """Remove marks without a journal; one that is removed under its process is made again."""
-    with contextlib.suppress(OSError):
-        paths = [f"{JOURNAL}/{entry.name}" for entry in fs.scandir(f"{root}/{JOURNAL}")]
-        writers = {name.writer for name in map(parse_journal_path, paths) if name is not None}
-        for path in paths:
-            mark = parse_mark_path(path)
-            if mark is not None and mark.writer not in writers and fs.stat(f"{root}/{path}").st_mtime_ns <= youngest_ns:
-                fs.unlink(f"{root}/{path}")
+    writers = {name.writer for name in map(parse_journal_path, paths) if name is not None}
+    for mark in map(parse_mark_path, paths):
+        if mark is not None and mark.writer not in writers:
+            # Somebody else may remove them as well, and one that cannot be removed keeps no other.
+            with contextlib.suppress(OSError):
+                path = f"{root}/{mark_path(mark)}"
+                if fs.stat(path).st_mtime_ns <= youngest_ns:
+                    fs.unlink(path)

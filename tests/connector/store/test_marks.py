@@ -147,9 +147,26 @@ def test_a_mark_that_was_removed_is_made_again_and_one_that_stays_is_moved(tmp_p
     assert third.stat().st_size == 0
 
 
-def test_a_mark_that_could_not_be_moved_is_moved_later_and_rings_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES])
+def test_of_who_cannot_move_its_mark_others_hear_all_the_same(tmp_path: Path, number: int) -> None:
     broken: list[bool] = []
-    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, _: bool(broken) and call == "rename")
+    fs = FailingFs(OSError(number, "broken"), when=lambda call, _: bool(broken) and call == "rename")
+    writer = JournalWriter(tmp_path, fs=fs)
+    tell(writer, 1)
+    reader = following(tmp_path)
+    broken.append(True)
+    for told in range(2, 6):
+        tell(writer, told)
+        assert hear(reader) == [told]
+    broken.clear()
+    tell(writer, 6)
+    assert hear(reader) == [6]
+    assert len(marks(tmp_path)) == 1
+
+
+def test_a_mark_that_can_be_neither_moved_nor_removed_is_moved_later_and_rings_once(tmp_path: Path) -> None:
+    broken: list[bool] = []
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, _: bool(broken) and call in {"rename", "unlink"})
     now = Clock(0.0)
     writer = JournalWriter(tmp_path, fs=fs, now=now)
     tell(writer, 1)
@@ -168,6 +185,25 @@ def test_a_mark_that_could_not_be_moved_is_moved_later_and_rings_once(tmp_path: 
     writer.flush()
     assert hear(reader) == [2]
     assert not writer.is_due
+
+
+def test_a_mark_that_could_not_be_made_is_made_when_life_is_shown(tmp_path: Path) -> None:
+    broken = [True]
+    fs = FailingFs(
+        OSError(errno.EDQUOT, "no more files"),
+        when=lambda call, path: bool(broken) and call == "open" and f"/{JOURNAL}/." in str(path),
+    )
+    now = Clock(0.0)
+    writer = JournalWriter(tmp_path, fs=fs, now=now)
+    tell(writer, 1)
+    now.seconds += 2
+    writer.flush()
+    assert not writer.is_due
+    broken.clear()
+    assert marks(tmp_path) == []
+    now.seconds += 3600
+    writer.show_life()
+    assert len(marks(tmp_path)) == 1
 
 
 def test_what_a_process_told_that_died_before_its_mark_was_moved_is_heard_after_a_while(tmp_path: Path) -> None:

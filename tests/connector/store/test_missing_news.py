@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Journals that cannot be read, or are not listed, for a while: nothing in them is lost, and nothing is heard twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from clocks import Clock
+from shared_engine import engine
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
+from store_faults import CrashError, CrashingFs, FailingFs
+from test_marks import following, hear, marks, tell
+
+from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal_reader import JournalReader
+from kvtier_connector.store.layout import JOURNAL
+from kvtier_connector.store.records import JournalLimits
+from kvtier_connector.store.scan import remove_old_journals
+
+
+class Unlisted(FileSystem):
+    """A volume that leaves names out of its listings, as one does whose files lie on a server that is away."""
+
+    def __init__(self) -> None:
+        self.leaves_out: Callable[[str], bool] = lambda _: False
+
+    def scandir(self, path: str) -> list[os.DirEntry[str]]:
+        return [entry for entry in super().scandir(path) if not self.leaves_out(entry.name)]
+
+
+@pytest.fixture
+def broken() -> list[bool]:
+    """Not empty while journals cannot be opened."""
+    return []
+
+
+@pytest.fixture
+def failing(broken: list[bool]) -> FileSystem:
+    return FailingFs(OSError(errno.EIO, "broken"), when=lambda call, _: bool(broken) and call == "open")
+
+
+def test_what_could_not_be_read_for_long_is_heard_when_it_can_be(
+    tmp_path: Path, failing: FileSystem, broken: list[bool]
+) -> None:
+    writer = JournalWriter(tmp_path)
+    tell(writer, 1)
+    reader = following(tmp_path, failing)
+    tell(writer, 2)
+    broken.append(True)
+    for _ in range(100):
+        with pytest.raises(StoreUnavailable, match="broken"):
+            hear(reader)
+    broken.clear()
+    assert hear(reader) == [2]
+
+
+def test_a_journal_that_is_doubted_and_cannot_be_read_is_read_later(
+    tmp_path: Path, failing: FileSystem, broken: list[bool]
+) -> None:
+    fs, now = CrashingFs(10**9), Clock(0.0)
+    writer = JournalWriter(tmp_path, fs=fs)
+    tell(writer, 1)
+    reader = following(tmp_path, failing, now)
+    fs.crash_after(3)
+    with pytest.raises(CrashError):
+        tell(writer, 2)
+    now.seconds += 300
+    broken.append(True)
+    with pytest.raises(StoreUnavailable, match="broken"):
+        hear(reader)
+    assert not reader.has_read_all
+    broken.clear()
+    assert hear(reader) == [2]
+
+
+def test_who_starts_while_a_journal_is_removed_hears_nothing_old(tmp_path: Path) -> None:
+    for number in range(3):
+        tell(JournalWriter(tmp_path), number)
+    for mark in marks(tmp_path):
+        mark.unlink()
+    leaving = sorted((tmp_path / JOURNAL).iterdir())[1]
+
+    class Removing(FileSystem):
+        def stat(self, path: str) -> os.stat_result:
+            if path == str(leaving):
+                leaving.unlink()
+            return super().stat(path)
+
+    now = Clock(0.0)
+    reader = JournalReader(tmp_path, fs=Removing(), now=now)
+    reader.start()
+    assert reader.count_active(0.0) == 2
+    assert hear(reader) == []
+
+
+@pytest.mark.parametrize("hours", [0, 1, 20])
+def test_a_journal_that_is_not_listed_for_a_while_is_read_on_where_it_was_left(tmp_path: Path, hours: int) -> None:
+    writer, fs, now = JournalWriter(tmp_path), Unlisted(), Clock(0.0)
+    tell(writer, 1)
+    reader = following(tmp_path, fs, now)
+    tell(writer, 2)
+    assert hear(reader) == [2]
+    fs.leaves_out = lambda name: writer.writer in name
+    assert hear(reader) == []
+    places = reader.places()
+    tell(writer, 3)
+    now.seconds += 3600 * hours
+    assert hear(reader) == []
+    assert reader.places() == places
+    fs.leaves_out = lambda _: False
+    assert hear(reader) == [3]
+
+
+def test_blocks_that_are_gone_do_not_come_back_with_a_journal_that_was_not_listed(root: Path) -> None:
+    fs = Unlisted()
+    storing, removing, other = engine(root), engine(root), engine(root, fs, max_bytes=100 * BLOCK_BYTES)
+    storing.put(key(1), payload(1))
+    storing.synchronize()
+    (journal,) = [path.name for path in (root / JOURNAL).glob("*.kvj") if path.stat().st_size > 128]
+    removing.synchronize()
+    other.synchronize()
+    assert other.state(key(1)) is Presence.PRESENT
+    removing.delete(key(1), payload_bytes=PAYLOAD_BYTES)
+    removing.synchronize()
+    other.synchronize()
+    fs.leaves_out = lambda name: name == journal
+    other.synchronize()
+    fs.leaves_out = lambda _: False
+    other.synchronize()
+    assert other.state(key(1)) is Presence.ABSENT
+    assert other.usage_bytes() == 0
+
+
+def test_of_journals_that_are_gone_for_good_nothing_is_kept(tmp_path: Path) -> None:
+    writer, now = JournalWriter(tmp_path, limits=JournalLimits(segment_bytes=256, segments=16)), Clock(0.0)
+    reader = following(tmp_path, now=now)
+    for _ in range(100):
+        tell(writer, 1, 2)
+        assert hear(reader) == [1, 2]
+    assert len(reader.places()) < 40
+    for path in (tmp_path / JOURNAL).glob("*.kvj"):
+        path.unlink()
+    hear(reader)
+    now.seconds += 2 * 86_400
+    hear(reader)
+    assert reader.places() == {}
+
+
+def test_a_mark_that_somebody_else_removes_keeps_no_other_of_a_dead_process(tmp_path: Path) -> None:
+    for number in range(3):
+        tell(JournalWriter(tmp_path), number)
+    for path in (tmp_path / JOURNAL).iterdir():
+        os.utime(path, ns=(10**9, 10**9))
+
+    class Overtaken(FileSystem):
+        is_first = True
+
+        def unlink(self, path: str) -> None:
+            if self.is_first and f"{JOURNAL}/." in path:
+                self.is_first = False
+                super().unlink(path)
+            super().unlink(path)
+
+    assert len(remove_old_journals(tmp_path, 3600.0, fs=Overtaken())) == 3
+    assert list((tmp_path / JOURNAL).iterdir()) == []
+
+
+def test_to_remove_old_journals_takes_one_listing(tmp_path: Path) -> None:
+    tell(JournalWriter(tmp_path), 1)
+    fs = CrashingFs(10**9)
+    assert remove_old_journals(tmp_path, 3600.0, fs=fs) == []
+    assert fs.calls == ["scandir", "stat"]
