@@ -96,7 +96,7 @@ class CephFs(SharedVolume):
         self._tell("fs", "new", "kv", "names", "bytes")
         self._start("metadata", "ceph-mds", "a")
         wait_for(lambda: "up:active" in self._tell("mds", "stat"), "names are served", seconds=_START_SECONDS)
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             self._mount_at(directory)
         wait_for(lambda: os.statvfs(self.a).f_bavail > 0, "there is room", seconds=_START_SECONDS)
 

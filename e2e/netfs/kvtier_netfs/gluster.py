@@ -143,7 +143,7 @@ class GlusterDistribute(SharedVolume):
             _REMOTE.format(number=number, ping_seconds=self.ping_seconds, **at(port))
             for number, port in enumerate(_PORTS)
         )
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             name = f"client-{directory.name}"
             command = self._command("glusterfs", name, remotes + self._spread + _CLIENT)
             more = [f"--{option}" for option in self.options.split(",") if option]

@@ -62,7 +62,7 @@ class MooseFs(SharedVolume):
                 "CSSERV_LISTEN_PORT": port,
             }
             self._start(server, "mfschunkserver", settings)
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             options = ["-o", self.options] if self.options else []
             self._mount(
                 f"client-{directory.name}",

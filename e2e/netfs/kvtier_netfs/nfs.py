@@ -70,7 +70,7 @@ class Nfs(SharedVolume):
         Path("/run/ganesha").mkdir(exist_ok=True)
         self._serve("ganesha", ["ganesha.nfsd", "-F", "-f", str(settings), "-L", str(log), "-p", str(process)])
         wait_for(lambda: self.servers.listens(_PORT), "the server listens")
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             # As of two nodes: of one node they would share what they know.
             options = f"{self._mount_with},proto=tcp,hard,noatime,nosharecache"
             more = f"{options},{self.options}" if self.options else options

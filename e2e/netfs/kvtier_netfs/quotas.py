@@ -31,7 +31,7 @@ class XfsQuota(SharedVolume):
             disk = self._image("disk", mib=_DISK_MIB, options="prjquota")
         except UnavailableError as error:
             raise UnavailableError("this kernel has no quotas of xfs (CONFIG_XFS_QUOTA)") from error
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             self._bind(disk, directory)
 
 
@@ -50,5 +50,5 @@ class BtrfsQuota(SharedVolume):
         disk = self._image("disk", mib=_DISK_MIB, options="commit=1", format_with=("mkfs.btrfs", "-q"))
         run("btrfs", "quota", "enable", str(disk))
         run("btrfs", "subvolume", "create", str(disk / "files"))
-        for directory in (self.a, self.b):
+        for directory in self.mounts:
             self._bind(disk / "files", directory)

@@ -105,7 +105,7 @@ class Servers:
 
 
 class SharedVolume(ABC):
-    """One file system, mounted at `a` and `b`. Use it as a context; what it started ends with the context."""
+    """One file system, mounted as by several nodes. Use it as a context; what it started ends with the context."""
 
     name: ClassVar[str]
     commands: ClassVar[dict[str, str]]
@@ -113,15 +113,17 @@ class SharedVolume(ABC):
     serving: ClassVar[tuple[str, ...]]
     """The servers that hold files, by name."""
 
-    def __init__(self, base: Path, *, options: str = "") -> None:
+    def __init__(self, base: Path, *, options: str = "", nodes: int = 2) -> None:
         """Store the settings.
 
         Args:
             base: An empty directory of its own, on a local disk.
             options: More options of the mounts, as after ``-o``.
+            nodes: How often it is mounted, twice at least.
         """
         self.base = base
         self.a, self.b = base / "a", base / "b"
+        self.mounts = (self.a, self.b, *(base / f"mount{number}" for number in range(3, nodes + 1)))
         self.options = options
         self.servers = Servers(base)
         self._undo = contextlib.ExitStack()
@@ -142,7 +144,7 @@ class SharedVolume(ABC):
         if reason := self.why_not():
             raise UnavailableError(reason)
         with self._undo as undo:
-            for directory in (self.base, self.a, self.b):
+            for directory in (self.base, *self.mounts):
                 directory.mkdir(parents=True, exist_ok=True)
             undo.callback(self.servers.stop, "network")
             self.servers.make_network()
