@@ -12,9 +12,8 @@ import pytest
 
 import kvtier_connector
 import kvtier_operator
-from kvtier_connector.contract import BLOCK_FORMAT_VERSION, ConnectorConfig, decode, encode
+from kvtier_connector.contract import ConnectorConfig, decode, encode
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store import format as block_format
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_MODULE = 400
@@ -48,10 +47,6 @@ def test_every_source_file_names_its_licence() -> None:
 
 def test_operator_and_connector_are_one_release() -> None:
     assert kvtier_operator.__version__ == kvtier_connector.__version__
-
-
-def test_the_contract_names_the_format_that_the_store_writes() -> None:
-    assert block_format.FORMAT_VERSION == BLOCK_FORMAT_VERSION
 
 
 def test_a_document_reads_back_as_it_was_written() -> None:

@@ -52,6 +52,7 @@ _REFUSALS: Final = {
     "tenant": "the engine keeps the prompt off the volume: it names no tenant as spec.disk.tenants asks for",
     "adapter": "the engine keeps the prompt off the volume: the files of its adapter cannot be told from others",
     "no_store": "the prompt says kvtier_store: false, so no block of it is written; leave that out",
+    "weights": "the engine's weights were replaced, and it has no directory of these yet; send the prompt again",
 }
 """By what an engine calls it."""
 

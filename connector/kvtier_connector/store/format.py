@@ -11,6 +11,7 @@ import struct
 import zlib
 from typing import Any, NamedTuple
 
+from kvtier_connector.contract import BLOCK_FORMAT_VERSION
 from kvtier_connector.store.checksums import CHECKSUM_BYTES, DEFAULT_ALGORITHM, Algorithm
 from kvtier_connector.store.layout import (
     ADAPTER_CHARACTERS,
@@ -32,7 +33,7 @@ from kvtier_connector.store.layout import (
 
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTB"
-FORMAT_VERSION = 4
+FORMAT_VERSION = BLOCK_FORMAT_VERSION
 WIDTHS = (1, 2, 4)
 """Bytes of the numbers in a compressed block: 2 for bfloat16 and float16, 1 for the formats of 8 bits."""
 KEY_CHECK_BYTES = 8

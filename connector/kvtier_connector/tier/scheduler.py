@@ -36,7 +36,7 @@ from kvtier_connector.store.layout import block_path
 from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens
+from kvtier_connector.tier.metrics import DISK, MEMORY, NEW_WEIGHTS, NOTHING, FirstTokens
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
 from kvtier_connector.tier.worker import KVTierMetadata, Question
@@ -334,6 +334,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         tokens = min(prompt_tokens // size * size for size in sizes)
         request, volume = self.manager.request(status.req_context), self.manager.volume
         refusal = request.refusal or (None if request.hints.may_store else NO_STORE)
+        if refusal is None and not volume.is_at_home:
+            refusal = NEW_WEIGHTS
         keys = () if refusal else self._keys_of(status, tokens, begin=0)
         named = [block_path(request.block_key(key)) for key in keys]
         return {"directory": volume.root, "blocks": named, "refused": refusal}

@@ -167,6 +167,11 @@ class SharedVolumeTier(SecondaryTierManager):
         """Whether the workers are to tell which weights there are."""
         return self._sites.weights.is_doubted
 
+    @property
+    def is_at_home(self) -> bool:
+        """Whether the directory in use is that of the weights: they are known, and there was room to go there."""
+        return not (self.is_doubting or self._sites.is_elsewhere)
+
     def settle_weights(self, found: Sequence[str | None]) -> None:
         """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
         if self._sites.settle(found):
@@ -268,9 +273,9 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
         is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
         self._why_not_loading = (
-            metrics.NEW_WEIGHTS
-            if self.is_doubting or self._sites.is_elsewhere
-            else why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
+            why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
+            if self.is_at_home
+            else metrics.NEW_WEIGHTS
         )
         self.transfers.drain()
         if self._volume.refused_field and self.transfers:
@@ -344,7 +349,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def _why_not_storing(self) -> str | None:
         if self.drain.is_over:
             return metrics.SHUTDOWN
-        if self.is_doubting or self._sites.is_elsewhere:
+        if not self.is_at_home:
             return metrics.NEW_WEIGHTS
         if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
             return cause

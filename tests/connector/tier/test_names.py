@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape
 from engine_rig import SimulatedEngine
-from rig import Rigs
+from rig import Rigs, wait_until
 
 PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 3))
 
@@ -70,3 +73,29 @@ def test_who_is_kept_off_the_volume_is_told_why(engines: Engines, params: dict[s
     assert told is not None
     assert told["kvtier"]["refused"] == refused
     assert bool(told["kvtier"]["blocks"]) == (refused is None)
+
+
+def test_an_engine_without_a_directory_of_its_weights_names_none(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    engine = engines.make()
+    with monkeypatch.context() as full:
+        full.setattr(os, "memfd_create", exhausted)
+        engine.update_weights(7)
+        told = ask(engine, "meanwhile", PROMPT, kvtier_blocks=True)
+    assert told is not None
+    assert (told["kvtier"]["refused"], told["kvtier"]["blocks"]) == ("weights", [])
+    steps = itertools.count()
+
+    def has_moved() -> bool:
+        engine.ask(f"then {next(steps)}", PROMPT)
+        return engine.tier.root != str(engines.rigs.root)
+
+    wait_until(has_moved, "the directory of the weights is used")
+    told = ask(engine, "afterwards", PROMPT, kvtier_blocks=True)
+    assert told is not None
+    assert told["kvtier"]["refused"] is None
+    assert told["kvtier"]["directory"] == engine.tier.root
