@@ -152,9 +152,9 @@ class Dispatcher:
                 pipe.send(tokens)
 
     def share(self, share: float) -> None:
-        """Let this share of the movers store."""
+        """Let this share of the movers store at most, but one at least."""
         movers = self._crew.size if self._crew.is_usable else self._settings.threads
-        head = Head(self._crew.size, max(1, round(share * movers)))
+        head = Head(self._crew.size, max(1, int(share * movers)))
         if head != self._head:
             self._head = head
             self._board.set_head(head)

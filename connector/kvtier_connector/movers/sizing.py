@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+FEWEST = 3
+"""However few processors there are: so two can store, and one is free for a load, also where writes hang."""
+
 _LOOK_SECONDS = 0.25
 _TRIAL_SECONDS = 1.0
 """After so long, processes that were added have begun to work, and it shows whether they help."""

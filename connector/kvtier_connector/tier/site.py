@@ -25,6 +25,7 @@ from kvtier_connector.fingerprints.weights import Weights, can_change_unseen, jo
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
+from kvtier_connector.movers.sizing import FEWEST
 from kvtier_connector.movers.tasks import MOST_PROBED, Lane, Task
 from kvtier_connector.store.breaker import Direction, State
 from kvtier_connector.store.fs import FileSystem
@@ -267,7 +268,7 @@ def _movers_settings(config: ConnectorConfig) -> MoversSettings:
         keys_dir=config.keys_dir,
         compression=config.compression,
         processes=config.io_threads if config.io_processes is None else config.io_processes,
-        first_processes=len(os.sched_getaffinity(0)) if config.io_processes is None else 0,
+        first_processes=max(FEWEST, len(os.sched_getaffinity(0))) if config.io_processes is None else 0,
         threads=config.io_threads,
         deadline_seconds=config.load_deadline_seconds,
         probe_seconds=min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds),

@@ -207,6 +207,24 @@ def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypat
     fs.open_gate()
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_writes_that_hang_leave_a_mover_for_loads(rigs: Rigs, threads: int) -> None:
+    rigs.write(keys(4, first=10))
+    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
+    rig = rigs.make(fs=fs, io_threads=threads)
+    rig.begin_offload(keys(4))
+
+    def are_hanging() -> bool:
+        rig.end_step()
+        rig.poll()
+        return fs.waiting == threads - 1
+
+    wait_until(are_hanging, "the writes hang")
+    assert rig.serve(keys(4, first=10)).hit_blocks == 4
+    assert fs.waiting == threads - 1
+    fs.open_gate()
+
+
 def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
     rigs.write(keys(2))
     fs = GatedFs(is_read_of(key(0), key(1)))

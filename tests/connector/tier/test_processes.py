@@ -245,6 +245,18 @@ def is_open(fd: int) -> bool:
     return True
 
 
+def test_an_engine_on_one_processor_has_a_mover_for_loads_while_others_store(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    # On a volume that answers at once nothing asks for more of them.
+    monkeypatch.setattr("kvtier_connector.store.shared.SharedStore.measure_round_trip", lambda _: None)
+    rig = rigs.make(io_processes=None)
+    rig.offload(keys(4))
+    assert rig.serve(keys(4)).hit_blocks == 4
+    assert rig.metric("vllm:kvtier_disk_io_processes") == 3
+
+
 def test_an_engine_without_a_descriptor_left_for_the_directory_of_new_weights_serves_without_and_tries_again(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
