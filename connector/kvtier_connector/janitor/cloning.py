@@ -21,7 +21,7 @@ from kvtier_connector.janitor.by_hand import find_tier
 from kvtier_connector.janitor.chores import Outcome
 from kvtier_connector.store import identity
 from kvtier_connector.store.check import verify_open
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.format import FORMAT_VERSION, Fault
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, READ_FLAGS, make_directories
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.keyring import Keyring
@@ -62,9 +62,7 @@ def clone(  # noqa: PLR0913 - keywords with defaults
         IdentityMismatch: what is at the target is another's.
     """
     root = find_root(directory, generation)
-    document = identity.read(root)
-    if document is None:
-        raise ConfigInvalid(f"{root}: has no tier.json, so nobody can tell whose blocks these are; it is not copied")
+    document = read_identity(root)
     target, progress = Path(to).absolute() / root.name, Progress(tell)
     if target.resolve() == root.resolve():
         raise ConfigInvalid(f"{to}: is the tier that is to be copied; name another directory")
@@ -119,6 +117,24 @@ def find_root(directory: Path, generation: str | None) -> Path:
             f"{tier}: holds several generations; name one with --generation: {', '.join(sorted(roots))}"
         )
     return roots[generation] if generation is not None else next(iter(roots.values()))
+
+
+def read_identity(root: Path) -> dict[str, Any]:
+    """Return what a generation says of itself, so that its blocks can be taken elsewhere.
+
+    Raises:
+        ConfigInvalid: it has no description, or this release reads none of its blocks.
+        IdentityMismatch: the description cannot be understood.
+        StoreUnavailable: it cannot be read.
+    """
+    document = identity.read(root)
+    if document is None:
+        raise ConfigInvalid(f"{root}: has no tier.json, so nobody can tell whose blocks these are; none is copied")
+    if (version := document.get("format")) != FORMAT_VERSION:
+        raise ConfigInvalid(
+            f"{root}: is of format {version!r}, of which this release reads no block; take the release that wrote it"
+        )
+    return document
 
 
 def _some(root: Path, progress: Progress, threads: int) -> Iterator[list[BlockEntry]]:

@@ -21,7 +21,7 @@ from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import JournalWriter
-from kvtier_connector.store.layout import TENANTS, BlockKey, adapter_name_label
+from kvtier_connector.store.layout import TENANTS, BlockKey, adapter_name_label, parse_earlier_block_path
 from kvtier_connector.store.progress import Progress
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
@@ -169,7 +169,8 @@ def _choose(  # noqa: PLR0913 - keywords
     if criteria.needs_headers:
         members = _members(root, criteria, progress, fs=fs, threads=threads, unread=unread)
         progress.finish()
-    for entry in scan(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
+    for found in scan(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
+        entry = _with_earlier(found)
         if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
             continue
         if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
@@ -182,27 +183,39 @@ def _choose(  # noqa: PLR0913 - keywords
         yield entry
 
 
+def _with_earlier(entry: BlockEntry | Leftover) -> BlockEntry | Leftover:
+    """Take what an earlier format has for the block that it is: it holds what a block holds."""
+    is_earlier = isinstance(entry, Leftover) and entry.kind is LeftoverKind.EARLIER
+    key = parse_earlier_block_path(entry.path) if is_earlier else None
+    return entry if key is None else BlockEntry(key, entry.path, entry.size, entry.mtime_ns)
+
+
 def _members(  # noqa: PLR0913 - keywords
     root: Path, criteria: Criteria, progress: Progress, *, fs: FileSystem, threads: int, unread: list[OSError]
 ) -> set[BlockKey]:
     """Return the keys of the blocks whose headers say that they are meant; opens every block of the tenant."""
-    keys = [
-        entry.key
-        for entry in scan(root, fs=fs, threads=threads, unread=[])
-        if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}
-    ]
+    keys: list[BlockKey] = []
+    # A block of an earlier format may continue the prefix, or be the adapter's.
+    earlier: list[BlockKey] = []
+    for found in scan(root, fs=fs, threads=threads, unread=[]):
+        entry = _with_earlier(found)
+        if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}:
+            (keys if entry is found else earlier).append(entry.key)
     parents: dict[BlockKey, BlockKey] = {}
     of_adapter: set[BlockKey] = set()
     label = None if criteria.lora is None else adapter_name_label(criteria.lora)
-    without_header = 0
+
+    def may_be_meant(key: BlockKey) -> bool:
+        return label is not None or key.hash != criteria.prefix
+
+    without_header = sum(map(may_be_meant, earlier))
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
         for number, some in enumerate(_parts(keys)):
             progress.reach(min(1.0, number * _MEET_AT_ONCE / max(1, len(keys))))
-            found, refused = meet_all(pool, fs, str(root), some)
+            met_here, refused = meet_all(pool, fs, str(root), some)
             unread += [each.error for each in refused]
-            for met in found:
-                # A block of an earlier format may continue the prefix, or be the adapter's.
-                without_header += met.header is None and (label is not None or met.key.hash != criteria.prefix)
+            for met in met_here:
+                without_header += met.header is None and may_be_meant(met.key)
                 if met.header is None:
                     continue
                 if met.header.lineage.parent:
@@ -215,6 +228,7 @@ def _members(  # noqa: PLR0913 - keywords
             f"{without_header} blocks whose {what} cannot be read; purge this generation with --generation {root.name}"
         )
         unread += [OSError(message)] * without_header
+    keys += earlier
     continuing = set(keys) if criteria.prefix is None else _continuing(keys, parents, criteria.prefix)
     return continuing if label is None else continuing & of_adapter
 

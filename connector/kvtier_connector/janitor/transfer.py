@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 from kvtier_connector.errors import ConfigInvalid, IdentityMismatch
 from kvtier_connector.janitor.chores import Outcome
-from kvtier_connector.janitor.cloning import find_root
+from kvtier_connector.janitor.cloning import find_root, read_identity
 from kvtier_connector.janitor.hottest import left_out
 from kvtier_connector.store import identity
 from kvtier_connector.store.check import verify_open
@@ -62,9 +62,7 @@ def export(  # noqa: PLR0913 - keywords with defaults
         OSError: the stream does not take it.
     """
     root = find_root(directory, generation)
-    document = identity.read(root)
-    if document is None:
-        raise ConfigInvalid(f"{root}: has no tier.json, so nobody can tell whose blocks these are; it is not exported")
+    document = read_identity(root)
     cold = frozenset() if most_bytes is None else left_out(root, most_bytes)
     progress, counts = Progress(tell), Counter[str]()
     with tarfile.open(fileobj=to, mode="w|", format=tarfile.PAX_FORMAT) as archive:

@@ -39,6 +39,7 @@ from kvtier_connector.store.verify import PIECE_BYTES
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
     LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
+    LeftoverKind.EARLIER: "an earlier format has blocks there, and this release looks for none; it can be removed",
     LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
 }
 _MOVED = "a reader moves it away, and the block is computed again"

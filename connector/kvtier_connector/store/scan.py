@@ -29,6 +29,7 @@ from kvtier_connector.store.layout import (
     is_quarantined,
     mark_path,
     parse_block_path,
+    parse_earlier_block_path,
     parse_journal_path,
     parse_mark_path,
 )
@@ -54,6 +55,8 @@ class LeftoverKind(enum.Enum):
     """Its writer died before the rename."""
     QUARANTINED = "quarantined"
     """A reader found it damaged and moved it away."""
+    EARLIER = "earlier"
+    """An earlier format has blocks there; no engine of this release looks for it."""
     FOREIGN = "foreign"
     """Nothing here makes such a name."""
 
@@ -122,7 +125,11 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
         return BlockEntry(key, path, size, mtime_ns)
     if is_file and is_quarantined(path):
         return Leftover(LeftoverKind.QUARANTINED, path, size, mtime_ns)
-    kind = LeftoverKind.PARTIAL if is_file and is_partial(name) else LeftoverKind.FOREIGN
+    kind = LeftoverKind.FOREIGN
+    if is_file and is_partial(name):
+        kind = LeftoverKind.PARTIAL
+    elif is_file and parse_earlier_block_path(path) is not None:
+        kind = LeftoverKind.EARLIER
     return Leftover(kind, path, size, mtime_ns)
 
 
