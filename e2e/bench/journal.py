@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import lzma
 import os
 import platform
 import shlex
@@ -44,12 +45,23 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file; a line that a time-out cut off is left out."""
+    """Return the records of a file, or of what `xz` made of it; a line that a time-out cut off is left out."""
+    packed = _packed(path)
+    text = path.read_text("utf-8") if path.exists() or not packed.exists() else lzma.decompress(packed.read_bytes()).decode()
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return records
+
+
+def exists(path: Path) -> bool:
+    """Tell whether `read` finds records."""
+    return path.exists() or _packed(path).exists()
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.xz")
 
 
 def describe_run(**settings: Any) -> Record:

@@ -218,9 +218,9 @@ def main() -> None:
 
     for argument in sys.argv[1:]:
         directory = Path(argument)
-        if (directory / "engine.jsonl").exists():
+        if journal.exists(directory / "engine.jsonl"):
             print(engine_report(directory))
-        if (directory / "store.jsonl").exists():
+        if journal.exists(directory / "store.jsonl"):
             print(store_report(directory))
 
 

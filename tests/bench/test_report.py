@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 from e2e.bench import journal, outputs
@@ -182,3 +183,14 @@ def test_the_store_report_compares_ours_with_the_plain_reader_and_with_one_job_o
     row = next(line for line in store_report(tmp_path).splitlines() if line.startswith("| 8 MiB, 16 threads"))
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["20.0", "19.0", "3.80", "95.0 %", "5.00x"]
     assert (tmp_path / "store-tmpfs-load.png").stat().st_size > 0
+
+
+def test_records_that_were_packed_to_be_kept_give_the_same_report(tmp_path: Path) -> None:
+    path = tmp_path / "engine.jsonl"
+    write(path, [run(), single("fs", "disk_hit", 1.0), single("kvtier", "disk_hit", 0.2)])
+    assert not journal.exists(tmp_path / "store.jsonl")
+    plain = engine_report(tmp_path)
+    path.with_name("engine.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+    assert journal.exists(path)
+    assert engine_report(tmp_path) == plain
