@@ -49,6 +49,7 @@ LMCACHE: Final[dict[str, dict[str, Any]]] = {
     },
     "LMCache, Redis that is not there": {"type": "LMCache", "lmcache": _ABSENT},
     "LMCache, node's disk": {"type": "LMCache", "lmcache": {"localDisk": {"size": "1Gi"}}},
+    "Hybrid, LMCache with Redis": {"type": "Hybrid", "hybrid": {"lmcache": REDIS, "lmcacheMemory": "1Gi"}},
 }
 """LMCache on the CPU build, where the operator refuses it: in its process, a class of the test copies for it."""
 
@@ -91,7 +92,7 @@ def model_config(device: str) -> dict[str, Any]:
 def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the KVCacheTier of one connector."""
     is_cpu = device == "cpu"
-    is_lmcache = connector["type"] == "LMCache"
+    is_lmcache = connector["type"] == "LMCache" or "lmcache" in connector.get("hybrid", {})
     memory = ["--gpu-memory-utilization=0.15"] if is_cpu else ["--kv-cache-memory-bytes=4294967296"]
     memory += [] if is_cpu else ["--gpu-memory-utilization=0.12"]
     args = ["--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", *memory]

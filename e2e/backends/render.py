@@ -13,8 +13,11 @@ from e2e.backends import cases
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.parts import render
+from kvtier_operator.parts.backends.native import ON_CPU_BUILD, ON_DEVICE
 from kvtier_operator.plan import make_unchecked_plan
 
+CPU = "VLLM_CPU_KVCACHE_SPACE"
+"""A variable that engines on the CPU build have."""
 ABSENT = f"redis://127.0.0.1:{cases.ABSENT_PORT}"
 
 
@@ -29,6 +32,8 @@ def of_tier(title: str, body: dict[str, Any]) -> dict[str, Any]:
     objects = render(plan)
     container = engine_of(list(objects))
     config = next(each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"].endswith("tor"))
+    # On the CPU build LMCache has nothing to copy with in the engine's process.
+    needs_memcpy = "LMCacheConnectorV1" in json.dumps(container["args"]) and CPU in json.dumps(container["env"])
     return {
         "title": title,
         "tier": body,
@@ -36,14 +41,18 @@ def of_tier(title: str, body: dict[str, Any]) -> dict[str, Any]:
         "shares": plan.spec.connector.uses_volume or _finds_redis(body["spec"]["connector"]),
         "blocks": plan.spec.connector.blocks_of or body["metadata"]["name"],
         "command": container["command"],
-        "args": container["args"],
+        "args": [_copied_on_cpu(word) if needs_memcpy else word for word in container["args"]],
         "env": container["env"],
         "mounts": {each["name"]: each["mountPath"] for each in container["volumeMounts"]},
         "files": config["data"],
-        # On the CPU build LMCache has nothing to copy with in the engine's process.
-        "needs_memcpy": "LMCacheConnectorV1" in json.dumps(container["args"])
-        and "VLLM_CPU_KVCACHE_SPACE" in json.dumps(container["env"]),
+        "needs_memcpy": needs_memcpy,
     }
+
+
+def _copied_on_cpu(word: str) -> str:
+    """Return a word in which vLLM's tier in host memory, beside LMCache, is the one for its CPU build."""
+    device, cpu = (json.dumps(spec, sort_keys=True, separators=(",", ":"))[1:-1] for spec in (ON_DEVICE, ON_CPU_BUILD))
+    return word.replace(device, cpu)
 
 
 def engine_of(objects: list[dict[str, Any]]) -> dict[str, Any]:

@@ -47,7 +47,11 @@ class Journal:
 def read(path: Path) -> list[Record]:
     """Return the records of a file, or of what `xz` made of it; a line that a time-out cut off is left out."""
     packed = _packed(path)
-    text = path.read_text("utf-8") if path.exists() or not packed.exists() else lzma.decompress(packed.read_bytes()).decode()
+    text = (
+        path.read_text("utf-8")
+        if path.exists() or not packed.exists()
+        else lzma.decompress(packed.read_bytes()).decode()
+    )
     records = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):

@@ -126,3 +126,31 @@ def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> No
     assert at == "spec.volume"
     assert message.startswith("cannot be removed: the claim holds blocks")
     assert server.refusals(with_volume, without) == []
+
+
+@pytest.mark.parametrize("tag", ["v0.5.3", "v0.5.5-cu13", "0.4.1", "v0.5.0@sha256:" + "0" * 64])
+def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(tag: str, server: Admission) -> None:
+    changes = {"spec.connector": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}}}
+    body = tier({**changes, "spec.engine.image": f"registry.example/lmcache/vllm-openai:{tag}"})
+    with pytest.raises(SpecInvalid) as refused:
+        parse(body)
+    assert refused.value.field == "spec.engine.image"
+    assert "LMCache 0.5.6" in refused.value.message
+    assert server.refusals(body) == [("spec.engine.image", refused.value.message)]
+
+
+@pytest.mark.parametrize(
+    ("image", "mode"),
+    [
+        ("lmcache/vllm-openai:v0.5.6", "MultiProcess"),
+        ("lmcache/vllm-openai:v0.5.60", "MultiProcess"),
+        ("lmcache/vllm-openai:v0.50.1", "MultiProcess"),
+        ("lmcache/vllm-openai:latest", "MultiProcess"),
+        ("example/vllm-openai:v0.5.3", "MultiProcess"),
+        ("lmcache/vllm-openai:v0.5.3", "InProcess"),
+    ],
+)
+def test_other_images_are_taken(image: str, mode: str, server: Admission) -> None:
+    body = tier({"spec.connector": {"type": "LMCache", "lmcache": {"mode": mode}}, "spec.engine.image": image})
+    assert server.refusals(body) == []
+    parse(body)

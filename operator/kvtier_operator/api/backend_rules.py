@@ -169,6 +169,9 @@ _FIELDS: Final = (
     ),
 )
 
+_OLD_LMCACHE: Final = "(^|/)lmcache/vllm-openai:v?0[.]([0-4]|5[.][0-5])([^0-9].*)?$"
+"""LMCache's own images whose tags name a release before `lmcache.mp.autostart`."""
+
 LMCACHE_ENV: Final = (
     "LMCACHE_CHUNK_SIZE",
     "LMCACHE_CONFIG_FILE",
@@ -320,6 +323,19 @@ RULES: Final = (
             or _has_device(spec)
         ),
         field=".engine.accelerator.resource",
+    ),
+    Rule(
+        cel="!has(self.connector.lmcache) || self.connector.lmcache.mode != 'MultiProcess' || "
+        f"!self.engine.image.matches('{_OLD_LMCACHE}')",
+        message="is of an LMCache that cannot start the cache server of mode MultiProcess by itself, so that each "
+        "engine would wait for it and end: use an image with LMCache 0.5.6, or set spec.connector.lmcache.mode to "
+        "InProcess",
+        check=lambda spec: (
+            spec.connector.lmcache is None
+            or spec.connector.lmcache.mode != "MultiProcess"
+            or re.search(_OLD_LMCACHE, spec.engine.image) is None
+        ),
+        field=".engine.image",
     ),
     _one_engine_for_its_disk("connector.lmcache", lambda connector: connector.lmcache),
     _one_engine_for_its_disk(

@@ -22,6 +22,11 @@ from kvtier_operator.plan import TierPlan
 
 _OFFLOADING: Final = "OffloadingConnector"
 
+ON_DEVICE: Final = {"spec_name": "CPUOffloadingSpec"}
+"""vLLM's own tier in host memory."""
+ON_CPU_BUILD: Final = {"spec_name": "CpuBuildOffloadingSpec", "spec_module_path": "kvtier_connector.tier.cpu_build"}
+"""vLLM refuses to offload on its CPU build; a class of ours that copies with memcpy is one module away."""
+
 
 def bundled(plan: TierPlan) -> Rendered:
     """Return kvtier's own connector: host memory and the volume."""
@@ -68,12 +73,7 @@ def offloading(plan: TierPlan) -> Rendered:
 
 def offloading_connector(plan: TierPlan, settings: VLLMOffloading) -> dict[str, Any]:
     """Return vLLM's connector for host memory alone."""
-    # vLLM refuses to offload on its CPU build; a class of ours that copies with memcpy is one module away.
-    spec = (
-        {"spec_name": "CpuBuildOffloadingSpec", "spec_module_path": "kvtier_connector.tier.cpu_build"}
-        if _is_cpu_build(plan)
-        else {"spec_name": "CPUOffloadingSpec"}
-    )
+    spec = ON_CPU_BUILD if _is_cpu_build(plan) else ON_DEVICE
     gate = {"store_threshold": settings.store_threshold, "max_tracker_size": settings.max_tracker_size}
     return connector(
         _OFFLOADING,
