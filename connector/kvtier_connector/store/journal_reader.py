@@ -7,6 +7,7 @@ A mark beside a journal says how long it is. So one listing says which journals 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,13 +40,17 @@ class _Tail:
     is_met: bool = False
     """Whether it was read once."""
     is_over: bool = False
-    """Nothing will be added: its writer has begun the next segment, or a later release wrote it."""
+    """Nothing will be added: its writer has begun the next segment."""
+    is_strange: bool = False
+    """Its head cannot be read: a later release wrote it, or nobody has written it as a whole yet."""
     marks: frozenset[Mark] = frozenset()
     """Of its writer, as they were last seen; more than one where a listing caught a change, or somebody meddles."""
     marked_at: float = 0.0
     """When they were first seen so."""
     told: int = 0
     """Bytes that they say it has; 0 where they do not, or nobody waits for them any more."""
+    whole: float = math.inf
+    """Bytes before which whatever cannot be read is damaged: behind them a write may be under way, or have failed."""
     waits: int = 0
     """Reads since then that have found less."""
     is_doubted: bool = False
@@ -198,8 +203,12 @@ class JournalReader:
         if marks != tail.marks:
             tail.marks, tail.marked_at, tail.waits, tail.is_doubted = marks, self._now(), 0, False
             tail.told = last.size if last is not None and is_last else 0
+            tail.whole = math.inf if last is None or last.number > name.number else tail.told
+            if tail.is_strange:
+                tail.is_strange, tail.stalls = False, 0
         # Of an earlier segment it is not said how long it is, and a later one was begun just now.
-        return not is_last or tail.stalls > 0 or tail.is_behind or (not tail.is_doubted and self._is_doubtful(tail))
+        is_due = not is_last or tail.stalls > 0 or tail.is_behind or (not tail.is_doubted and self._is_doubtful(tail))
+        return is_due and not tail.is_strange
 
     def _is_doubtful(self, tail: _Tail) -> bool:
         return self._now() - tail.marked_at >= _DOUBT_SECONDS
@@ -250,8 +259,8 @@ class JournalReader:
                 if tail.offset == 0 and data:
                     if not is_head(data):
                         # A head is written with its first records: half a one is on its way, or is a later release's.
-                        tail.stalls += 1
-                        tail.is_over = tail.stalls > _MOST_STALLS
+                        tail.stalls += tail.whole > 0
+                        tail.is_strange = tail.stalls > _MOST_STALLS
                         return
                     tail.offset = RECORD_BYTES
                     data = data[RECORD_BYTES:]
@@ -268,6 +277,10 @@ class JournalReader:
         is_skipping = tail.stalls >= _MOST_STALLS
         for start in range(0, data.nbytes, RECORD_BYTES):
             if (record := decode_record(data[start : start + RECORD_BYTES])) is None:
+                if tail.offset >= tail.whole:
+                    # Its writer will write there again, and then say so.
+                    tail.stalls = 0
+                    break
                 if not is_skipping:
                     tail.stalls += 1
                     break

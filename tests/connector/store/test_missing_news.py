@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -136,6 +136,38 @@ def test_blocks_that_are_gone_do_not_come_back_with_a_journal_that_was_not_liste
     other.synchronize()
     assert other.state(key(1)) is Presence.ABSENT
     assert other.usage_bytes() == 0
+
+
+class Spoiling(FileSystem):
+    """A volume that leaves zeros where a write has failed."""
+
+    is_spoiling = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.is_spoiling:
+            os.pwrite(fd, bytes(300), offset)
+            raise OSError(errno.ENOSPC, "full")
+        return super().pwritev(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("before", [0, 1, 4])
+def test_what_a_write_that_failed_has_left_keeps_nobody_from_what_comes_there(tmp_path: Path, before: int) -> None:
+    fs, now = Spoiling(), Clock(0.0)
+    writer = JournalWriter(tmp_path, fs=fs, limits=JournalLimits(segment_bytes=600))
+    for _ in range(before):
+        tell(writer, 0)
+    reader = following(tmp_path, now=now)
+    fs.is_spoiling = True
+    with pytest.raises(StoreUnavailable, match="full"):
+        tell(writer, 1, 2)
+    now.seconds += 300
+    for _ in range(8):
+        assert hear(reader) == []
+    assert reader.has_read_all
+    fs.is_spoiling = False
+    tell(writer, 3)
+    assert hear(reader) == [1, 2, 3]
+    assert reader.damaged == 0
 
 
 def test_of_journals_that_are_gone_for_good_nothing_is_kept(tmp_path: Path) -> None:
