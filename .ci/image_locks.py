@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ("janitor", "operator", "router")
 """Extras of pyproject.toml, each with an image and a lock of its name."""
+BUILD = "build"
+"""What an image builds our package with."""
 IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 
 
@@ -41,10 +43,10 @@ def locked() -> dict[str, str]:
     return {name: name + rest for name, rest in entries}
 
 
-def render(image: str, wanted: list[str]) -> str:
-    """Return what the lock of an image is to say; what is installed here in another version is stale."""
+def render(title: str, wanted: list[str]) -> str:
+    """Return what a lock of an image is to say; what is installed here in another version is stale."""
     known = locked()
-    lines = [f"# The {image}'s image.", "# Written by `make generate`; installed with --no-deps."]
+    lines = [f"# {title}", "# Written by `make generate`; installed with --no-deps."]
     for name, version in sorted(closure(wanted).items()):
         entry = known.get(name, "")
         if not entry.startswith(f"{name}=={version} "):
@@ -55,10 +57,14 @@ def render(image: str, wanted: list[str]) -> str:
 
 def main() -> int:
     """Do as told."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    texts = {
+        image: render(f"The {image}'s image.", project["project"]["optional-dependencies"][image]) for image in IMAGES
+    }
+    texts[BUILD] = render("What the operator's image is built with.", project["build-system"]["requires"])
     stale = []
-    for image in IMAGES:
-        lock, text = ROOT / f"requirements/{image}.lock", render(image, project[image])
+    for name, text in texts.items():
+        lock = ROOT / f"requirements/{name}.lock"
         if sys.argv[1:] == ["--write"]:
             lock.write_text(text)
         elif not lock.exists() or lock.read_text() != text:
