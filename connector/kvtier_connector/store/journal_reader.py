@@ -26,7 +26,8 @@ _MOST_STALLS = 3
 _MOST_WAITS = 64
 """Reads after which nobody waits any more for what a mark tells of: some nodes have old bytes in mind for a minute."""
 _DOUBT_SECONDS = 240.0
-"""A journal whose mark has been the same for so long is read once more: its writer may have died before the next."""
+"""A journal whose mark has been the same for so long is read once more: its writer may have died before the next. Walks
+find that too, so one is read with each listing: each of a hundred readers would open a hundred at once."""
 _MISSING_SECONDS = 24 * 3600.0
 """For so long it is known up to where a journal was read that is not listed any more."""
 
@@ -45,16 +46,14 @@ class _Tail:
     """Its head cannot be read: a later release wrote it, or nobody has written it as a whole yet."""
     marks: frozenset[Mark] = frozenset()
     """Of its writer, as they were last seen; more than one where a listing caught a change, or somebody meddles."""
-    marked_at: float = 0.0
-    """When they were first seen so."""
+    doubted_at: float = math.inf
+    """When it is read although they tell of nothing new; infinite once it was."""
     told: int = 0
     """Bytes that they say it has; 0 where they do not, or nobody waits for them any more."""
     whole: float = math.inf
     """Bytes before which whatever cannot be read is damaged: behind them a write may be under way, or have failed."""
     waits: int = 0
     """Reads since then that have found less."""
-    is_doubted: bool = False
-    """Whether it was read although they tell of nothing new."""
 
     @property
     def is_behind(self) -> bool:
@@ -142,10 +141,11 @@ class JournalReader:
         last = {name.writer: name.number for name in names}
         self._keep(names, last)
         is_all = True
+        doubted = self._doubt()
         for name, tail in self._tails.items():
             if tail.is_over:
                 continue
-            if not self._is_due(name, tail, marks.get(name.writer, frozenset())):
+            if not self._is_due(name, tail, marks.get(name.writer, frozenset())) and tail is not doubted:
                 self._meet(name, tail)
                 continue
             try:
@@ -201,17 +201,26 @@ class JournalReader:
         last = max(marks, default=None)
         is_last = last is not None and last.number == name.number
         if marks != tail.marks:
-            tail.marks, tail.marked_at, tail.waits, tail.is_doubted = marks, self._now(), 0, False
+            tail.marks, tail.waits, tail.doubted_at = marks, 0, self._now() + _DOUBT_SECONDS
             tail.told = last.size if last is not None and is_last else 0
             tail.whole = math.inf if last is None or last.number > name.number else tail.told
             if tail.is_strange:
                 tail.is_strange, tail.stalls = False, 0
         # Of an earlier segment it is not said how long it is, and a later one was begun just now.
-        is_due = not is_last or tail.stalls > 0 or tail.is_behind or (not tail.is_doubted and self._is_doubtful(tail))
+        is_due = not is_last or tail.stalls > 0 or tail.is_behind
         return is_due and not tail.is_strange
 
-    def _is_doubtful(self, tail: _Tail) -> bool:
-        return self._now() - tail.marked_at >= _DOUBT_SECONDS
+    def _doubt(self) -> _Tail | None:
+        """Return the journal whose turn it is to be read although nothing is told of, if there is one."""
+        now = self._now()
+        readable = (tail for tail in self._tails.values() if not (tail.is_over or tail.is_strange))
+        doubted = min(
+            (tail for tail in readable if tail.doubted_at <= now), key=lambda tail: tail.doubted_at, default=None
+        )
+        if doubted is not None:
+            # Should it not be readable, the others are first.
+            doubted.doubted_at = now
+        return doubted
 
     def _end_read(self, tail: _Tail) -> None:
         """Note that a journal was read, as far as it is there; one that could not be is asked for again."""
@@ -219,7 +228,8 @@ class JournalReader:
             tail.waits += 1
             if tail.waits >= _MOST_WAITS:
                 tail.told = 0
-        tail.is_doubted = tail.is_doubted or self._is_doubtful(tail)
+        if tail.doubted_at <= self._now():
+            tail.doubted_at = math.inf
 
     def _end(self, name: JournalName, marks: frozenset[Mark]) -> _Tail:
         if len(marks) == 1 and (mark := max(marks)).number >= name.number:

@@ -224,6 +224,19 @@ def test_what_a_process_told_that_died_before_its_mark_was_moved_is_heard_after_
     assert counting.calls == ["scandir"] * 3
 
 
+def test_journals_in_doubt_are_read_one_with_each_listing(tmp_path: Path) -> None:
+    for number in range(5):
+        tell(JournalWriter(tmp_path), number)
+    fs, now = Counting(), Clock(0.0)
+    reader = following(tmp_path, fs, now)
+    now.seconds += 300
+    fs.calls.clear()
+    for _ in range(7):
+        assert hear(reader) == []
+        assert reader.has_read_all
+    assert fs.calls == ["scandir", *OPENED] * 5 + ["scandir"] * 2
+
+
 class Behind(WatchedFs):
     """A node that has in mind how long a file was."""
 

@@ -80,6 +80,23 @@ def test_a_journal_that_is_doubted_and_cannot_be_read_is_read_later(
     assert hear(reader) == [2]
 
 
+def test_a_doubted_journal_that_can_never_be_read_keeps_nobody_from_the_next(tmp_path: Path) -> None:
+    crashing, now = CrashingFs(10**9), Clock(0.0)
+    writers = sorted((JournalWriter(tmp_path, fs=crashing) for _ in range(2)), key=lambda writer: writer.writer)
+    for number, writer in enumerate(writers):
+        tell(writer, number)
+    unreadable = writers[0].writer
+    broken = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, path: call == "open" and unreadable in str(path))
+    reader = following(tmp_path, broken, now)
+    crashing.crash_after(3)
+    with pytest.raises(CrashError):
+        tell(writers[1], 2)
+    now.seconds += 300
+    with pytest.raises(StoreUnavailable, match="broken"):
+        hear(reader)
+    assert hear(reader) == [2]
+
+
 def test_who_starts_while_a_journal_is_removed_hears_nothing_old(tmp_path: Path) -> None:
     for number in range(3):
         tell(JournalWriter(tmp_path), number)
