@@ -195,6 +195,10 @@ class JournalReader:
             and now - since < _MISSING_SECONDS
             and name.number > last.get(name.writer, 0) - DEFAULT_LIMITS.segments
         }
+        if gone := missing.keys() - self._tails.keys() - self._missing.keys():
+            there = {name.writer for name in (*self._tails, *self._missing)}
+            for writer in {name.writer for name in gone} - there:
+                self._last_records.pop(writer, None)
 
     def _is_due(self, name: JournalName, tail: _Tail, marks: frozenset[Mark]) -> bool:
         """Say whether there may be something in a segment that was not read, by what its writer shows."""

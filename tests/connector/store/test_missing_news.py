@@ -197,9 +197,11 @@ def test_of_journals_that_are_gone_for_good_nothing_is_kept(tmp_path: Path) -> N
     for path in (tmp_path / JOURNAL).glob("*.kvj"):
         path.unlink()
     hear(reader)
+    assert reader.count_active(0.0) == 1
     now.seconds += 2 * 86_400
     hear(reader)
     assert reader.places() == {}
+    assert reader.count_active(0.0) == 0
 
 
 def test_a_mark_that_somebody_else_removes_keeps_no_other_of_a_dead_process(tmp_path: Path) -> None:
