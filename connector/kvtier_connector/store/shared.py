@@ -112,7 +112,7 @@ class SharedStore:
         self.has_news = threading.Event()
         """Set while this process has something to tell with the next `synchronize`."""
         self._uncounted: set[BlockKey] = set()
-        """Blocks that others used, and whose size nobody told since the last walk began; of who holds `_following`."""
+        """Blocks that were met or used, and whose size nobody told since the last walk began."""
         self._following = threading.Lock()
         self._walking = threading.Lock()
 
@@ -136,7 +136,7 @@ class SharedStore:
     def record_get(self, key: BlockKey, outcome: Outcome) -> None:
         """Remember the answer to a `get` or `stream` of another process's `BlockStore` on the same root."""
         if isinstance(outcome, Hit):
-            self._index.add(key)
+            self._meet(key)
             return
         if outcome is Fault.IO:
             # The volume failed, not the file: it is tried again after a while.
@@ -150,7 +150,7 @@ class SharedStore:
     def record_look_up(self, key: BlockKey, *, is_there: bool) -> None:
         """Remember the answer to a `look_up` of another process's `BlockStore` on the same root."""
         if is_there:
-            self._index.add(key)
+            self._meet(key)
         else:
             self._index.discard(key)
 
@@ -207,12 +207,18 @@ class SharedStore:
 
     def _record_put(self, key: BlockKey, outcome: StoreOutcome, lineage: Lineage = NO_LINEAGE) -> None:
         if isinstance(outcome, Stored):
+            self._uncounted.discard(key)
             self._index.add(key)
             self._index.renew_block(key)
             # What it takes of the volume, which is less if it was compressed.
             self._note(Op.STORED, key, outcome.bytes_written - HEADER_BYTES, lineage)
         elif isinstance(outcome, Present):
-            self._index.add(key)
+            self._meet(key)
+
+    def _meet(self, key: BlockKey) -> None:
+        """Note that the volume has a block, whose size is counted when its writer tells of it."""
+        if self._index.add(key):
+            self._uncounted.add(key)
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
         """Remove a block and tell the other processes; say whether it was there.
@@ -252,7 +258,7 @@ class SharedStore:
             if not found:
                 self._index.discard(key)
                 return None
-            self._index.add(key)
+            self._meet(key)
         return None
 
     def measure_round_trip(self) -> None:
@@ -357,12 +363,7 @@ class SharedStore:
 
     def _walk_here(self, root: Path, *, may_write: bool, is_stopped: Callable[[], bool]) -> Iterator[Batch]:
         return walk_here(
-            root,
-            may_write=may_write,
-            is_stopped=is_stopped,
-            fs=self._fs,
-            clock=self._clock,
-            threads=self._scan_threads,
+            root, may_write=may_write, is_stopped=is_stopped, fs=self._fs, clock=self._clock, threads=self._scan_threads
         )
 
     def usage_bytes(self) -> int:
@@ -391,8 +392,7 @@ class SharedStore:
                 self.blocks.learn_stored(record.payload_bytes, record.key.tenant)
         elif record.op == Op.USED:
             # Says what the block takes in memory, which is more than its file does if that is compressed.
-            if self._index.add(record.key):
-                self._uncounted.add(record.key)
+            self._meet(record.key)
         elif record.op == Op.GONE:
             was_present = self._index.discard(record.key)
             if was_present and record.payload_bytes and record.key not in self._uncounted:

@@ -186,3 +186,23 @@ def test_a_clock_that_jumps_changes_no_answer(root: Path, jump_seconds: int) -> 
     store.synchronize()
     other.synchronize()
     assert other.state(key(3)) is PRESENT
+
+
+@pytest.mark.parametrize("how", ["stored too", "read", "looked for"])
+def test_a_block_that_is_met_before_its_writer_tells_of_it_counts_once(root: Path, how: str) -> None:
+    one, other = engine(root), engine(root, max_bytes=100 * BLOCK_BYTES)
+    one.put(key(1), payload(1))
+    if how == "stored too":
+        assert other.put(key(1), payload(1)) == Present()
+    elif how == "read":
+        assert other.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    else:
+        other.record_look_up(key(1), is_there=True)
+    one.synchronize()
+    for _ in range(2):
+        other.synchronize()
+        assert other.usage_bytes() == BLOCK_BYTES
+    one.delete(key(1), payload_bytes=PAYLOAD_BYTES)
+    one.synchronize()
+    other.synchronize()
+    assert other.usage_bytes() == 0
