@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import ci_tools
-import kubernetes_validate
+import kubernetes_schemas
 import pytest
 import yaml
 
@@ -20,7 +20,7 @@ PAGES = sorted(
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_the_operator_installs_on_the_oldest_and_the_newest_kubernetes(version: str) -> None:
     for manifest in yaml.safe_load_all((ROOT / "docs/operator.yaml").read_text()):
-        kubernetes_validate.validate(manifest, version, strict=True)
+        kubernetes_schemas.validate(manifest, version)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

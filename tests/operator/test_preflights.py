@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_schemas
 import pytest
 from fake_cluster import FakeCluster
 from test_golden import VERSIONS
@@ -296,7 +296,7 @@ def test_a_failure_at_any_call_is_repaired_by_the_next_pass() -> None:
 def test_the_job_is_what_kubernetes_knows_and_what_the_restricted_standard_allows(version: str) -> None:
     job = started().look(JOB)
     assert job is not None
-    kubernetes_validate.validate(
+    kubernetes_schemas.validate(
         {field: value for field, value in job.items() if field != "status"}, version, strict=False
     )
     pod = job["spec"]["template"]["spec"]
