@@ -11,6 +11,10 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+PAUSES = 4
+"""How many times as long as a look the pause after it is."""
+LONGEST_PAUSE_SECONDS = 0.1
+
 
 def until(
     condition: Callable[[], Result],
@@ -19,12 +23,18 @@ def until(
     seconds: float = 120.0,
     pause_seconds: float = 0.01,
 ) -> Result:
-    """Return the first true result of the condition; fail when the deadline passes, and say what was waited for."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    """Return the first true result of the condition; fail when the deadline passes, and say what was waited for.
+
+    A condition that takes long to look at is looked at less often: what it waits for needs the processor, too.
+    """
+    asked = time.monotonic()
+    deadline, pause = asked + seconds, threading.Event()
     while not (result := condition()):
-        if time.monotonic() >= deadline:
+        answered = time.monotonic()
+        if answered >= deadline:
             raise AssertionError(f"still {result!r} after {seconds} s: {what() if callable(what) else what}")
-        pause.wait(pause_seconds)
+        pause.wait(max(pause_seconds, min(PAUSES * (answered - asked), LONGEST_PAUSE_SECONDS)))
+        asked = time.monotonic()
     return result
 
 

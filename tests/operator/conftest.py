@@ -42,6 +42,6 @@ def kubectl(api: ApiServerThread) -> Client:
 
 
 @pytest.fixture
-def controllers(kubectl: Client) -> Iterator[None]:
-    with Controllers(kubectl):
+def controllers(kubectl: Client, api: ApiServerThread) -> Iterator[None]:
+    with Controllers(kubectl, api):
         yield

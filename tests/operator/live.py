@@ -78,23 +78,27 @@ class Client:
 
     def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
         """Return a condition of a tier, or an empty one."""
-        found = self.get(TIERS, "kvcachetiers", name) or {}
-        conditions = found.get("status", {}).get("conditions", ())
-        return next((each for each in conditions if each["type"] == kind), {})
+        return _condition(self.get(TIERS, "kvcachetiers", name) or {}, kind)
 
     def is_ready(self, name: str = "llama") -> bool:
         """Tell whether the tier is ready in its present generation."""
         found = self.get(TIERS, "kvcachetiers", name) or {}
         current = found.get("metadata", {}).get("generation")
-        ready = self.condition("Ready", name)
+        ready = _condition(found, "Ready")
         return ready.get("status") == "True" and ready.get("observedGeneration") == current
+
+
+def _condition(tier: dict[str, Any], kind: str) -> dict[str, Any]:
+    conditions = tier.get("status", {}).get("conditions", ())
+    return next((each for each in conditions if each["type"] == kind), {})
 
 
 class Controllers:
     """What a real cluster does to children: binds claims, makes pods, reports Deployments. One thread, stateless."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, api: ApiServerThread) -> None:
         self._client = client
+        self._api = api
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -109,7 +113,12 @@ class Controllers:
         self._thread.join()
 
     def _run(self) -> None:
+        looked_at = -1
         while not self._stop.wait(0.05):
+            # What was right stays so until somebody writes.
+            if (version := self._api.server.version) == looked_at:
+                continue
+            looked_at = version
             try:
                 self._step()
             except urllib.error.HTTPError as error:

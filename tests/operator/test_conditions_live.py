@@ -24,7 +24,7 @@ Kubectl = Callable[..., str]
 @pytest.fixture
 def client(api: ApiServerThread) -> Iterator[Client]:
     found = Client(api.url)
-    with Controllers(found):
+    with Controllers(found, api):
         yield found
 
 

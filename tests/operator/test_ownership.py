@@ -159,7 +159,7 @@ def env_of(deployment: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.fixture
 def kubectl(api: ApiServerThread) -> Iterator[Client]:
     client = Client(api.url)
-    with Controllers(client), running(resync_seconds=3600):
+    with Controllers(client, api), running(resync_seconds=3600):
         body = tier()
         body["metadata"]["namespace"] = NAMESPACE
         client.apply_tier(body)

@@ -247,7 +247,7 @@ def replay(api: ApiServerThread, tmp_path: Path, values: dict[str, Any]) -> Rbac
         )
     kubectl = Client(api.url)
     try:
-        with Controllers(kubectl):
+        with Controllers(kubectl, api):
             for lifecycle in LIFECYCLES:
                 lifecycle(kubectl)
         process.send_signal(signal.SIGTERM)

@@ -68,12 +68,15 @@ def claim(name: str, **fields: Any) -> Json:
 
 
 def until(question: Callable[[], Result], seconds: float = 120) -> Result:
-    """Return the first answer that is true, asking until a deadline."""
-    deadline = time.monotonic() + seconds
+    """Return the first answer that is true, asking until a deadline, and less often what takes long to answer."""
+    asked = time.monotonic()
+    deadline = asked + seconds
     while not (answer := question()):
-        if time.monotonic() > deadline:
+        answered = time.monotonic()
+        if answered > deadline:
             raise AssertionError(f"still {answer!r} after {seconds:g} s")
-        time.sleep(0.03)
+        time.sleep(max(0.03, min(4 * (answered - asked), 0.15)))
+        asked = time.monotonic()
     return answer
 
 

@@ -82,6 +82,11 @@ class ApiServer:
         return self._api.audit
 
     @property
+    def version(self) -> int:
+        """The newest resourceVersion: each write has one of its own."""
+        return self._storage.version
+
+    @property
     def pod_logs(self) -> reads.PodLogs | None:
         """The function that reads the log of a container: `async (namespace, pod, container, tail) -> bytes`."""
         return self._api.pod_logs
