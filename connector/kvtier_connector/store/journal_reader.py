@@ -268,7 +268,8 @@ class JournalReader:
         fd = self._fs.open(self._path(name), READ_FLAGS)
         try:
             while True:
-                count = self._fs.preadv(fd, [buffer], tail.offset)
+                before = tail.offset
+                count = self._fs.preadv(fd, [buffer], before)
                 data = buffer[: count - count % RECORD_BYTES]
                 if tail.offset == 0 and data:
                     if not is_head(data):
@@ -279,7 +280,7 @@ class JournalReader:
                     tail.offset = RECORD_BYTES
                     data = data[RECORD_BYTES:]
                 yield from self._take(tail, data)
-                if count < _READ_BYTES or tail.stalls:
+                if count < _READ_BYTES or tail.stalls or tail.offset == before:
                     return
         finally:
             with contextlib.suppress(OSError):

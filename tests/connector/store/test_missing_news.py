@@ -159,17 +159,22 @@ class Spoiling(FileSystem):
     """A volume that leaves zeros where a write has failed."""
 
     is_spoiling = False
+    zeros = 300
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.is_spoiling:
-            os.pwrite(fd, bytes(300), offset)
+            os.pwrite(fd, bytes(self.zeros), offset)
             raise OSError(errno.ENOSPC, "full")
         return super().pwritev(fd, buffers, offset)
 
 
+@pytest.mark.parametrize("zeros", [300, 1 << 20])
 @pytest.mark.parametrize("before", [0, 1, 4])
-def test_what_a_write_that_failed_has_left_keeps_nobody_from_what_comes_there(tmp_path: Path, before: int) -> None:
+def test_what_a_write_that_failed_has_left_keeps_nobody_from_what_comes_there(
+    tmp_path: Path, before: int, zeros: int
+) -> None:
     fs, now = Spoiling(), Clock(0.0)
+    fs.zeros = zeros
     writer = JournalWriter(tmp_path, fs=fs, limits=JournalLimits(segment_bytes=600))
     for _ in range(before):
         tell(writer, 0)
