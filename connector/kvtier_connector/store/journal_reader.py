@@ -145,7 +145,8 @@ class JournalReader:
         for name, tail in self._tails.items():
             if tail.is_over:
                 continue
-            if not self._is_due(name, tail, marks.get(name.writer, frozenset())) and tail is not doubted:
+            is_due = self._is_due(name, tail, marks.get(name.writer, frozenset()))
+            if not (is_due or tail is doubted):
                 self._meet(name, tail)
                 continue
             try:
@@ -157,12 +158,13 @@ class JournalReader:
                 self._meet(name, tail)
                 self._end_read(tail)
             except OSError as error:
-                # One that was removed on the server, or is no file, says nothing of the volume, which has listed them.
-                if error.errno in LOST:
-                    self._end_read(tail)
-                else:
+                # One that was removed on the server, or is no file, says nothing of the volume, which has listed them;
+                # nor does one in which nothing is told of.
+                is_refused = error.errno not in LOST
+                self._end_read(tail, is_refused=is_refused)
+                if is_refused and is_due:
                     failed = error
-                is_all &= error.errno in NO_FILE
+                is_all &= error.errno in NO_FILE or not is_due
                 continue
             is_all &= tail.stalls == 0 and not tail.is_behind
             # Listed before it was read: the writer had begun the next one by then, so what was read was all.
@@ -218,22 +220,18 @@ class JournalReader:
         """Return the journal whose turn it is to be read although nothing is told of, if there is one."""
         now = self._now()
         readable = (tail for tail in self._tails.values() if not (tail.is_over or tail.is_strange))
-        doubted = min(
+        return min(
             (tail for tail in readable if tail.doubted_at <= now), key=lambda tail: tail.doubted_at, default=None
         )
-        if doubted is not None:
-            # Should it not be readable, the others are first.
-            doubted.doubted_at = now
-        return doubted
 
-    def _end_read(self, tail: _Tail) -> None:
+    def _end_read(self, tail: _Tail, *, is_refused: bool = False) -> None:
         """Note that a journal was read, as far as it is there; one that could not be is asked for again."""
-        if tail.is_behind:
+        if tail.is_behind and not is_refused:
             tail.waits += 1
             if tail.waits >= _MOST_WAITS:
                 tail.told = 0
-        if tail.doubted_at <= self._now():
-            tail.doubted_at = math.inf
+        if tail.doubted_at <= (now := self._now()):
+            tail.doubted_at = now + _DOUBT_SECONDS if is_refused else math.inf
 
     def _end(self, name: JournalName, marks: frozenset[Mark]) -> _Tail:
         if len(marks) == 1 and (mark := max(marks)).number >= name.number:
