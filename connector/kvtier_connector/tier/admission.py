@@ -155,6 +155,8 @@ class Pace:
         """Start without a measurement."""
         self._rates: list[float | None] = [None] * SIZES
         self._times = [-math.inf] * SIZES
+        self._nearest: list[int] = []
+        """By size, the nearest one that was measured; empty before the first measurement."""
 
     def observe(self, amount: int, seconds: float, now: float) -> None:
         """Take in that `amount` units, done together, took so long."""
@@ -163,16 +165,20 @@ class Pace:
         weight = max(SMALLEST_WEIGHT, 1.0 - math.exp(-(now - self._times[size]) / MEMORY_SECONDS))
         self._rates[size] = new if old is None else old + weight * (new - old)
         self._times[size] = now
+        if old is None:
+            self._find_nearest()
 
     def seconds(self, amount: int) -> float | None:
         """Say how long `amount` units would take together, by the nearest size measured; None before the first."""
-        size = size_of(amount)
-        measured = [number for number, rate in enumerate(self._rates) if rate is not None]
-        if not measured:
+        if not self._nearest:
             return None
-        # Of two sizes equally near, the larger: overheads weigh less there.
-        rate = self._rates[min(measured, key=lambda number: (abs(number - size), -number))]
+        rate = self._rates[self._nearest[size_of(amount)]]
         return None if rate is None else rate * amount
+
+    def _find_nearest(self) -> None:
+        measured = [number for number, rate in enumerate(self._rates) if rate is not None]
+        # Of two sizes equally near, the larger: overheads weigh less there.
+        self._nearest = [min(measured, key=lambda number: (abs(number - size), -number)) for size in range(SIZES)]
 
     def measured_at(self, amount: int, *, reach: int = 1) -> float:
         """Return when an amount of about this size was measured last; minus infinity if never.
