@@ -72,6 +72,15 @@ class _Transfer:
     """Whether its chunks were not written when they were offered first."""
 
 
+@dataclass(slots=True)
+class _Moved:
+    """What was moved in one direction since it was counted last: one count for many chunks."""
+
+    seconds: float = 0.0
+    blocks: int = 0
+    file_bytes: int = 0
+
+
 class Rows(NamedTuple):
     """The CPU tier."""
 
@@ -109,7 +118,7 @@ class Transfers:
         self._tasks: dict[int, _Transfer] = {}
         self._next_task = 0
         self._landed: list[Landed] = []
-        self._read_seconds, self._read_blocks, self._read_bytes = 0.0, 0, 0
+        self._read, self._written = _Moved(), _Moved()
         """Of the chunks that landed."""
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
@@ -218,15 +227,20 @@ class Transfers:
         """Return the chunks of loads that ended since the last call, and count them."""
         landed, self._landed = self._landed, []
         if landed:
-            self._stats.count(metrics.READ_SECONDS, self._read_seconds)
-            self._stats.count(metrics.READ_BLOCKS, self._read_blocks)
-            self._stats.count(metrics.READ_BYTES, self._read_bytes)
-            self._stats.count(metrics.LOADED_BLOCK_BYTES, self._read_blocks * self._row_bytes)
-            self._read_seconds, self._read_blocks, self._read_bytes = 0.0, 0, 0
+            read, self._read = self._read, _Moved()
+            self._stats.count(metrics.READ_SECONDS, read.seconds)
+            self._stats.count(metrics.READ_BLOCKS, read.blocks)
+            self._stats.count(metrics.READ_BYTES, read.file_bytes)
+            self._stats.count(metrics.LOADED_BLOCK_BYTES, read.blocks * self._row_bytes)
         return landed
 
     def take_finished(self) -> Sequence[JobResult]:
-        """Return the transfers that ended since the last call."""
+        """Return the transfers that ended since the last call, and count what was written."""
+        written, self._written = self._written, _Moved()
+        self._stats.count(metrics.WRITE_SECONDS, written.seconds)
+        self._stats.count(metrics.WRITTEN_BLOCKS, written.blocks)
+        self._stats.count(metrics.WRITTEN_BYTES, written.file_bytes)
+        self._stats.count(metrics.STORED_BLOCK_BYTES, written.blocks * self._row_bytes)
         finished, self._finished = self._finished, []
         return finished
 
@@ -282,11 +296,11 @@ class Transfers:
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.loading -= 1
-        self._read_seconds += done.seconds
+        self._read.seconds += done.seconds
         if isinstance(outcome, Hit):
             transfer.done.append(key)
-            self._read_blocks += 1
-            self._read_bytes += outcome.bytes_read
+            self._read.blocks += 1
+            self._read.file_bytes += outcome.bytes_read
         else:
             self._stats.count(metrics.MISSES, cause=self._load_cause(done))
             if outcome is Ending.LATE:
@@ -297,16 +311,17 @@ class Transfers:
     def _end_store(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.storing -= 1
-        self._stats.count(metrics.WRITE_SECONDS, done.seconds)
+        self._written.seconds += done.seconds
         if isinstance(outcome, Stored | Present):
             transfer.done.append(key)
             self._stored.append(key)
             self._shed.pop(key, None)
             self._drain.note(key, is_written=True)
-            self._stats.count(metrics.PRESENT_BLOCKS if isinstance(outcome, Present) else metrics.WRITTEN_BLOCKS)
             if isinstance(outcome, Stored):
-                self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
-                self._stats.count(metrics.STORED_BLOCK_BYTES, self._row_bytes)
+                self._written.blocks += 1
+                self._written.file_bytes += outcome.bytes_written
+            else:
+                self._stats.count(metrics.PRESENT_BLOCKS)
             return
         cause = self._store_cause(done)
         if cause not in _UNWANTED:
