@@ -105,6 +105,10 @@ def running_cluster(image: Path, data: Path) -> Iterator[tuple[Bench, Operator]]
             operator.stop()
 
 
+def _condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
+
+
 class Tier:
     """One tier, in the words of the tests."""
 
@@ -129,15 +133,14 @@ class Tier:
         return (self.bench.get(TIER, self.name) or {}).get("status", {})
 
     def condition(self, kind: str) -> dict[str, Any]:
-        found = [each for each in self.status().get("conditions", ()) if each["type"] == kind]
-        return found[0] if found else {}
+        return _condition(self.status(), kind)
 
     def reaches(self, kind: str, status: str, reason: str = "") -> dict[str, Any]:
         """Wait for a condition of the present generation, and return it."""
 
         def found() -> dict[str, Any] | None:
-            generation = (self.bench.get(TIER, self.name) or {})["metadata"]["generation"]
-            condition = self.condition(kind)
+            tier = self.bench.get(TIER, self.name) or {}
+            generation, condition = tier["metadata"]["generation"], _condition(tier.get("status", {}), kind)
             is_met = condition.get("status") == status and condition.get("observedGeneration") == generation
             return condition if is_met and reason in {"", condition["reason"]} else None
 

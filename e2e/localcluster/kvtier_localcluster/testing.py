@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.cluster import ClusterThread
-from kvtier_localcluster.errors import NotFound
 from kvtier_localcluster.kinds import Json, Kind
 
 Result = TypeVar("Result")
@@ -92,6 +91,10 @@ def fetch(url: str) -> str | None:
         return None
 
 
+def _resource(kind: Kind) -> str:
+    return f"{kind.plural}.{kind.api_version.rpartition('/')[0]}".rstrip(".")
+
+
 class Bench:
     """One namespace of a cluster, and short words for what tests do in it."""
 
@@ -106,16 +109,20 @@ class Bench:
         return self.cluster.call(lambda: self.cluster.cluster.client.create(kind, {**manifest, "metadata": metadata}))
 
     def get(self, kind: Kind, name: str) -> Json | None:
-        """Return an object, or None."""
-        try:
-            return self.cluster.call(lambda: self.cluster.cluster.client.get(kind, (self.namespace, name)))
-        except NotFound:
-            return None
+        """Return an object, or None; tests that wait for something ask so often that they ask the server itself."""
+
+        async def find() -> Json | None:
+            return self.cluster.cluster.server.get(_resource(kind), self.namespace, name)
+
+        return self.cluster.call(find)
 
     def list(self, kind: Kind) -> builtins.list[Json]:
         """Return all objects of a kind in the namespace."""
-        items, _ = self.cluster.call(lambda: self.cluster.cluster.client.list(kind))
-        return [item for item in items if item["metadata"].get("namespace") == self.namespace]
+
+        async def find() -> builtins.list[Json]:
+            return self.cluster.cluster.server.list(_resource(kind), self.namespace)
+
+        return self.cluster.call(find)
 
     def patch(self, kind: Kind, name: str, change: Json) -> Json:
         """Apply a merge patch."""
