@@ -105,7 +105,7 @@ def rest(engines: int, fs: CountingFs, seconds: float, directories: Sequence[Pat
         rate = made.total() / took
         if not made["scandir"]:
             break
-    print(f"until then {fs.calls.total()} calls", flush=True)
+    print(f"until then {fs.calls.total()} calls: {dict(fs.calls)}", flush=True)
     return rate
 
 
