@@ -107,7 +107,8 @@ class ConnectorConfig:
     refresh_seconds: float = 1.0
     """What another pod stored is known here after this long, or twice as long, without asking the volume for it."""
     rescan_seconds: float = 1800.0
-    """How often the whole root is walked, which finds what no pod told of; a million files take half a minute."""
+    """After which the whole root is walked again, which finds what no pod told of; a million files take half a minute.
+    Each later walk comes after twice as long, a day at most."""
     scan_threads: int = 4
     """Directories that a walk reads at once."""
     direct_io: bool | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,6 +46,8 @@ REST_REFRESHES = 1.25
 """Of the refresh time: so often a volume at rest is asked whether there is news, with one system call."""
 LOOK_REFRESHES = 20.0
 """Of the refresh time: so often what rings no bell is looked at, the brake and the description of the directory."""
+LONGEST_PAUSE_SECONDS = 24 * 3600.0
+"""Between two walks: each looks at every file, and what a fleet at rest asks of a volume is to stay small."""
 BYPASSED = "the mode is Bypass"
 _NEWS = {
     identity.Standing.GONE: "is gone; it is made again with the next block",
@@ -64,6 +67,11 @@ def read_config(path: str) -> ConnectorConfig:
     except OSError as error:
         raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
     return contract.decode(text)
+
+
+def next_pause(pause: float, first: float) -> float:
+    """Return the seconds until the walk behind the next one, after so many before it; a day at most, or `first`."""
+    return min(2 * pause, max(first, LONGEST_PAUSE_SECONDS))
 
 
 class Volume:
@@ -197,14 +205,18 @@ class Volume:
             return
         if not self._max_bytes:
             self._settled.set()
+        pause = first = self._config.rescan_seconds
         while True:
             self._is_walk_due.clear()
             if self._is_over():
                 return
+            is_whole = False
             if self.mode.may_load:
-                self._walk()
+                is_whole = self._walk()
                 self._settled.set()
-            self._is_walk_due.wait(self._config.rescan_seconds)
+            # Not all engines of a fleet at the same time.
+            is_called = self._is_walk_due.wait(pause * random.uniform(0.8, 1.2))  # noqa: S311  no secret
+            pause = first if is_called or not is_whole else next_pause(pause, first)
 
     def _follow(self) -> None:
         refresh = self._config.refresh_seconds
@@ -375,11 +387,12 @@ class Volume:
         """Say whether the directory is to be left alone: a walk counts, and removes what others left behind."""
         return self._closed.is_set() or bool(self.refused_field)
 
-    def _walk(self) -> None:
+    def _walk(self) -> bool:
         try:
             is_whole = self.store.rescan(is_stopped=self._is_over, may_write=self.mode.may_store)
         except StoreUnavailable as error:
             logger.warning("kvtier %s: the volume cannot be walked: %s", self._config.tier, error)
-            return
+            return False
         if is_whole:
             self.is_writable = True
+        return is_whole

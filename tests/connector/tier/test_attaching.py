@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rig import DIGEST, ROW_BYTES, Rigs, key, keys, wait_until
@@ -20,9 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from planted import TOO_DEEP, plant
 
 from kvtier_connector.contract import encode_live
+from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.ready import why_not_decided
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.identity import claim, read
+from kvtier_connector.tier import volume
+from kvtier_connector.tier.volume import next_pause
 
 LONG = 600.0
 """Seconds of grace that no test waits for."""
@@ -215,3 +219,47 @@ def test_what_is_no_file_is_a_miss_and_opens_no_breaker(rigs: Rigs, kind: str, p
     assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
     rig.offload(keys(12))
     assert rigs.make(io_processes=processes).serve(keys(12)).hit_blocks == 12
+
+
+def test_walks_become_rarer_until_there_is_one_a_day(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def noting(pause: float, first: float) -> float:
+        assert first == 0.02
+        seen.append(pause)
+        return volume.LONGEST_PAUSE_SECONDS / 2 if len(seen) == 4 else next_pause(pause, first)
+
+    monkeypatch.setattr(volume, "next_pause", noting)
+    rig = rigs.make(rescan_seconds=0.02)
+    wait_until(lambda: len(seen) == 4, "the volume was walked four times")
+    assert seen == [0.02, 0.04, 0.08, 0.16]
+    assert next_pause(0.6 * volume.LONGEST_PAUSE_SECONDS, 0.02) == volume.LONGEST_PAUSE_SECONDS
+    assert next_pause(2e6, 2e6) == 2e6
+    rig.close()
+
+
+def test_a_volume_that_could_not_be_walked_is_walked_as_soon_as_at_first(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    walks = 0
+
+    def noting(pause: float, first: float) -> float:
+        pauses.append(pause)
+        return 8 * first
+
+    monkeypatch.setattr(volume, "next_pause", noting)
+    rescan = volume.SharedStore.rescan
+
+    def fail_once(store: volume.SharedStore, **options: Any) -> bool:
+        nonlocal walks
+        walks += 1
+        if walks == 2:
+            raise StoreUnavailable("the second walk")
+        return rescan(store, **options)
+
+    monkeypatch.setattr(volume.SharedStore, "rescan", fail_once)
+    rigs.make(rescan_seconds=0.02)
+    wait_until(lambda: len(pauses) == 2, "walked again behind the one that failed")
+    # Behind the first walk as at first, and so behind the one after the failure, not eight times as long.
+    assert pauses == [0.02, 0.02]
