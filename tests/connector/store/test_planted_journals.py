@@ -75,7 +75,8 @@ def test_of_a_journal_of_any_length_that_says_nothing_little_is_read(tmp_path: P
     writer.flush()
     for path in (writer.writer, WRITER):
         with (tmp_path / journal_path(JournalName(path, 0))).open("ab") as file:
-            file.truncate(1 << 40)
+            # CephFS takes no file of a TiB unless told to.
+            file.truncate(1 << 39)
     for _ in range(10):
         assert numbers_of(reader) == []
     assert fs.count < 16 << 20
