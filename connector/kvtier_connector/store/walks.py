@@ -21,6 +21,8 @@ from kvtier_connector.store.scan import BlockEntry, LeftoverKind, remove_old_jou
 
 JOURNAL_AGE_SECONDS = 24 * 3600.0
 """Journals that nobody has written to for so long are removed; every reader of theirs is done with them."""
+LONGEST_PAUSE_SECONDS = 24 * 3600.0
+"""Between two walks: each looks at every file, and what a fleet at rest asks of a volume is to stay small."""
 _BATCH_FILES = 2048
 
 
@@ -49,6 +51,11 @@ class Walk(Protocol):
             StoreUnavailable: the root cannot be walked.
             WalkLostError: another one has to do it.
         """
+
+
+def next_pause(pause: float, first: float) -> float:
+    """Return the seconds until the walk behind the next one, after so many before it; a day at most, or `first`."""
+    return min(2 * pause, max(first, LONGEST_PAUSE_SECONDS))
 
 
 def walk_here(  # noqa: PLR0913 - keywords but for the first

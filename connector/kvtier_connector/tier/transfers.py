@@ -42,6 +42,16 @@ _NEVER_AGAIN = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTE
 _UNWANTED = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.BYPASSED, metrics.INERT})
 """Why a chunk was not written that was not to be: the end of the engine loses nothing by it."""
 
+_Counters = tuple[metrics.Metric, metrics.Metric, metrics.Metric, metrics.Metric]
+"""Of seconds, blocks, bytes of their files, and bytes of what they hold."""
+_READ: _Counters = (metrics.READ_SECONDS, metrics.READ_BLOCKS, metrics.READ_BYTES, metrics.LOADED_BLOCK_BYTES)
+_WRITTEN: _Counters = (
+    metrics.WRITE_SECONDS,
+    metrics.WRITTEN_BLOCKS,
+    metrics.WRITTEN_BYTES,
+    metrics.STORED_BLOCK_BYTES,
+)
+
 
 class Landed(NamedTuple):
     """One chunk of a load has ended."""
@@ -79,6 +89,12 @@ class _Moved:
     seconds: float = 0.0
     blocks: int = 0
     file_bytes: int = 0
+
+    def count(self, stats: metrics.Stats, counters: _Counters, row_bytes: int) -> None:
+        """Add it to the counters of its direction."""
+        amounts = (self.seconds, self.blocks, self.file_bytes, self.blocks * row_bytes)
+        for counter, amount in zip(counters, amounts, strict=True):
+            stats.count(counter, amount)
 
 
 class Rows(NamedTuple):
@@ -119,7 +135,6 @@ class Transfers:
         self._next_task = 0
         self._landed: list[Landed] = []
         self._read, self._written = _Moved(), _Moved()
-        """Of the chunks that landed."""
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
         self._shed: OrderedDict[OffloadKey, _Shed] = OrderedDict()
@@ -228,19 +243,13 @@ class Transfers:
         landed, self._landed = self._landed, []
         if landed:
             read, self._read = self._read, _Moved()
-            self._stats.count(metrics.READ_SECONDS, read.seconds)
-            self._stats.count(metrics.READ_BLOCKS, read.blocks)
-            self._stats.count(metrics.READ_BYTES, read.file_bytes)
-            self._stats.count(metrics.LOADED_BLOCK_BYTES, read.blocks * self._row_bytes)
+            read.count(self._stats, _READ, self._row_bytes)
         return landed
 
     def take_finished(self) -> Sequence[JobResult]:
         """Return the transfers that ended since the last call, and count what was written."""
         written, self._written = self._written, _Moved()
-        self._stats.count(metrics.WRITE_SECONDS, written.seconds)
-        self._stats.count(metrics.WRITTEN_BLOCKS, written.blocks)
-        self._stats.count(metrics.WRITTEN_BYTES, written.file_bytes)
-        self._stats.count(metrics.STORED_BLOCK_BYTES, written.blocks * self._row_bytes)
+        written.count(self._stats, _WRITTEN, self._row_bytes)
         finished, self._finished = self._finished, []
         return finished
 

@@ -33,6 +33,7 @@ from kvtier_connector.store.live import BRAKE_FILE, BrakeFile, LiveFile
 from kvtier_connector.store.mode import Mode, stricter
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.store.usage import Quotas
+from kvtier_connector.store.walks import next_pause
 
 logger = init_logger("vllm.kvtier.volume")
 
@@ -46,8 +47,6 @@ REST_REFRESHES = 1.25
 """Of the refresh time: so often a volume at rest is asked whether there is news, with one system call."""
 LOOK_REFRESHES = 20.0
 """Of the refresh time: so often what rings no bell is looked at, the brake and the description of the directory."""
-LONGEST_PAUSE_SECONDS = 24 * 3600.0
-"""Between two walks: each looks at every file, and what a fleet at rest asks of a volume is to stay small."""
 BYPASSED = "the mode is Bypass"
 _NEWS = {
     identity.Standing.GONE: "is gone; it is made again with the next block",
@@ -67,11 +66,6 @@ def read_config(path: str) -> ConnectorConfig:
     except OSError as error:
         raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
     return contract.decode(text)
-
-
-def next_pause(pause: float, first: float) -> float:
-    """Return the seconds until the walk behind the next one, after so many before it; a day at most, or `first`."""
-    return min(2 * pause, max(first, LONGEST_PAUSE_SECONDS))
 
 
 class Volume:
@@ -254,10 +248,13 @@ class Volume:
             self._refresh_live()
 
     def _refresh_live(self) -> None:
-        before = self._live_file.settings
+        before, was_bypassed = self._live_file.settings, not self._live_file.mode.may_load
         live = self._live_file.refresh()
         if live != before:
             logger.info("kvtier %s: %s", self._config.tier, live)
+        if was_bypassed and self._live_file.mode.may_load:
+            # What others told of meanwhile may be gone by now.
+            self._is_walk_due.set()
         self._complain("settings", self._live_file.problem)
         self._max_bytes = self._config.max_bytes if live.max_bytes is None else live.max_bytes
         self.store.blocks.set_limit(self._max_bytes)

@@ -51,6 +51,18 @@ def following(root: Path, fs: FileSystem | None = None, now: Callable[[], float]
     return reader
 
 
+def following_a_dead_one(root: Path, fs: FileSystem, now: Callable[[], float]) -> JournalReader:
+    """Return a reader that has heard 1 of a writer that told of 2 and died before it moved its mark."""
+    crashing = CrashingFs(10**9)
+    writer = JournalWriter(root, fs=crashing)
+    tell(writer, 1)
+    reader = following(root, fs, now)
+    crashing.crash_after(3)
+    with pytest.raises(CrashError):
+        tell(writer, 2)
+    return reader
+
+
 def test_a_mark_says_which_journal_ends_where() -> None:
     mark = Mark(STRANGER, 7, 1280)
     assert parse_mark_path(mark_path(mark)) == mark
@@ -207,13 +219,8 @@ def test_a_mark_that_could_not_be_made_is_made_when_life_is_shown(tmp_path: Path
 
 
 def test_what_a_process_told_that_died_before_its_mark_was_moved_is_heard_after_a_while(tmp_path: Path) -> None:
-    fs, counting, now = CrashingFs(10**9), Counting(), Clock(0.0)
-    writer = JournalWriter(tmp_path, fs=fs)
-    tell(writer, 1)
-    reader = following(tmp_path, counting, now)
-    fs.crash_after(3)
-    with pytest.raises(CrashError):
-        tell(writer, 2)
+    counting, now = Counting(), Clock(0.0)
+    reader = following_a_dead_one(tmp_path, counting, now)
     assert hear(reader) == []
     now.seconds += 300
     assert hear(reader) == [2]

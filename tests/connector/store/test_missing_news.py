@@ -13,7 +13,7 @@ from clocks import Clock
 from shared_engine import engine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
 from store_faults import CrashError, CrashingFs, FailingFs
-from test_marks import following, hear, marks, tell
+from test_marks import following, following_a_dead_one, hear, marks, tell
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
@@ -64,13 +64,8 @@ def test_what_could_not_be_read_for_long_is_heard_when_it_can_be(
 def test_a_journal_that_is_doubted_and_cannot_be_read_is_read_later(
     tmp_path: Path, failing: FileSystem, broken: list[bool]
 ) -> None:
-    fs, now = CrashingFs(10**9), Clock(0.0)
-    writer = JournalWriter(tmp_path, fs=fs)
-    tell(writer, 1)
-    reader = following(tmp_path, failing, now)
-    fs.crash_after(3)
-    with pytest.raises(CrashError):
-        tell(writer, 2)
+    now = Clock(0.0)
+    reader = following_a_dead_one(tmp_path, failing, now)
     now.seconds += 300
     broken.append(True)
     # It tells of nothing new, so nobody has to doubt all that is known for it.

@@ -25,8 +25,8 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.ready import why_not_decided
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.identity import claim, read
+from kvtier_connector.store.walks import LONGEST_PAUSE_SECONDS, next_pause
 from kvtier_connector.tier import volume
-from kvtier_connector.tier.volume import next_pause
 
 LONG = 600.0
 """Seconds of grace that no test waits for."""
@@ -221,19 +221,33 @@ def test_what_is_no_file_is_a_miss_and_opens_no_breaker(rigs: Rigs, kind: str, p
     assert rigs.make(io_processes=processes).serve(keys(12)).hit_blocks == 12
 
 
+def test_a_bypassed_volume_is_walked_when_it_is_used_again(rigs: Rigs, tmp_path: Path) -> None:
+    live = tmp_path / "live.json"
+    live.write_text(encode_live("ReadOnly"))
+    rigs.write(keys(1))
+    rig = rigs.make(refresh_seconds=0.05, rescan_seconds=600.0, live_file=str(live))
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 1, "the volume is walked")
+    live.write_text(encode_live("Bypass"))
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 2, "the mode is read")
+    # Nobody tells of these: whoever stored them wrote no journal.
+    rigs.write(keys(3))
+    live.write_text(encode_live("ReadOnly"))
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 3, "the volume is walked again")
+
+
 def test_walks_become_rarer_until_there_is_one_a_day(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
     def noting(pause: float, first: float) -> float:
         assert first == 0.02
         seen.append(pause)
-        return volume.LONGEST_PAUSE_SECONDS / 2 if len(seen) == 4 else next_pause(pause, first)
+        return LONGEST_PAUSE_SECONDS / 2 if len(seen) == 4 else next_pause(pause, first)
 
     monkeypatch.setattr(volume, "next_pause", noting)
     rig = rigs.make(rescan_seconds=0.02)
     wait_until(lambda: len(seen) == 4, "the volume was walked four times")
     assert seen == [0.02, 0.04, 0.08, 0.16]
-    assert next_pause(0.6 * volume.LONGEST_PAUSE_SECONDS, 0.02) == volume.LONGEST_PAUSE_SECONDS
+    assert next_pause(0.6 * LONGEST_PAUSE_SECONDS, 0.02) == LONGEST_PAUSE_SECONDS
     assert next_pause(2e6, 2e6) == 2e6
     rig.close()
 
