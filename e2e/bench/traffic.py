@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -142,6 +143,7 @@ class Traffic:
     def _forget_all(self, engine: Engine) -> None:
         """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
         engine.forget(cpu_tier=self._backend != backends.NONE)
+        volumes.forget_pages(self._settings.volume / self._backend)
         self._ask(engine, workloads.warm_up(self._settings.sizes))
 
     def _profile(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]]) -> None:
@@ -327,7 +329,7 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         volume=volume,
         repository=Path(__file__).resolve().parents[2],
         lifeboat=lifeboat,
-        sizes=workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES,
+        sizes=dataclasses.replace(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, **options.sizes),
         stages=TINY_STAGES if is_cpu else STAGES,
         engine=engine | options.engine,
         is_cpu_build=is_cpu,
@@ -359,6 +361,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
     parser.add_argument("--variant", default="", help="name of what is special about this run")
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of A, B and C, each with other prompts")
+    parser.add_argument("--sizes", type=json.loads, default={}, help="of workloads, other than usual, as JSON")
     parser.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--profile", nargs="+", default=[], metavar="CELL", help="put clocks around these cells' calls")
     parser.add_argument("--trace", nargs="+", default=[], metavar="CELL", help="record each of these cells' calls")

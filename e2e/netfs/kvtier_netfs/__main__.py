@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from kvtier_netfs.kinds import KINDS
-from kvtier_netfs.volume import UnavailableError
+from kvtier_netfs.volume import SharedVolume, UnavailableError
 
 _SKIPPED = 77
 """The exit status of automake for a test that cannot run here."""
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what can be had here, and why not the rest")
     parser.add_argument("--options", default="", help="more options of the mounts")
     parser.add_argument("--nodes", type=int, default=2, help="how often it is mounted")
+    parser.add_argument("--disk-mib", type=int, default=SharedVolume.disk_mib, help="room of each server's disk")
     given = parser.parse_args()
     if given.list or given.kind is None:
         for name, kind in KINDS.items():
@@ -38,7 +39,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:
-            with KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes) as volume:
+            kind = KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes)
+            kind.disk_mib = given.disk_mib
+            with kind as volume:
                 words = given.command[1:] if given.command[:1] == ["--"] else given.command
                 mounts = [str(mount) for mount in volume.mounts]
                 words = [each for word in words for each in (mounts if word == "{all}" else [word])]

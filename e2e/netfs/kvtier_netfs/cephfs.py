@@ -14,7 +14,6 @@ from typing import ClassVar
 from kvtier_netfs.volume import ADDRESS, SharedVolume, UnavailableError, wait_for
 
 _PORT = 6789
-_DISK_BYTES = 4 << 30
 _START_SECONDS = 90.0
 _SETTINGS = """
 [global]
@@ -69,14 +68,16 @@ class CephFs(SharedVolume):
         cluster = str(uuid.uuid4())
         settings = self.base / "ceph.conf"
         settings.write_text(
-            _SETTINGS.format(cluster=cluster, address=ADDRESS, port=_PORT, base=self.base, disk_bytes=_DISK_BYTES)
+            _SETTINGS.format(
+                cluster=cluster, address=ADDRESS, port=_PORT, base=self.base, disk_bytes=self.disk_mib << 20
+            )
         )
         self._conf = ["-c", str(settings)]
         for name in ("mon", "mgr", "mds", "crash"):
             (self.base / name).mkdir()
         for server in self._objects:
             # They write past the page cache, which a tmpfs does not take.
-            self._image(server, mib=(_DISK_BYTES >> 20) + 512)
+            self._image(server, mib=self.disk_mib + 512)
         monitors = str(self.base / "monitors")
         self.servers.run(
             "monmaptool", "--create", "--addv", "a", f"[v1:{ADDRESS}:{_PORT}]", "--fsid", cluster, monitors

@@ -120,8 +120,6 @@ class GlusterDistribute(SharedVolume):
         "mkfs.xfs": "xfsprogs",
     }
     serving = ("brick0", "brick1")
-    disk_mib: ClassVar[int] = 4096
-    """Of each brick."""
     ping_seconds: ClassVar[int] = 42
     """After so long a client gives up on a brick that does not answer; GlusterFS's default."""
     _spread: ClassVar[str] = _DISTRIBUTE

@@ -11,7 +11,6 @@ from typing import ClassVar
 from kvtier_netfs.volume import ADDRESS, SharedVolume, UnavailableError, wait_for
 
 _EMPTY = Path("/var/lib/mfs/metadata.mfs.empty")
-_DISK_MIB = 4096
 _OF_MASTERS, _OF_CHUNKS, _OF_CLIENTS, *_PORTS = range(9419, 9424)
 
 
@@ -49,7 +48,7 @@ class MooseFs(SharedVolume):
         self._start("master", "mfsmaster", settings)
         wait_for(lambda: self.servers.listens(_OF_CLIENTS) and self.servers.listens(_OF_CHUNKS), "the master listens")
         for number, (server, port) in enumerate(zip(self.serving, _PORTS, strict=True)):
-            disk, data = self._image(f"disk{number}", mib=_DISK_MIB), self.base / server
+            disk, data = self._image(f"disk{number}", mib=self.disk_mib), self.base / server
             data.mkdir()
             (self.base / f"{server}.disks").write_text(f"{disk}\n")
             settings = {

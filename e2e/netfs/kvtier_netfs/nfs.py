@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from kvtier_netfs.volume import ADDRESS, SharedVolume, unmount, wait_for
 
-_DISK_MIB = 4096
 _PORT, _MOUNT_PORT = 2049, 20048
 _SETTINGS = """
 NFS_CORE_PARAM {{
@@ -49,7 +48,7 @@ class Nfs(SharedVolume):
         return super().why_not()
 
     def _up(self) -> None:
-        disk, state = self._image("disk", mib=_DISK_MIB), self.base / "state"
+        disk, state = self._image("disk", mib=self.disk_mib), self.base / "state"
         files = disk / "files"
         files.mkdir()
         state.mkdir()

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from kvtier_netfs.volume import SharedVolume, UnavailableError, run
 
-_DISK_MIB = 1024
 _PROJECT = 42
 
 
@@ -28,7 +27,7 @@ class XfsQuota(SharedVolume):
 
     def _up(self) -> None:
         try:
-            disk = self._image("disk", mib=_DISK_MIB, options="prjquota")
+            disk = self._image("disk", mib=self.disk_mib, options="prjquota")
         except UnavailableError as error:
             raise UnavailableError("this kernel has no quotas of xfs (CONFIG_XFS_QUOTA)") from error
         for directory in self.mounts:
@@ -47,7 +46,7 @@ class BtrfsQuota(SharedVolume):
         run("btrfs", "qgroup", "limit", str(limit_bytes), str(self.base / "disk/files"))
 
     def _up(self) -> None:
-        disk = self._image("disk", mib=_DISK_MIB, options="commit=1", format_with=("mkfs.btrfs", "-q"))
+        disk = self._image("disk", mib=self.disk_mib, options="commit=1", format_with=("mkfs.btrfs", "-q"))
         run("btrfs", "quota", "enable", str(disk))
         run("btrfs", "subvolume", "create", str(disk / "files"))
         for directory in self.mounts:

@@ -112,6 +112,8 @@ class SharedVolume(ABC):
     """What must be on PATH, and the Debian package that has it."""
     serving: ClassVar[tuple[str, ...]]
     """The servers that hold files, by name."""
+    disk_mib: int = 4096
+    """Of each server's disk, an image that takes what is written to it."""
 
     def __init__(self, base: Path, *, options: str = "", nodes: int = 2) -> None:
         """Store the settings.
