@@ -151,7 +151,8 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
     def write(path: str, buffer: memoryview) -> int:
         fd = fs.open(path, CREATE_FLAGS | direct.flag(buffer))
         try:
-            write_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=bool(direct.flag(buffer)))
+            is_direct, end_first = bool(direct.flag(buffer)), mount.is_end_written_first
+            write_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=is_direct, end_first=end_first)
             fs.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

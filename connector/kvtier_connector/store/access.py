@@ -42,7 +42,9 @@ class Access:
         self.home = home_of(root)
         """Whose blocks these are."""
         self._on_freed = on_freed
-        self._absent_from_cache = mount_of(root).is_nfs
+        self.mount = mount_of(root)
+        """What holds the root."""
+        self._absent_from_cache = self.mount.is_nfs
         """Whether a name that was looked for in vain stays absent for this node, for half a minute with NFS."""
 
     def read(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:

@@ -393,4 +393,5 @@ class BlockStore:
         direct = self._direct.flag(data)
         # Nobody else makes the name; to NFS, an exclusive create is a round trip more, for the mode.
         with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct, is_wanted=is_wanted) as fd:
-            write_block(self._fs, fd, (page, data), is_direct=bool(direct))
+            end_first = self._access.mount.is_end_written_first
+            write_block(self._fs, fd, (page, data), is_direct=bool(direct), end_first=end_first)

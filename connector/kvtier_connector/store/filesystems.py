@@ -54,6 +54,15 @@ class Mount(NamedTuple):
         """Whether the times of a directory come from a cache unless it is opened."""
         return self.name == "NFS"
 
+    @property
+    def is_end_written_first(self) -> bool:
+        """Whether a new file gets its full length first.
+
+        MooseFS's servers hold blocks of 64 KiB. One that lengthens a file by less has its kernel bring all that was
+        written to the disk first, which takes as long as the file.
+        """
+        return self.name == "MooseFS"
+
 
 UNKNOWN = Mount("unknown", "", {})
 

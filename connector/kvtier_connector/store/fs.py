@@ -335,9 +335,19 @@ def read_page(fs: FileSystem, fd: int, page: memoryview) -> int:
     return read_block(fs, fd, (page, page[:0]), is_direct=False)
 
 
-def write_block(fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool) -> None:
-    """Write a header page and a payload to the start of a file, however many calls the system takes for it."""
+def write_block(
+    fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool, end_first: bool = False
+) -> None:
+    """Write a header page and a payload to the start of a new file, however many calls the system takes for it.
+
+    With `end_first` the last page is written first, and once more in its turn: see `Mount.is_end_written_first`.
+    """
     wanted = sum(buffer.nbytes for buffer in buffers)
+    page, payload = buffers
+    last = (wanted - 1) // ALIGNMENT * ALIGNMENT
+    if end_first and last > page.nbytes:
+        # How much of it the system takes does not matter.
+        fs.pwritev(fd, [payload[last - page.nbytes :]], last)
     step = ALIGNMENT if is_direct else 1
     done = 0
     while done < wanted:

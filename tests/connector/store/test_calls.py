@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from store_contract import BLOCK_BYTES, key, pages, payload
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
+from kvtier_connector.store.filesystems import Mount
+from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.fs import ALIGNMENT, FileSystem
 from kvtier_connector.store.identity import Claim, Standing, claim
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
@@ -63,6 +67,31 @@ def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_mo
         fs.calls.clear()
         assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
         assert fs.calls == ["open", *["mkdir"] * made, "open", "pwritev", "close", "rename"]
+
+
+def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+
+    class Noting(FileSystem):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            written.append((offset, sum(buffer.nbytes for buffer in buffers)))
+            return super().pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr("kvtier_connector.store.access.mount_of", lambda _: Mount("fuse", "mfs#10.0.0.1:9421", {}))
+    claim(tmp_path, {}, "d1gest")
+    store = BlockStore(tmp_path, fs=Noting(), direct=False)
+    for number, length in enumerate((ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT, 3 * ALIGNMENT + 5)):
+        data = os.urandom(length)
+        written.clear()
+        assert isinstance(store.put(key(number), memoryview(data)), Stored)
+        end = HEADER_BYTES + length
+        assert written[-1] == (0, end)
+        assert written[:-1] == ([(offset, end - offset)] if (offset := (end - 1) & -ALIGNMENT) > HEADER_BYTES else [])
+        into = memoryview(bytearray(length))
+        assert store.get(key(number), into) == Hit(end)
+        assert into == data
 
 
 @pytest.mark.parametrize("umask", [0o007, 0o077])
