@@ -9,6 +9,9 @@ Loading is timed from the order to the last chunk's landing, and what was ordere
 Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier; what else the
 engine computes meanwhile slows it, as it would slow the next one. Waiting to be scheduled counts on neither side.
 
+Both also have a queue: what was ordered from the volume, and what was left to the engine instead. Where one is behind,
+a hit goes the other way: a volume that gives less than requests ask for keeps none of them waiting.
+
 What was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the same once the last
 measurement is old, so a volume that became faster is noticed, and likewise the other way round.
 
@@ -227,6 +230,8 @@ class Admission:
         """For each size in chunks, whether computing is known to be quicker."""
         self._loads: dict[int, _Load] = {}
         self._queued_blocks = 0
+        self._computed_by = -math.inf
+        """When what was left to the engine will have been computed, if it takes as long as measured."""
         self._step = 0
         self._prefills: dict[str, _Prefill] = {}
         self._last_chunks = 1
@@ -237,18 +242,20 @@ class Admission:
         self._loaded = 0
         """Since the last prompt that measured."""
 
-    def decide(self, chunks: int, blocks: int) -> Verdict:
+    def decide(self, chunks: int, blocks: int, *, to_read: int) -> Verdict:
         """Decide what a request does that found a hit.
 
         Args:
             chunks: How long the hit is, in chunks of the first group.
             blocks: How many files it is; more than chunks for models with several groups of layers.
+            to_read: How many of them no other request has ordered yet.
         """
         self._last_chunks = chunks
         self._blocks_per_chunk = blocks / chunks
-        verdict = self._find_verdict(chunks)
+        verdict = self._find_verdict(chunks, to_read)
         self._loaded += verdict.may_load
         if verdict is Verdict.COMPUTE:
+            self._computed_by = self._clock() + self._seconds_behind() + self.seconds_to_compute(chunks)
             self._refused[size_of(chunks)] += 1
         elif verdict is Verdict.COMPUTE_PROBE:
             self._loaded = 0
@@ -334,13 +341,33 @@ class Admission:
             return -1
         return max(1 << first_winning, self._min_chunks) * self._tokens_per_chunk
 
-    def _find_verdict(self, chunks: int) -> Verdict:
+    def _find_verdict(self, chunks: int, to_read: int) -> Verdict:
         if chunks < self._min_chunks:
             return Verdict.SHORT
         now = self._clock()
-        if self._is_losing[size_of(chunks)]:
-            return Verdict.LOAD_PROBE if self._is_load_probe_due(chunks, now) else Verdict.COMPUTE
-        return Verdict.COMPUTE_PROBE if self._is_compute_probe_due(now) else Verdict.LOAD
+        is_losing = self._is_losing[size_of(chunks)]
+        if is_losing and self._is_load_probe_due(chunks, now):
+            return Verdict.LOAD_PROBE
+        if not is_losing and self._is_compute_probe_due(now):
+            return Verdict.COMPUTE_PROBE
+        return Verdict.COMPUTE if self._is_computing_sooner(chunks, to_read, is_losing=is_losing) else Verdict.LOAD
+
+    def _is_computing_sooner(self, chunks: int, to_read: int, *, is_losing: bool) -> bool:
+        """Say whether a hit would be computed before it would be loaded, with what is queued on either side."""
+        if not self._is_cost_aware or not to_read:
+            # What others have ordered comes anyway.
+            return False
+        amount = self._queued_blocks + to_read
+        load, compute = self._loading.seconds(amount), self._computing.seconds(chunks)
+        # What was never tried is tried.
+        if load is None or compute is None or self._loading.measured_at(amount) == -math.inf:
+            return is_losing
+        compute += self._seconds_behind()
+        return compute <= load * HYSTERESIS if is_losing else load > compute * HYSTERESIS
+
+    def _seconds_behind(self) -> float:
+        """Return how long the engine will take for what was left to it."""
+        return max(0.0, self._computed_by - self._clock())
 
     def _is_load_probe_due(self, chunks: int, now: float) -> bool:
         age = now - self._loading.measured_at(self._blocks(chunks))

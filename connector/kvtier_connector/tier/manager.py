@@ -130,8 +130,10 @@ class KVTierManager(TieringOffloadingManager):
             outer = on_volume if len(self.volume.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
             ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
             chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
-            is_wanted = request.hints.is_prefetched
-            request.verdict = Verdict.LOAD if is_wanted else self.volume.admission.decide(chunks, len(on_volume))
+            to_read = sum(key not in self._fetches.under_way for key in on_volume)
+            admission, is_wanted = self.volume.admission, request.hints.is_prefetched
+            decided = admission.decide(chunks, len(on_volume), to_read=to_read) if not is_wanted else Verdict.LOAD
+            request.verdict = decided
             if not request.verdict.may_load:
                 self.volume.count_computed(request.verdict.cause, len(on_volume))
         return request.verdict.may_load

@@ -39,9 +39,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:
-            kind = KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes)
-            kind.disk_mib = given.disk_mib
-            with kind as volume:
+            chosen = KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes)
+            chosen.disk_mib = given.disk_mib
+            with chosen as volume:
                 words = given.command[1:] if given.command[:1] == ["--"] else given.command
                 mounts = [str(mount) for mount in volume.mounts]
                 words = [each for word in words for each in (mounts if word == "{all}" else [word])]
