@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from the volume, whichever way was measured to be quicker, and which chunks are written at all."""
+"""What is read from the volume, whichever way was measured to be quicker."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 from clocks import Clock
-from rig import ROW_BYTES, Rigs, key, keys
+from rig import Rigs, keys
 
-from kvtier_connector.tier.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Offers, Pace, Verdict
+from kvtier_connector.tier.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Pace, Verdict
 
 CHUNK_TOKENS = 100
 
@@ -356,45 +356,6 @@ def test_a_request_that_waits_for_probes_is_decided_when_they_have_answered(rigs
     rig = rigs.make(min_tokens=16 * 4)
     rigs.write(keys(6))
     assert rig.serve(keys(6)).hit_blocks in {0, 6}
-
-
-def test_every_block_is_admitted_unless_configured_otherwise() -> None:
-    offers = Offers(1)
-    assert offers.add(key(1))
-    assert not offers.is_gated
-
-
-def test_a_block_is_admitted_at_the_offer_that_is_configured() -> None:
-    offers = Offers(3)
-    assert [offers.add(key(1)) for _ in range(4)] == [False, False, True, True]
-    assert offers.is_known(key(1))
-    assert not offers.is_known(key(2))
-    assert not offers.add(key(1, group=1))
-
-
-def test_counts_of_what_was_offered_long_ago_are_forgotten() -> None:
-    offers = Offers(2, remembered=4)
-    offers.add(key(0))
-    for other in keys(8, first=1):
-        offers.add(other)
-    assert not offers.add(key(0))
-
-
-def test_only_what_is_offered_twice_is_written_and_what_is_there_is_not_written_again(rigs: Rigs) -> None:
-    rig = rigs.make(min_reuse=2)
-    rig.offload(keys(3), "first")
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "min_reuse") == 3
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 0
-
-    # In the CPU tier still, and offered again with the next request that has this prefix.
-    rig.offload(keys(4), "second")
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "min_reuse") == 4
-    rig.offload(keys(4), "third")
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 4
-    assert rig.metric("vllm:kvtier_disk_present_blocks") == 3
-    assert rig.metric("vllm:kvtier_disk_queued_store_bytes") == 0 * ROW_BYTES
-    assert rigs.make().serve(keys(4)).hit_blocks == 4
 
 
 def test_what_was_read_from_the_volume_is_not_taken_for_computed(rigs: Rigs) -> None:

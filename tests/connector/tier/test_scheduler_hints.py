@@ -245,7 +245,7 @@ def test_the_janitor_keeps_what_clients_want_and_gives_up_what_they_do_not(
 def test_a_prompt_is_read_ahead_however_quick_computing_is(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, hints: Any, *, is_read: bool
 ) -> None:
-    monkeypatch.setattr(Admission, "decide", lambda *_: Verdict.COMPUTE)
+    monkeypatch.setattr(Admission, "decide", lambda *_, **__: Verdict.COMPUTE)
     reader = restart(engines)
     computed = serve(reader, "r", PROMPT, hints and {"kv_hints": hints})
     assert computed == len(PROMPT) - (CHUNKS * BLOCK_TOKENS if is_read else 0)
