@@ -16,6 +16,7 @@ import pytest
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import check
 from kvtier_connector.store.checksums import checksum
+from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, encode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Home, block_path
@@ -264,3 +265,8 @@ class BlockStoreContract:
             seen = set[object]().union(*pool.map(work, range(8)))
         assert seen <= {Hit(BLOCK_BYTES), Miss()}
         assert Hit(BLOCK_BYTES) in seen
+
+
+def writes(root: Path) -> list[str]:
+    """Return the calls that write a file of several pages there."""
+    return ["pwritev"] * (2 if mount_of(str(root)).is_end_written_first else 1)

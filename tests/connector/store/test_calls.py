@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from store_contract import BLOCK_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, key, pages, payload, writes
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
@@ -46,27 +46,27 @@ def store(tmp_path: Path, fs: Counting) -> BlockStore:
     return BlockStore(tmp_path, fs=fs, direct=False)
 
 
-def test_a_store_of_a_block_costs_five_calls(store: BlockStore, fs: Counting) -> None:
+def test_a_store_of_a_block_costs_five_calls(tmp_path: Path, store: BlockStore, fs: Counting) -> None:
     for _ in range(2):
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         # Its directories are there now, and from the second time on nobody thinks otherwise.
         store.delete(key(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert fs.calls == ["open", "open", "pwritev", "close", "rename"]
+    assert fs.calls == ["open", "open", *writes(tmp_path), "close", "rename"]
 
 
 def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_more(
-    store: BlockStore, fs: Counting
+    tmp_path: Path, store: BlockStore, fs: Counting
 ) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     # In vain, that of all blocks, and once more.
-    assert fs.calls == ["open", "open", *["mkdir"] * 3, "open", "pwritev", "close", "rename"]
+    assert fs.calls == ["open", "open", *["mkdir"] * 3, "open", *writes(tmp_path), "close", "rename"]
     for number, made in ((0x220, 1), (0x221, 1), (0x220, 0), (0x221, 0)):
         store.delete(hashed(number))
         fs.calls.clear()
         assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
-        assert fs.calls == ["open", *["mkdir"] * made, "open", "pwritev", "close", "rename"]
+        assert fs.calls == ["open", *["mkdir"] * made, "open", *writes(tmp_path), "close", "rename"]
 
 
 def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_written(
