@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what is read from the volume and what is written to it; whatever is left out has a cause, which is counted.
+"""Decides what is read from the volume; whatever is left out has a cause, which is counted.
 
 A request that finds chunks on the volume gets one `Verdict`: all of its hit is loaded, or all of it is computed.
 Loading wins where the volume gives chunks faster than the engine computes them, and that depends on both, on the model
@@ -9,8 +9,8 @@ Loading is timed from the order to the last chunk's landing, and what was ordere
 Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier; what else the
 engine computes meanwhile slows it, as it would slow the next one. Waiting to be scheduled counts on neither side.
 
-Both also have a queue: what was ordered from the volume, and what was left to the engine instead. Where one is behind,
-a hit goes the other way: a volume that gives less than requests ask for keeps none of them waiting.
+Both also have a queue: what was ordered from the volume and is not there yet, and what was left to the engine instead.
+Where one is behind, a hit goes the other way, so that a volume need not give as much as requests ask for.
 
 What was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the same once the last
 measurement is old, so a volume that became faster is noticed, and likewise the other way round.
@@ -47,10 +47,6 @@ COMPUTE_PROBE_SECONDS = 600.0
 """As above for the other way. It is rare: nearly every request computes some of its prompt anyway."""
 MOST_PREFILLS = 1024
 """Requests whose prompts are timed at once; the oldest go."""
-REMEMBERED_OFFERS = 1 << 17
-"""Chunks offered last whose counts are kept, twice this many at most; about 30 MB."""
-_OFFER_BYTES = 16
-"""Of the end of vLLM's key: the group, and enough of the hash to tell a million chunks apart."""
 
 
 class Verdict(enum.Enum):
@@ -89,8 +85,8 @@ class _Prefill:
 @dataclass(frozen=True, slots=True)
 class _Load:
     began: float
-    blocks: int
-    """Of this load and of those ordered before it that had not landed."""
+    queued: int
+    """Blocks of this load and of those ordered before it that had not landed."""
 
 
 def why_not(direction: Direction, volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
@@ -107,43 +103,6 @@ def why_not(direction: Direction, volume: Volume, breaker: Breaker, *, is_stuck:
     if is_stuck:
         return metrics.STUCK
     return None if breaker.has_room(direction) else metrics.BREAKER
-
-
-class Offers:
-    """Counts how often vLLM offered a chunk, so that one nobody asks for twice is not written.
-
-    Worth it where writes or room are scarce: most chunks are never read again, but one that is not written at its first
-    offer cannot be read at its second. Pure memory of this engine: after a restart the counts begin anew. Not
-    thread-safe.
-    """
-
-    def __init__(self, min_reuse: int, *, remembered: int = REMEMBERED_OFFERS) -> None:
-        """Store the settings; chunks are written at the `min_reuse`-th offer, 1 writes all and counts nothing."""
-        self._min_reuse = min_reuse
-        self._remembered = remembered
-        self._recent: dict[bytes, int] = {}
-        self._older: dict[bytes, int] = {}
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether any chunk is held back."""
-        return self._min_reuse > 1
-
-    def is_known(self, key: bytes) -> bool:
-        """Say whether the chunk was offered before, as far as that is remembered."""
-        name = key[-_OFFER_BYTES:]
-        return name in self._recent or name in self._older
-
-    def add(self, key: bytes) -> bool:
-        """Count one more offer; say whether the chunk is to be written now."""
-        if not self.is_gated:
-            return True
-        name = key[-_OFFER_BYTES:]
-        count = 1 + self._recent.get(name, self._older.get(name, 0))
-        self._recent[name] = count
-        if len(self._recent) >= self._remembered:
-            self._older, self._recent = self._recent, {}
-        return count >= self._min_reuse
 
 
 def size_of(amount: int) -> int:
@@ -229,7 +188,6 @@ class Admission:
         self._is_losing = [False] * SIZES
         """For each size in chunks, whether computing is known to be quicker."""
         self._loads: dict[int, _Load] = {}
-        self._queued_blocks = 0
         self._computed_by = -math.inf
         """When what was left to the engine will have been computed, if it takes as long as measured."""
         self._step = 0
@@ -242,45 +200,53 @@ class Admission:
         self._loaded = 0
         """Since the last prompt that measured."""
 
-    def decide(self, chunks: int, blocks: int, *, to_read: int) -> Verdict:
+    def decide(self, chunks: int, blocks: int, *, to_read: int, queued: int) -> Verdict:
         """Decide what a request does that found a hit.
 
         Args:
             chunks: How long the hit is, in chunks of the first group.
             blocks: How many files it is; more than chunks for models with several groups of layers.
             to_read: How many of them no other request has ordered yet.
+            queued: Blocks that were ordered and are not there yet.
         """
         self._last_chunks = chunks
         self._blocks_per_chunk = blocks / chunks
-        verdict = self._find_verdict(chunks, to_read)
+        # Where a queue is in the way, what is to be known is how long it takes as a whole.
+        is_losing = self._is_losing[size_of(chunks)]
+        tried = size_of(chunks if is_losing else max(1, round((queued + to_read) / self._blocks_per_chunk)))
+        verdict = self._find_verdict(chunks, to_read, queued, tried)
         self._loaded += verdict.may_load
         if verdict is Verdict.COMPUTE:
             self._computed_by = self._clock() + self._seconds_behind() + self.seconds_to_compute(chunks)
-            self._refused[size_of(chunks)] += 1
+            self._refused[tried] += 1
         elif verdict is Verdict.COMPUTE_PROBE:
             self._loaded = 0
         elif verdict is Verdict.LOAD_PROBE:
-            self._refused[size_of(chunks)] = 0
+            self._refused[tried] = 0
         self._on_verdict(verdict)
         return verdict
+
+    def is_queue_in_the_way(self, chunks: int, *, to_read: int, queued: int) -> bool:
+        """Say whether a hit would be computed now for no other reason; when its turn comes that may not be so."""
+        if chunks < self._min_chunks or self._is_losing[size_of(chunks)]:
+            return False
+        return self._is_computing_sooner(chunks, to_read, queued)
 
     def end_step(self) -> None:
         """Note that a step of the scheduler has ended."""
         self._step += 1
 
-    def begin_load(self, job_id: int, blocks: int) -> None:
-        """Note that vLLM ordered blocks."""
-        self._queued_blocks += blocks
-        self._loads[job_id] = _Load(self._clock(), self._queued_blocks)
+    def begin_load(self, job_id: int, blocks: int, *, queued: int) -> None:
+        """Note that vLLM ordered blocks, behind others that were ordered and are not there yet."""
+        self._loads[job_id] = _Load(self._clock(), queued + blocks)
         self._last_chunks = max(1, round(blocks / self._blocks_per_chunk))
 
     def end_load(self, job_id: int, blocks: int, *, landed: int) -> None:
         """Note that so many of the job's blocks have landed; 0 says nothing about the pace of the volume."""
         load = self._loads.pop(job_id)
-        self._queued_blocks -= blocks
         if landed:
             now = self._clock()
-            amount = load.blocks - blocks + landed
+            amount = load.queued - blocks + landed
             self._loading.observe(amount, now - load.began, now)
             self._refused[size_of(max(1, round(amount / self._blocks_per_chunk)))] = 0
             self._compare()
@@ -332,7 +298,7 @@ class Admission:
 
     @property
     def break_even_tokens(self) -> int:
-        """Tokens from which on hits are loaded; 0 if all are, -1 if none of a length that was measured is."""
+        """Tokens from which on hits are loaded with no queue; 0 if all are, -1 if none of a measured length is."""
         if not any(self._is_losing):
             return self._min_chunks * self._tokens_per_chunk
         first_winning = SIZES - self._is_losing[::-1].index(True)
@@ -341,26 +307,25 @@ class Admission:
             return -1
         return max(1 << first_winning, self._min_chunks) * self._tokens_per_chunk
 
-    def _find_verdict(self, chunks: int, to_read: int) -> Verdict:
+    def _find_verdict(self, chunks: int, to_read: int, queued: int, tried: int) -> Verdict:
         if chunks < self._min_chunks:
             return Verdict.SHORT
         now = self._clock()
-        is_losing = self._is_losing[size_of(chunks)]
-        if is_losing and self._is_load_probe_due(chunks, now):
-            return Verdict.LOAD_PROBE
-        if not is_losing and self._is_compute_probe_due(now):
+        if not self._is_losing[size_of(chunks)] and self._is_compute_probe_due(now):
             return Verdict.COMPUTE_PROBE
-        return Verdict.COMPUTE if self._is_computing_sooner(chunks, to_read, is_losing=is_losing) else Verdict.LOAD
+        if not self._is_computing_sooner(chunks, to_read, queued):
+            return Verdict.LOAD
+        return Verdict.LOAD_PROBE if self._is_load_probe_due(chunks, tried, now) else Verdict.COMPUTE
 
-    def _is_computing_sooner(self, chunks: int, to_read: int, *, is_losing: bool) -> bool:
+    def _is_computing_sooner(self, chunks: int, to_read: int, queued: int) -> bool:
         """Say whether a hit would be computed before it would be loaded, with what is queued on either side."""
         if not self._is_cost_aware or not to_read:
             # What others have ordered comes anyway.
             return False
-        amount = self._queued_blocks + to_read
-        load, compute = self._loading.seconds(amount), self._computing.seconds(chunks)
+        is_losing = self._is_losing[size_of(chunks)]
+        load, compute = self._loading.seconds(queued + to_read), self._computing.seconds(chunks)
         # What was never tried is tried.
-        if load is None or compute is None or self._loading.measured_at(amount) == -math.inf:
+        if load is None or compute is None or self._loading.measured_at(queued + to_read) == -math.inf:
             return is_losing
         compute += self._seconds_behind()
         return compute <= load * HYSTERESIS if is_losing else load > compute * HYSTERESIS
@@ -369,9 +334,11 @@ class Admission:
         """Return how long the engine will take for what was left to it."""
         return max(0.0, self._computed_by - self._clock())
 
-    def _is_load_probe_due(self, chunks: int, now: float) -> bool:
-        age = now - self._loading.measured_at(self._blocks(chunks))
-        return self._refused[size_of(chunks)] + 1 >= PROBE_EVERY and age >= LOAD_PROBE_SECONDS
+    def _is_load_probe_due(self, chunks: int, tried: int, now: float) -> bool:
+        is_losing = self._is_losing[size_of(chunks)]
+        # Loads with no queue before them say little of those with one, though they are of nearly the same size.
+        at = self._loading.measured_at(self._blocks(chunks if is_losing else 1 << tried), reach=int(is_losing))
+        return self._refused[tried] + 1 >= PROBE_EVERY and now - at >= LOAD_PROBE_SECONDS
 
     def _is_compute_probe_due(self, now: float) -> bool:
         if not self._is_cost_aware or self._loaded + 1 < COMPUTE_PROBE_EVERY:

@@ -196,6 +196,16 @@ class Fetches:
         """Whether any of them waits for a row."""
         return bool(self._line)
 
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for a row."""
+        return len(self._line)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any more could be fetched ahead."""
+        return not (self._line or self.is_held) and self._leased < self._most_leased and self._count_free() > 0
+
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
         return len({self._fetches[key].context.req_id for key in self._line})

@@ -117,8 +117,12 @@ class KVTierManager(TieringOffloadingManager):
         chunk = self._chunks(key)
         return chunk is None or chunk.is_ready or key in self._fetches.under_way
 
-    def decide(self, req_context: ReqContext, hit: Collection[OffloadKey]) -> bool:
-        """Decide, once, what a request does that found these chunks; False if it is to look without the volume."""
+    def decide(self, req_context: ReqContext, hit: Collection[OffloadKey], *, is_early: bool = False) -> bool:
+        """Decide, once, what a request does that found these chunks; False if it is to look without the volume.
+
+        With `is_early` its turn has not come. Where nothing can be read ahead, or a queue is in the way, False then
+        means that it is decided later.
+        """
         request = self.request(req_context)
         on_volume = [key for key in hit if key in request.on_volume]
         self._count(request, len(hit), len(on_volume))
@@ -130,13 +134,24 @@ class KVTierManager(TieringOffloadingManager):
             outer = on_volume if len(self.volume.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
             ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
             chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
-            to_read = sum(key not in self._fetches.under_way for key in on_volume)
-            admission, is_wanted = self.volume.admission, request.hints.is_prefetched
-            decided = admission.decide(chunks, len(on_volume), to_read=to_read) if not is_wanted else Verdict.LOAD
-            request.verdict = decided
+            request.verdict = self._find_verdict(request, on_volume, chunks, is_early=is_early)
+            if request.verdict is None:
+                return False
             if not request.verdict.may_load:
                 self.volume.count_computed(request.verdict.cause, len(on_volume))
         return request.verdict.may_load
+
+    def _find_verdict(
+        self, request: TierRequest, on_volume: Collection[OffloadKey], chunks: int, *, is_early: bool
+    ) -> Verdict | None:
+        if request.hints.is_prefetched:
+            return Verdict.LOAD
+        admission, fetches = self.volume.admission, self._fetches
+        to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
+        queued = self.volume.transfers.loading + fetches.waiting
+        if is_early and (not fetches.has_room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
+            return None
+        return admission.decide(chunks, len(on_volume), to_read=to_read, queued=queued)
 
     def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
         """Say whether all of these chunks lie in the CPU tier."""
@@ -153,7 +168,11 @@ class KVTierManager(TieringOffloadingManager):
             return
         shared = self.match_prefix(keys[:near], req_context)
         count = near + rest.chunks
-        if shared.chunks < near or shared.unknown is not None or not self.decide(req_context, keys[:count]):
+        if (
+            shared.chunks < near
+            or shared.unknown is not None
+            or not self.decide(req_context, keys[:count], is_early=True)
+        ):
             return
         on_volume = self.request(req_context).on_volume
         wanted = [key for key in keys[:count] if key in on_volume]

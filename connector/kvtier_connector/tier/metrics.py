@@ -129,8 +129,8 @@ REFUSED_PROMOTIONS = Metric(
 
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
-    "Requests that found blocks on the shared volume, by what was decided: load, compute (measured to be quicker), "
-    "load_probe and compute_probe (the other way, to measure it), short (fewer tokens than configured).",
+    "Requests that found blocks on the shared volume, by what was decided: load, compute (sooner, by what was measured "
+    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than configured).",
     ("verdict",),
 )
 LOAD_PACE = Metric(
@@ -145,8 +145,8 @@ COMPUTE_PACE = Metric(
 )
 BREAK_EVEN_TOKENS = Metric(
     "vllm:kvtier_disk_break_even_tokens",
-    "Tokens from which on hits are loaded and not computed again; 0 if all are loaded, -1 if none is of a length that "
-    "was measured.",
+    "Tokens from which on hits are loaded, where nothing is queued, and not computed again; 0 if all are loaded, -1 if "
+    "none is of a length that was measured.",
     is_gauge=True,
 )
 

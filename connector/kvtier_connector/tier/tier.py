@@ -41,8 +41,9 @@ from kvtier_connector.store.breaker import Breaker, Direction
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.admission import Admission, Offers, why_not
+from kvtier_connector.tier.admission import Admission, why_not
 from kvtier_connector.tier.drain import Drain
+from kvtier_connector.tier.offers import Offers
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 from kvtier_connector.tier.site import Sites
 from kvtier_connector.tier.transfers import POLL_SECONDS, Parts, Rows

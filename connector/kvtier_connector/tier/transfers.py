@@ -27,8 +27,9 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import BlockKey, Lineage
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
-from kvtier_connector.tier.admission import Admission, Offers
+from kvtier_connector.tier.admission import Admission
 from kvtier_connector.tier.drain import Drain
+from kvtier_connector.tier.offers import Offers
 from kvtier_connector.tier.requests import TierRequest, TierRequests
 
 POLL_SECONDS = 0.001
@@ -168,7 +169,7 @@ class Transfers:
         """Read chunks into their rows; `take_landed` tells of each as it comes, `hasten` makes them urgent."""
         transfer = self._open(order)
         request = self._requests.of(order.req_context)
-        self._admission.begin_load(order.job_id, len(transfer.tasks))
+        self._admission.begin_load(order.job_id, len(transfer.tasks), queued=self.loading)
         self.loading += len(transfer.tasks)
         lane = Lane.LOAD if is_urgent else Lane.PREFETCH
         self._movers.submit(

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from kvtier_netfs.kinds import KINDS
-from kvtier_netfs.volume import SharedVolume, UnavailableError
+from kvtier_netfs.volume import UnavailableError
 
 _SKIPPED = 77
 """The exit status of automake for a test that cannot run here."""
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what can be had here, and why not the rest")
     parser.add_argument("--options", default="", help="more options of the mounts")
     parser.add_argument("--nodes", type=int, default=2, help="how often it is mounted")
-    parser.add_argument("--disk-mib", type=int, default=SharedVolume.disk_mib, help="room of each server's disk")
+    parser.add_argument("--disk-mib", type=int, default=0, help="room of each server's disk")
     given = parser.parse_args()
     if given.list or given.kind is None:
         for name, kind in KINDS.items():
@@ -40,7 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:
             chosen = KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes)
-            chosen.disk_mib = given.disk_mib
+            chosen.disk_mib = given.disk_mib or chosen.disk_mib
             with chosen as volume:
                 words = given.command[1:] if given.command[:1] == ["--"] else given.command
                 mounts = [str(mount) for mount in volume.mounts]

@@ -17,6 +17,7 @@ class XfsQuota(SharedVolume):
     name = "xfs-quota"
     commands: ClassVar[dict[str, str]] = {"mkfs.xfs": "xfsprogs", "xfs_quota": "xfsprogs"}
     serving: ClassVar[tuple[str, ...]] = ()
+    disk_mib = 1024
 
     def set_quota(self, directory: Path, limit_bytes: int) -> None:
         """Let the files below a directory take no more."""
@@ -40,6 +41,7 @@ class BtrfsQuota(SharedVolume):
     name = "btrfs-quota"
     commands: ClassVar[dict[str, str]] = {"mkfs.btrfs": "btrfs-progs", "btrfs": "btrfs-progs"}
     serving: ClassVar[tuple[str, ...]] = ()
+    disk_mib = 1024
 
     def set_quota(self, directory: Path, limit_bytes: int) -> None:  # noqa: ARG002 - it is of all that is there
         """Let the files take no more, those of other directories too."""

@@ -30,16 +30,26 @@ class Engine:
         )
         self.load_seconds = self.compute_seconds = 0.01
         self.idle_seconds = 0.0
+        self.queued = 0
+        """Blocks that were ordered and are not there yet."""
         self._jobs = 0
 
     def choose(self, chunks: int) -> Verdict:
-        return self.admission.decide(chunks, chunks, to_read=chunks)
+        return self.admission.decide(chunks, chunks, to_read=chunks, queued=self.queued)
 
     def load(self, chunks: int) -> None:
         self._jobs += 1
-        self.admission.begin_load(self._jobs, chunks)
+        self.begin(self._jobs, chunks)
         self.clock.seconds += chunks * self.load_seconds
-        self.admission.end_load(self._jobs, chunks, landed=chunks)
+        self.end(self._jobs, chunks, landed=chunks)
+
+    def begin(self, job: int, chunks: int) -> None:
+        self.admission.begin_load(job, chunks, queued=self.queued)
+        self.queued += chunks
+
+    def end(self, job: int, chunks: int, *, landed: int) -> None:
+        self.queued -= chunks
+        self.admission.end_load(job, chunks, landed=landed)
 
     def compute(self, request: str, chunks: int) -> None:
         self.admission.begin_compute(request)
@@ -101,85 +111,6 @@ def test_the_length_decides_where_only_long_hits_pay() -> None:
     assert engine.admission.break_even_tokens == -1
 
 
-def crowd(engine: Engine, arrivals: int, every_seconds: float, chunks: int = 16) -> list[float]:
-    """Have requests with hits arrive one after the other; return how long each waits for its first token."""
-    admission, clock = engine.admission, engine.clock
-    start = loaded_by = computed_by = clock()
-    waits = []
-    landing: list[tuple[float, int]] = []
-
-    def until(moment: float) -> None:
-        while landing and landing[0][0] <= moment:
-            clock.seconds, job = landing.pop(0)
-            admission.end_load(job, chunks, landed=chunks)
-        clock.seconds = moment
-
-    for number in range(arrivals):
-        until(start + number * every_seconds)
-        if engine.choose(chunks).may_load:
-            admission.begin_load(number, chunks)
-            done = loaded_by = max(loaded_by, clock()) + chunks * engine.load_seconds
-            landing.append((done, number))
-        else:
-            done = computed_by = max(computed_by, clock()) + chunks * engine.compute_seconds
-        waits.append(done - clock())
-    until(max(loaded_by, computed_by))
-    return waits
-
-
-def seen(engine: Engine, *sizes: int) -> Engine:
-    """Let an engine know the pace of the volume and its own."""
-    for number, chunks in enumerate(sizes):
-        engine.compute(f"cold {number}", chunks)
-        engine.load(chunks)
-    return engine
-
-
-@pytest.mark.parametrize(("load_seconds", "compute_seconds"), [(0.01, 0.013), (0.013, 0.01)])
-def test_where_requests_ask_for_more_than_the_volume_gives_the_engine_does_the_rest(
-    load_seconds: float, compute_seconds: float
-) -> None:
-    engine = Engine()
-    engine.load_seconds, engine.compute_seconds = load_seconds, compute_seconds
-    # Each way alone would be busy half as long again as requests take to come.
-    waits = crowd(seen(engine, 16, 32, 64, 128, 256), arrivals=100, every_seconds=16 * 0.008)
-    alone = 16 * max(load_seconds, compute_seconds)
-    assert max(waits) < 3 * alone
-    assert min(engine.verdicts[Verdict.LOAD], engine.verdicts[Verdict.COMPUTE]) > 20
-
-
-def test_one_after_the_other_all_go_the_quicker_way() -> None:
-    engine = Engine()
-    engine.load_seconds, engine.compute_seconds = 0.01, 0.013
-    crowd(seen(engine, 16, 32), arrivals=20, every_seconds=1.0)
-    assert engine.verdicts == {Verdict.LOAD: 20}
-
-
-def test_what_others_have_ordered_is_waited_for() -> None:
-    engine = Engine()
-    engine.load_seconds = 0.03
-    seen(engine, 16)
-    assert engine.choose(16) is Verdict.COMPUTE
-    engine.admission.begin_load(100, 16)
-    assert engine.admission.decide(16, 16, to_read=0) is Verdict.LOAD
-
-
-def test_a_queue_as_long_as_none_before_is_tried() -> None:
-    engine = seen(Engine(), 16)
-    engine.admission.begin_load(100, 512)
-    assert engine.choose(16) is Verdict.LOAD
-    engine.clock.seconds += 60.0
-    engine.admission.end_load(100, 512, landed=512)
-    engine.admission.begin_load(101, 512)
-    assert engine.choose(16) is Verdict.COMPUTE
-
-
-def test_an_admission_that_is_not_cost_aware_loads_behind_a_queue_of_any_length() -> None:
-    engine = seen(Engine(is_cost_aware=False), 16, 512)
-    engine.admission.begin_load(100, 512)
-    assert engine.choose(16) is Verdict.LOAD
-
-
 def test_a_difference_within_the_hysteresis_changes_nothing() -> None:
     engine = Engine()
     engine.compute("cold", 16)
@@ -231,10 +162,10 @@ def test_long_hits_that_are_loaded_do_not_keep_short_ones_from_being_tried_again
 
 def test_a_load_that_came_in_part_before_its_deadline_says_how_slow_the_volume_is() -> None:
     engine = Engine()
-    engine.admission.begin_load(1, 16)
+    engine.begin(1, 16)
     engine.clock.seconds += 30
-    engine.admission.end_load(1, 16, landed=15)
-    engine.admission.begin_load(2, 15)
+    engine.end(1, 16, landed=15)
+    engine.begin(2, 15)
     assert engine.admission.load_tokens_per_second == pytest.approx(CHUNK_TOKENS * 15 / 30)
 
 
@@ -261,18 +192,18 @@ def test_what_was_ordered_before_does_not_count_against_the_volume() -> None:
     engine = Engine()
     engine.compute("cold", 64)
     for job in range(8):
-        engine.admission.begin_load(100 + job, 64)
+        engine.begin(100 + job, 64)
     for job in range(8):
         engine.clock.seconds += 64 * 0.005
-        engine.admission.end_load(100 + job, 64, landed=64)
+        engine.end(100 + job, 64, landed=64)
     assert engine.choose(64) is Verdict.LOAD
 
 
 def test_a_load_that_failed_says_nothing_about_the_pace() -> None:
     engine = Engine()
-    engine.admission.begin_load(1, 16)
+    engine.begin(1, 16)
     engine.clock.seconds += 100
-    engine.admission.end_load(1, 16, landed=0)
+    engine.end(1, 16, landed=0)
     assert engine.admission.load_tokens_per_second == 0
 
 
