@@ -130,7 +130,7 @@ REFUSED_PROMOTIONS = Metric(
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
     "Requests that found blocks on the shared volume, by what was decided: load, compute (sooner, by what was measured "
-    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than configured).",
+    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than asked for).",
     ("verdict",),
 )
 LOAD_PACE = Metric(
