@@ -26,7 +26,6 @@ from pathlib import Path
 from e2e.bench.contestants import Contestant, FsJob, Kvtier, KvtierMovers, KvtierStaged, Plain, Region
 from e2e.bench.volumes import forget_pages
 
-from kvtier_connector.movers import engine
 from kvtier_connector.store.checksums import checksum
 from kvtier_connector.store.fs import LOCAL, make_directories, new_page
 from kvtier_connector.store.layout import block_path
@@ -39,7 +38,6 @@ _OF_VOLUMES = ("gluster", "mfs", "ceph", "ganesha")
 _WRITTEN_BY_A_WAY = 4
 """Times what is measured, at most: ahead of it where there are to be directories, and to warm movers up."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-_STORING_SHARE = engine._STORING_SHARE  # noqa: SLF001 - not for others to choose
 
 
 class PlainAsOurs(Plain):
@@ -109,13 +107,8 @@ class StoringMovers(KvtierMovers):
 
     def prepare(self, threads: int) -> None:
         """Let all of them."""
-        engine._STORING_SHARE = 1.0  # noqa: SLF001 - not for others to choose
         super().prepare(threads)
-
-    def close(self) -> None:
-        """Undo it for the other ways."""
-        super().close()
-        engine._STORING_SHARE = _STORING_SHARE  # noqa: SLF001 - as above
+        self._movers.storing_share = 1.0
 
 
 WAYS = (

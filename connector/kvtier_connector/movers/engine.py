@@ -30,7 +30,7 @@ _IDLE_TEND_SECONDS = 1.0
 _START_SECONDS = 20.0
 """A host that is busy needs up to this long to start a process."""
 _STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
-"""Of the movers, so many store at most, for a load is to find one that is free; and so many while something is read."""
+"""Of the movers, so many store, for a load is to find one that is free; and so many while something is read."""
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
 
 
@@ -78,6 +78,8 @@ class Movers:
         self._queues: dict[Lane, deque[Flight]] = {lane: deque() for lane in Lane}
         self._open: dict[int, Flight] = {}
         self._done: list[Done] = []
+        self.storing_share = _STORING_SHARE
+        """Of the movers, so many store at most."""
         self._reads = self._stores = 0
         """How many tasks are open."""
         self._ended = 0
@@ -197,7 +199,7 @@ class Movers:
                 is_due = flight.lane is lane and not flight.ticket and not flight.is_told and not flight.is_fenced
                 if is_due and self._admit(flight):
                     self._dispatcher.place(flight, active_key)
-        self._dispatcher.share(1.0 if not self._stores else _YIELDING_SHARE if self._reads else _STORING_SHARE)
+        self._dispatcher.share(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
         self._dispatcher.send()
 
     def _admit(self, flight: Flight) -> bool:

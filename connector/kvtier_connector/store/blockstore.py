@@ -151,6 +151,7 @@ class BlockStore:
         self._usage = Ledger(max_bytes, quotas)
         self._directories = BlockDirectories(fs)
         self._access = Access(fs, self._root, self._usage.forget)
+        self._is_end_written_first = self._access.mount.is_end_written_first
         self._scanning = threading.Lock()
         self._writers = Writers()
         self._of_thread = threading.local()
@@ -393,5 +394,4 @@ class BlockStore:
         direct = self._direct.flag(data)
         # Nobody else makes the name; to NFS, an exclusive create is a round trip more, for the mode.
         with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct, is_wanted=is_wanted) as fd:
-            end_first = self._access.mount.is_end_written_first
-            write_block(self._fs, fd, (page, data), is_direct=bool(direct), end_first=end_first)
+            write_block(self._fs, fd, (page, data), is_direct=bool(direct), end_first=self._is_end_written_first)

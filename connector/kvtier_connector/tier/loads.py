@@ -192,19 +192,16 @@ class Fetches:
         return len(self._fetches)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether any of them waits for a row."""
-        return bool(self._line)
-
-    @property
     def waiting(self) -> int:
         """How many of them wait for a row."""
         return len(self._line)
 
     @property
-    def has_room(self) -> bool:
-        """Whether any more could be fetched ahead."""
-        return not (self._line or self.is_held) and self._leased < self._most_leased and self._count_free() > 0
+    def room(self) -> int:
+        """How many more could be fetched ahead."""
+        if self._line or self.is_held:
+            return 0
+        return max(0, min(self._most_leased - self._leased, self._count_free()))
 
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
@@ -230,10 +227,7 @@ class Fetches:
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Fetch chunks ahead, as far as there is room for such; return them."""
-        if self._line or self.is_held:
-            return []
-        room = min(self._most_leased - self._leased, self._count_free())
-        leased = list(islice((key for key in keys if key not in self._fetches), max(0, room)))
+        leased = list(islice((key for key in keys if key not in self._fetches), self.room))
         for key in leased:
             self._begin(key, context).lessee = context
         if leased:

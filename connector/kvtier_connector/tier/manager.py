@@ -149,7 +149,7 @@ class KVTierManager(TieringOffloadingManager):
         admission, fetches = self.volume.admission, self._fetches
         to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
         queued = self.volume.transfers.loading + fetches.waiting
-        if is_early and (not fetches.has_room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
+        if is_early and (not fetches.room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
             return None
         return admission.decide(chunks, len(on_volume), to_read=to_read, queued=queued)
 
@@ -275,7 +275,7 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def has_pending_work(self) -> bool:
-        return self._fetches.is_waiting or super().has_pending_work()
+        return self._fetches.waiting > 0 or super().has_pending_work()
 
     @override
     def reset_cache(self) -> None:
@@ -346,7 +346,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _serve(self) -> None:
         self._fetches.serve()
-        if self._fetches.is_waiting and not self._fetches.is_held and not self._is_anything_under_way():
+        if self._fetches.waiting and not self._fetches.is_held and not self._is_anything_under_way():
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
             self.volume.count_computed(metrics.BUDGET, 1)

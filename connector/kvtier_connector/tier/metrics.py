@@ -130,7 +130,8 @@ REFUSED_PROMOTIONS = Metric(
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
     "Requests that found blocks on the shared volume, by what was decided: load, compute (sooner, by what was measured "
-    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than asked for).",
+    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than "
+    "configured).",
     ("verdict",),
 )
 LOAD_PACE = Metric(
