@@ -122,8 +122,6 @@ def helm_upgrade(scene: Scene) -> None:
     old = scene.folder / "older" / "kvtier"
     shutil.copytree(CHART, old)
     values["rbac"].pop("aggregate")
-    # What the webhook needs is made by a Job of the chart's, and here no pod runs.
-    values["webhook"]["enabled"] = False
     (old / "values.yaml").write_text(yaml.safe_dump(values))
     (old / "values.schema.json").unlink()
     where = "kvtier --namespace kvtier-system"

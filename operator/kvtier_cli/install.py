@@ -41,7 +41,7 @@ def generate(  # noqa: PLR0913 - options
 ) -> int:
     """Print all that the operator takes, for every namespace: `| kubectl apply --server-side -f -`.
 
-    Single namespaces, several operators, the webhook and monitoring are values of the chart: `kvtier install chart`.
+    Single namespaces, several operators and monitoring are values of the chart: `kvtier install chart`.
     """
     import yaml  # noqa: PLC0415  the group's help does without it
 

@@ -24,9 +24,6 @@ _LAST_PORT: Final = 65_535
 @click.option("--operator-class", metavar="NAME", help="work on tiers with this spec.operatorClassName alone")
 @click.option("--leader-elect", is_flag=True, help="wait for the Lease, so that several may run")
 @click.option("--metrics-port", type=click.IntRange(0, _LAST_PORT), help="serve /metrics there; 0 serves none")
-@click.option("--webhook-cert", metavar="FILE", help="certificate of the admission webhook; none serves none")
-@click.option("--webhook-key", metavar="FILE", help="key of that certificate")
-@click.option("--webhook-port", type=click.IntRange(1, _LAST_PORT), help="where the webhook listens (9443)")
 @click.option("--log-format", type=click.Choice(["plain", "full", "json"]), default="full", show_default=True)
 @click.option("-v", "--verbose", is_flag=True, help="log what is read and left alone, too")
 def run(  # noqa: PLR0913 - options

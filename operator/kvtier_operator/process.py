@@ -9,25 +9,20 @@ import logging
 import resource
 import signal
 import threading
-import time
 import urllib.parse
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 from kvtier_operator import names
-from kvtier_operator.admission import Admission
 from kvtier_operator.controller import Operator
 from kvtier_operator.errors import ClusterForbidden, KindMissing, SettingsInvalid
 from kvtier_operator.handlers import serve
-from kvtier_operator.inventory import Inventory
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.health import Health
 from kvtier_operator.kube.leadership import REQUEST_SECONDS, Leadership, own_identity
 from kvtier_operator.kube.namespace_leases import NamespaceLeases
-from kvtier_operator.kube.webhook import WebhookServer
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
@@ -64,8 +59,6 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         except ClusterForbidden as error:
             # Whoever grants it need not start this process again; until then it says that it is not ready.
             logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
-        if settings.webhook_cert or settings.webhook_key:
-            _serve_webhook(settings, health, stack)
         health.ready_if("namespace-leases", leases.problem)
         operator = Operator(settings, cluster=cluster, metrics=metrics, health=health, leases=leases)
         if leadership is not None and not leadership.wait(stop):
@@ -110,24 +103,6 @@ class _JsonLines(logging.Formatter):
         time = datetime.fromtimestamp(record.created, UTC).isoformat()
         line = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": time}
         return json.dumps({**line, **({"trace": self.formatException(record.exc_info)} if record.exc_info else {})})
-
-
-def _serve_webhook(settings: Settings, health: Health, stack: contextlib.ExitStack) -> None:
-    if not (settings.webhook_cert and settings.webhook_key):
-        raise SettingsInvalid("--webhook-cert and --webhook-key: the webhook needs both")
-    cluster = connect(timeout_seconds=(1.0, 3.0), may_write=lambda _namespace: False)
-    inventory = Inventory(cluster, is_allowed=not settings.namespaces, clock=time.monotonic)
-    admission = Admission(cluster, inventory=inventory, connector_image=settings.connector_image)
-    stack.callback(admission.close)
-    server = WebhookServer(
-        admission.judge,
-        port=settings.webhook_port,
-        certificate=Path(settings.webhook_cert),
-        key=Path(settings.webhook_key),
-    )
-    server.start()
-    stack.callback(server.close)
-    health.ready_if("webhook-certificate", server.problem)
 
 
 @contextlib.contextmanager

@@ -43,12 +43,6 @@ class Settings:
     """Name of the Lease, which stands for this installation: its replicas have the same, and nobody else has."""
     lease_seconds: float = 12.0
     """How long after its last sign of life the leader is followed by another operator."""
-    webhook_port: int = 9443
-    """Port of the admission webhook."""
-    webhook_cert: str = ""
-    """File with its certificate; empty serves no webhook."""
-    webhook_key: str = ""
-    """File with the key of the certificate."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
     canary_settle_seconds: float = 5.0
@@ -83,9 +77,6 @@ def parse(environ: Mapping[str, str]) -> Settings:
         lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),
         lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
         lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
-        webhook_port=int(_number(environ, "KVTIER_WEBHOOK_PORT", defaults.webhook_port, least=1, most=65535)),
-        webhook_cert=environ.get("KVTIER_WEBHOOK_CERT", ""),
-        webhook_key=environ.get("KVTIER_WEBHOOK_KEY", ""),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
         canary_settle_seconds=_number(
             environ, "KVTIER_CANARY_SETTLE_SECONDS", defaults.canary_settle_seconds, least=0, most=3600

@@ -22,8 +22,7 @@ from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 
 GOLDEN = Path(__file__).parent / "golden_chart"
 OLDEST, NEWEST = "1.29", "1.37"
-SCHEMALESS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "Certificate", "Issuer"}
-CERT_MANAGER = {"enabled": True, "certManager": {"enabled": True}}
+SCHEMALESS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 VALUES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -31,17 +30,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "own-namespace": {"scope": "Namespaced"},
     "replicas": {"replicas": 3, "priorityClassName": "system-cluster-critical"},
     "one-without-election": {"leaderElection": {"enabled": False}},
-    "webhook-secret": {
-        "webhook": {"enabled": True, "secretName": "cert", "caBundle": "Q0E=", "failurePolicy": "Fail"},
-        "scope": "Namespaced",
-    },
-    "webhook-cert-manager": {"webhook": CERT_MANAGER},
-    "webhook-issuer": {
-        "webhook": {
-            "enabled": True,
-            "certManager": {"enabled": True, "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
-        }
-    },
     "monitors": {
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
     },
@@ -80,7 +68,7 @@ def test_what_is_rendered_is_valid_in_the_oldest_and_the_newest_kubernetes(case:
                 kubernetes_schemas.validate(manifest, version)
 
 
-@pytest.mark.parametrize("case", ["default", "namespaced", "webhook-cert-manager", "replicas", "monitors"])
+@pytest.mark.parametrize("case", ["default", "namespaced", "replicas", "monitors"])
 def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.FixtureRequest) -> None:
     text = render_text({**VALUES[case], "crds": {"install": False}})
     path = GOLDEN / f"{case}.yaml"
@@ -99,9 +87,6 @@ def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.Fixtu
         ({"namespaces": ["a"]}, "set scope to Namespaced"),
         ({"namespaces": ["UPPER"], "scope": "Namespaced"}, "namespaces"),
         ({"replicas": 2, "leaderElection": {"enabled": False}}, "needs leaderElection.enabled"),
-        ({"webhook": {"enabled": True}}, "webhook.caBundle"),
-        ({"webhook": {"enabled": True, "caBundle": "Q0E="}}, "webhook.secretName"),
-        ({"webhook": {"enabled": True, "failurePolicy": "Maybe"}}, "failurePolicy"),
         ({"metrics": {"enabled": False, "podMonitor": {"enabled": True}}}, "metrics.enabled"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name"),
         ({"image": {"digest": "latest"}}, "digest"),
@@ -203,7 +188,7 @@ def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
 
 def test_a_longest_release_name_still_makes_valid_names() -> None:
     release = "r" * 53
-    for manifest in render({"webhook": CERT_MANAGER, "replicas": 2}, release=release):
+    for manifest in render({"replicas": 2}, release=release):
         assert len(manifest["metadata"]["name"]) <= 63
 
 

@@ -173,7 +173,7 @@ def test_settings_come_from_the_environment() -> None:
     assert (found.namespaces, found.connector_image, found.resync_seconds) == (("a", "b"), "c:1", 5.0)
 
 
-@pytest.mark.parametrize("words", [["--metrics-port", "99999"], ["--webhook-port", "0"]])
+@pytest.mark.parametrize("words", [["--metrics-port", "99999"], ["--metrics-port", "-1"]])
 def test_a_port_that_there_is_not_is_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *words]) == 2
     assert "is not in the range" in capsys.readouterr().err

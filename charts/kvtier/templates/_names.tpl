@@ -72,11 +72,3 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 []
 {{- end -}}
 {{- end -}}
-
-{{- define "kvtier.webhookSecret" -}}
-{{- if .Values.webhook.certManager.enabled -}}
-{{- default (printf "%s-webhook" (include "kvtier.fullname" .)) .Values.webhook.secretName -}}
-{{- else -}}
-{{- required "webhook.secretName: name the Secret with the certificate, or set webhook.certManager.enabled" .Values.webhook.secretName -}}
-{{- end -}}
-{{- end -}}
