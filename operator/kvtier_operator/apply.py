@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
@@ -27,11 +27,20 @@ from kvtier_operator.problems import Preflight, Problem, State, View, Warming, u
 from kvtier_operator.snapshot import Live, Snapshot
 
 
+class Deletion(NamedTuple):
+    """One object that a pass deleted."""
+
+    key: ObjectKey
+    why: str
+    """End of a sentence that begins with the object."""
+
+
 @dataclass
 class Done:
     """What a pass has done to the parts of a tier so far."""
 
     written: list[ObjectKey] = field(default_factory=list)
+    deleted: list[Deletion] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     failures: list[ClusterError] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
@@ -65,8 +74,7 @@ def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, done: Done
             return  # nobody is there: each further part would only wait
     try:
         for key in _obsolete(snapshot, rendered):
-            cluster.delete(key, plan.tier.namespace, uid=snapshot.live[key].uid)
-            done.written.append(key)
+            _delete(cluster, plan.tier, snapshot.live[key].content, done, why="the spec does not ask for it any more")
     except ClusterError as error:
         done.failures.append(error)
 
@@ -75,6 +83,15 @@ _LEAVES_NOTHING: Final = claim.UNUSABLE | {Reason.OBJECT_NOT_OURS}
 """Refusals of what others need; any other one leaves a part as it was, and that serves."""
 
 _MOST_OUTAGES: Final = 2
+
+
+def _delete(cluster: Cluster, tier: TierRef, found: Mapping[str, Any], done: Done, *, why: str) -> None:
+    """Delete an object, unless the tier does not control it: what people made stays, whatever its labels are."""
+    if not names.is_controlled(found, tier):
+        return
+    key = names.key_of(found)
+    cluster.delete(key, tier.namespace, uid=found["metadata"]["uid"])
+    done.deleted.append(Deletion(key, why))
 
 
 def _serves(part: parts.Part, objects: tuple[Manifest, ...], snapshot: Snapshot) -> bool:
@@ -146,7 +163,9 @@ def _template(manifest: Mapping[str, Any]) -> object:
     return (manifest.get("spec") or {}).get("template")
 
 
-def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any]) -> Preflight:
+def apply_preflight(
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done
+) -> Preflight:
     """Bring the preflight of a tier a step further and return how far it is.
 
     Args:
@@ -154,6 +173,7 @@ def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status
         plan: what the tier becomes.
         snapshot: what stands.
         status: what the status says so far.
+        done: what this pass does.
 
     Raises:
         ClusterError: the Job could not be read or written.
@@ -161,13 +181,13 @@ def apply_preflight(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status
     storage = status.get("storage") or {}
     known = preflight.remembered(plan.spec, snapshot, storage)
     if known is not None and known.state is State.OFF:
-        return _end_preflight(cluster, plan, known, status)
+        return _end_preflight(cluster, plan, known, status, done)
     if known is not None or plan.spec.paused:
         return known or Preflight(state=State.RUNNING, detail="the tier is paused")
     key = preflight.key_of(plan.spec, snapshot)
     job = read_preflight(cluster, plan.tier)
     if job.key and job.key != key and not job.is_foreign:
-        cluster.delete(names.preflight_key(plan.tier), plan.tier.namespace, uid=job.uid)
+        _delete_job(cluster, plan, names.preflight_key(plan.tier), done, why="another claim is to be tried")
     elif not job.uid:
         is_bound = snapshot.claim is not None and snapshot.claim.phase == "Bound"
         cluster.apply(preflight.job(plan, key, places_volume=plan.is_on_one_node and not is_bound), over=None)
@@ -193,11 +213,11 @@ def apply_warming(  # noqa: PLR0913  each by its name
     spec, kept = plan.spec, status.get("warm") or {}
     known = warm.remembered(plan, snapshot, kept, is_replaced=names.engine_key(plan.tier) in done.written)
     if known is not None:
-        return _end_warming(cluster, plan, known, status) if known.state is State.OFF else known
+        return _end_warming(cluster, plan, known, status, done) if known.state is State.OFF else known
     key = warm.key_of(spec, plan.generation.digest)
     job = read_warming(cluster, plan.tier, now)
     if job.key and job.key != key and not job.is_foreign:
-        cluster.delete(names.warm_key(plan.tier), plan.tier.namespace, uid=job.uid)
+        _delete_job(cluster, plan, names.warm_key(plan.tier), done, why="other prompts are to be sent")
     elif not job.uid:
         cluster.apply(warm.job(plan, snapshot, key, kept), over=None)
     return warm.outcome(key, kept, job)
@@ -240,8 +260,7 @@ def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Don
     is_ours = found is not None and names.is_ours(found, plan.tier)
     if manifest is None:
         if found is not None and is_ours:
-            cluster.delete(key, plan.tier.namespace, uid=found["metadata"]["uid"])
-            done.written.append(key)
+            _delete(cluster, plan.tier, found, done, why="spec.routing.inferencePool does not ask for it any more")
         return None
     if found is not None and not is_ours:
         return Problem(
@@ -257,16 +276,16 @@ def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Don
     return None
 
 
-def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey) -> None:
+def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey, done: Done, *, why: str) -> None:
     found = cluster.get(key, plan.tier.namespace)
-    if found is not None and names.is_ours(found, plan.tier):
-        cluster.delete(key, plan.tier.namespace, uid=found["metadata"]["uid"])
+    if found is not None:
+        _delete(cluster, plan.tier, found, done, why=why)
 
 
-def _end_warming(cluster: Cluster, plan: TierPlan, off: Warming, status: Mapping[str, Any]) -> Warming:
+def _end_warming(cluster: Cluster, plan: TierPlan, off: Warming, status: Mapping[str, Any], done: Done) -> Warming:
     """Delete a Job whose prompts nobody wants any more; as `_end_preflight`."""
     if not _is_told(status, warm.WARM.kind, warm.told_off(off)):
-        _delete_job(cluster, plan, names.warm_key(plan.tier))
+        _delete_job(cluster, plan, names.warm_key(plan.tier), done, why="nothing is to be sent any more")
     return off
 
 
@@ -276,13 +295,15 @@ def _is_told(status: Mapping[str, Any], kind: str, problem: Problem) -> bool:
     return (told.get("reason"), told.get("message")) == (problem.reason.value, problem.message)
 
 
-def _end_preflight(cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any]) -> Preflight:
+def _end_preflight(
+    cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any], done: Done
+) -> Preflight:
     """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
     if _is_told(status, preflight.CHECKED.kind, unknown(Reason.PREFLIGHT_OFF, off.detail)):
         return off
     if plan.spec.paused:
         return replace(off, detail=f"{off.detail}; the tier is paused, and a Job that runs goes on")
-    _delete_job(cluster, plan, names.preflight_key(plan.tier))
+    _delete_job(cluster, plan, names.preflight_key(plan.tier), done, why=off.detail)
     return off
 
 

@@ -217,6 +217,8 @@ class Operator:
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))
+        for deleted, why in outcome.deleted:
+            logger.info("%s: deleted %s: %s", key, deleted, why)
         if outcome.failure is not None:
             logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
             return Done(retry_after=outcome.failure.retry_after)
@@ -233,5 +235,5 @@ class Operator:
         ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"
         if outcome.failure is not None:
             ended = "failed"
-        kinds = tuple(key.kind for key in outcome.written)
+        kinds = tuple(key.kind for key in (*outcome.written, *(each.key for each in outcome.deleted)))
         self._metrics.count_pass(outcome=ended, seconds=seconds, written_kinds=kinds)

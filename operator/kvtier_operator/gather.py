@@ -63,23 +63,13 @@ def gather(
         ClusterError: something else could not be read; a partial view would be mistaken for the truth.
     """
     reading = _Reading(cluster, tier)
-    wanted = names.children(tier)
     ours: dict[ObjectKey, Manifest] = {}
-    for api_version, kind in sorted({(key.api_version, key.kind) for key in wanted}):
-        for found in reading.all(api_version, kind):
-            if names.is_ours(found, tier):
-                ours[names.key_of(found)] = found
     foreign = set()
-    for key in wanted:
-        if key in ours:
-            continue
-        # Under a name that we need may stand what is not ours, or what is and has lost its label.
-        unlisted = reading.one(key)
-        if unlisted is None:
-            continue
-        if names.is_controlled(unlisted, tier):
-            ours[key] = unlisted
-        else:
+    for key in names.children(tier):
+        found = reading.one(key)
+        if found is not None and names.is_ours(found, tier):
+            ours[key] = found
+        elif found is not None:
             foreign.add(key)
     claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
     claim = ours.get(claim_key)
@@ -87,7 +77,7 @@ def gather(
         claim = reading.one(claim_key)
     tiers = [] if claim is None else cluster.tiers_on(claim_key.name, tier.namespace)
     deployment = ours.get(names.engine_key(tier))
-    pods = reading.all("v1", "Pod")
+    pods = reading.pods()
     pods.sort(key=lambda found: str(found["metadata"]["name"]))
     # What else carries our labels is somebody else's: the pods of a Deployment that stands in our place included.
     engines, janitors, routers = (
@@ -116,12 +106,12 @@ class _Reading:
         self._tier = tier
         self.unreadable: dict[str, ClusterError] = {}
 
-    def all(self, api_version: str, kind: str) -> list[Manifest]:
+    def pods(self) -> list[Manifest]:
         selector = f"{names.LABEL_TIER}={self._tier.name}"
         try:
-            return self._cluster.list(api_version, kind, namespace=self._tier.namespace, selector=selector)
+            return self._cluster.list("v1", "Pod", namespace=self._tier.namespace, selector=selector)
         except (ClusterForbidden, KindMissing) as error:
-            self.unreadable[kind] = error
+            self.unreadable["Pod"] = error
             return []
 
     def one(self, key: ObjectKey) -> Manifest | None:

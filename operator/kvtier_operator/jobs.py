@@ -39,7 +39,7 @@ def _read_job(  # noqa: PLR0913  each by its name
     if found is None:
         return SeenJob()
     uid = found["metadata"]["uid"]
-    if not names.is_ours(found, tier):
+    if not names.is_controlled(found, tier):
         return SeenJob(uid=uid, is_foreign=True)
     selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
     try:

@@ -305,9 +305,13 @@ def key_of(manifest: Mapping[str, Any]) -> ObjectKey:
 
 
 def is_ours(manifest: Mapping[str, Any], tier: TierRef) -> bool:
-    """Tell whether a live object was made for this tier: by label, and not controlled by anything else."""
-    if any(uid != tier.uid for uid in _controllers(manifest)):
-        return False
+    """Tell whether a live object under one of the tier's own names may be written.
+
+    The tier controls it, or nothing does and it carries our labels: a claim that an earlier tier left, or an object
+    that a backup has restored.
+    """
+    if controllers := _controllers(manifest):
+        return controllers == [tier.uid]
     of_object = manifest.get("metadata", {}).get("labels") or {}
     return of_object.get(LABEL_MANAGED_BY) == FIELD_MANAGER and of_object.get(LABEL_TIER) == tier.name
 
@@ -328,7 +332,7 @@ def is_pod_of(pod: Mapping[str, Any], deployment: str) -> bool:
 
 
 def is_controlled(manifest: Mapping[str, Any], tier: TierRef) -> bool:
-    """Tell whether a live object goes with this tier, whatever its labels are."""
+    """Tell whether the tier controls a live object. Labels do not count: `kubectl expose` and people copy them."""
     return tier.uid in _controllers(manifest)
 
 

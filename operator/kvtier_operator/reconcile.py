@@ -7,6 +7,7 @@ and any number of times; twice is the same as once. Whatever one pass leaves und
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.apply import (
+    Deletion,
     Done,
     apply_live_settings,
     apply_parts,
@@ -50,6 +52,8 @@ from kvtier_operator.proof.probes import Probes
 from kvtier_operator.proof.targets import make_ask
 from kvtier_operator.snapshot import Nodes, Snapshot
 
+logger = logging.getLogger(__name__)
+
 Clock = Callable[[], datetime]
 
 _UNTIL_NODES_CHANGE: Final = frozenset({Reason.NODES_UNKNOWN, Reason.NO_NODE_MATCHES, Reason.DOES_NOT_FIT})
@@ -65,7 +69,8 @@ class Outcome:
     exists: bool
     """False where there is no such tier, or it is going: nothing more is to be done for it."""
     written: tuple[ObjectKey, ...] = ()
-    """Objects that the pass created, changed or deleted."""
+    """Objects that the pass created or changed."""
+    deleted: tuple[Deletion, ...] = ()
     failure: ClusterError | None = None
     """Why the pass is to be repeated soon."""
     existing_claim: str | None = None
@@ -137,12 +142,14 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     outcome = Outcome(
         exists=True,
         written=act.written,
+        deleted=act.deleted,
         failure=act.failure,
         existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
         again_after=_again_after(act.view),
         recheck_after=act.view.pool_retry_after,
         waits_for_nodes=_waits_for_nodes(act.view),
     )
+    _tell_of_deletions(cluster, body, act.deleted, clock)
     is_worth_telling = act.told is None or not _passes_soon(act.told) or attempt >= PATIENCE
     if act.failure is not None and not is_worth_telling:
         return outcome
@@ -157,6 +164,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
 class _Act:
     view: status.View
     written: tuple[ObjectKey, ...] = ()
+    deleted: tuple[Deletion, ...] = ()
     failure: ClusterError | None = None
     """After which the pass is tried again."""
     told: ClusterError | None = None
@@ -227,7 +235,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     )
     done = Done(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
     try:
-        view = replace(view, preflight=apply_preflight(cluster, plan, snapshot, body.get("status") or {}))
+        view = replace(view, preflight=apply_preflight(cluster, plan, snapshot, body.get("status") or {}, done))
     except ClusterError as error:
         done.failures.append(error)
     tried = view.preflight
@@ -238,7 +246,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     )
     view = replace(view, warming=_warm(cluster, plan, snapshot, body, done, now=sources.clock()))
     view = apply_pool(cluster, view, plan, body.get("status") or {}, done)
-    if done.written and not done.failures:
+    if (done.written or done.deleted) and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
             view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
@@ -273,7 +281,11 @@ def _concluded(view: status.View, done: Done) -> _Act:
     if len(lasting) > 1:
         told = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
     return _Act(
-        view=replace(view, refusal=refusal, failure=told), written=tuple(done.written), failure=soonest, told=told
+        view=replace(view, refusal=refusal, failure=told),
+        written=tuple(done.written),
+        deleted=tuple(done.deleted),
+        failure=soonest,
+        told=told,
     )
 
 
@@ -329,7 +341,7 @@ def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> No
 def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -> None:
     """Write the status where it changed, and post an Event for each transition."""
     previous: Mapping[str, Any] = body.get("status") or {}
-    now = clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    now = _timestamp(clock)
     wanted = status.report(view, previous, now=now)
     changes = status.changes(previous, wanted)
     is_another_failure = isinstance(view.failure, ClusterError) and not _passes_soon(view.failure)
@@ -358,6 +370,21 @@ def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, A
 
 
 _NUMBERED: Final = re.compile(r"\S*\d\S*")
+
+
+def _tell_of_deletions(cluster: Cluster, body: Manifest, deleted: tuple[Deletion, ...], clock: Clock) -> None:
+    """Post an Event for each deletion. One that cannot be posted is logged: the deletion is done in any case."""
+    now = _timestamp(clock)
+    for key, why in deleted:
+        told = status.Transition(level="Normal", reason="Deleted", message=f"deleted {key}: {why}")
+        try:
+            cluster.post_event(_event(body, names.tier_ref(body), told, now=now))
+        except ClusterError as error:
+            logger.warning("%s: no Event says that %s was deleted: %s", names.tier_ref(body), key, error)
+
+
+def _timestamp(clock: Clock) -> str:
+    return clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now: str) -> Manifest:

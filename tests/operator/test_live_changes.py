@@ -58,7 +58,7 @@ def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
     cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
-    gone = set(run(cluster).written)
+    gone = {key for key, _ in run(cluster).deleted}
     assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
     assert {key.name for key in gone} == {"llama-janitor"}
     assert cluster.existing() == CHILDREN - gone | {TIER_KEY}

@@ -198,6 +198,6 @@ def test_another_right_that_is_missing_is_told_in_the_place_of_the_one_before() 
     cluster = Forbidding(tier())
     run(cluster)
     for kind in ("PodDisruptionBudget", "Service"):
-        cluster.forbidden = {kind: frozenset({"list"})}
+        cluster.forbidden = {kind: frozenset({"get"})}
         run(cluster)
         assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]

@@ -254,16 +254,51 @@ def test_what_others_hang_on_the_tier_is_not_pruned() -> None:
     assert run(cluster).written == ()
 
 
-def test_an_object_that_is_not_rendered_any_more_is_deleted_but_never_a_claim() -> None:
+@pytest.mark.parametrize("has_owner", [True, False], ids=["with its owner", "labels alone"])
+@pytest.mark.parametrize("key", [SERVICE, CONFIG, DEPLOYMENT, CLAIM], ids=str)
+def test_a_copy_of_an_object_under_another_name_is_never_deleted(key: ObjectKey, *, has_owner: bool) -> None:
     cluster = FakeCluster(tier())
     run(cluster)
-    old = [merge(cluster.look(key), {"metadata": {"name": f"{key.name}-old"}}) for key in (CONFIG, CLAIM)]
-    for manifest in old:
-        manifest["metadata"].pop("uid")
-        cluster.put(manifest)
+    # As `kubectl expose` does, or a person who makes a canary of the engines by hand.
+    copied = merge(cluster.look(key), {"metadata": {"name": f"{key.name}-canary", "uid": None}})
+    if not has_owner:
+        copied["metadata"].pop("ownerReferences", None)
+    theirs = cluster.put(copied)
     outcome = run(cluster)
-    assert [str(key) for key in outcome.written] == ["ConfigMap/llama-connector-old"]
-    assert ObjectKey(api_version="v1", kind="PersistentVolumeClaim", name="llama-blocks-old") in cluster.existing()
+    assert (outcome.written, outcome.deleted, outcome.failure) == ((), (), None)
+    assert cluster.look(names.key_of(theirs)) == theirs
+
+
+def test_what_people_made_under_a_name_that_the_tier_does_not_use_now_is_never_deleted() -> None:
+    cluster = FakeCluster(tier(janitor={"enabled": False}))
+    run(cluster)
+    theirs = cluster.put(merge(cluster.look(SERVICE), {"metadata": {"name": "llama-janitor", "uid": None}}))
+    cluster.edit(names.key_of(theirs), {"metadata": {"ownerReferences": None}})
+    assert run(cluster).deleted == ()
+    assert JANITOR_SERVICE in cluster.existing()
+
+
+def test_an_object_that_a_backup_restored_is_adopted_and_deleted_when_it_is_not_rendered_any_more() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(JANITOR_SERVICE, {"metadata": {"ownerReferences": None}})
+    assert run(cluster).written == (JANITOR_SERVICE,)
+    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
+    assert JANITOR_SERVICE in {key for key, _ in run(cluster).deleted}
+
+
+def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(
+        TIER_KEY, {"spec": {"janitor": {"enabled": False}, "volume": {"existingClaim": "mine", "claim": None}}}
+    )
+    deleted = {key for key, _ in run(cluster).deleted}
+    told = [event["message"] for event in cluster.posted if event["reason"] == "Deleted"]
+    assert {str(key) for key in deleted} == {message.split()[1].rstrip(":") for message in told}
+    assert len(told) == len(deleted) > 5
+    assert "deleted Service/llama-janitor: the spec does not ask for it any more" in told
+    assert CLAIM in cluster.existing()
 
 
 def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> None:
