@@ -19,7 +19,7 @@ from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavail
 from kvtier_operator.jobs import read_preflight, read_warming
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others, stands
-from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import claim, preflight, routing, warm
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
