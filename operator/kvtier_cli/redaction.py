@@ -47,7 +47,7 @@ _PROMPT: Final = re.compile(
 )
 _TENANT_LABEL: Final = re.compile(r'tenant="([^"]*)"')
 _TENANT_PATH: Final = re.compile(r"\btenants/([A-Za-z0-9._-]+)")
-_BY_TENANT: Final = frozenset({"quotas", "byTenant", "savedSecondsByTenant"})
+_BY_TENANT: Final = frozenset({"quotas"})
 _MANAGED: Final = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
 
 

@@ -7,10 +7,8 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_cli import money
 from kvtier_cli.targets import Where
 from kvtier_connector.contract_janitor import JANITOR_PORT
 from kvtier_connector.contract_usage import USAGE_PATH
@@ -26,20 +24,11 @@ _SOURCE: Final = re.compile(r'source="(\w+)"')
 _PROMPT: Final = "vllm:prompt_tokens_total"
 _CACHED: Final = "vllm:prompt_tokens_cached_by_source_total"
 _SAVED: Final = "vllm:kvtier_disk_saved_seconds_total"
-_TENANT: Final = re.compile(r'tenant="([^"]*)"')
 _COMPUTE_RATE: Final = "vllm:kvtier_disk_compute_tokens_per_second"
 _LOAD_RATE: Final = "vllm:kvtier_disk_load_tokens_per_second"
 
 
-def look(  # noqa: PLR0913 - keywords
-    where: Where,
-    namespace: str,
-    tier: str,
-    *,
-    asks_pods: bool,
-    gpu_hour: float | None = None,
-    gib_month: float | None = None,
-) -> Document:
+def look(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Document:
     """Return how one tier stands.
 
     Args:
@@ -47,8 +36,6 @@ def look(  # noqa: PLR0913 - keywords
         namespace: of the tier.
         tier: its name.
         asks_pods: whether engines and janitor are asked, too.
-        gpu_hour: price of an accelerator for an hour, in place of that of the tier.
-        gib_month: price of a GiB on the volume for a month, likewise.
 
     Raises:
         ClusterError: there is none, or it cannot be read.
@@ -62,24 +49,15 @@ def look(  # noqa: PLR0913 - keywords
         "mode": (body["spec"].get("disk") or {}).get("mode", "ReadWrite"),
         "engines": [_engine(each) for each in sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))],
         "wanted": body["spec"].get("replicas", 1),
-        "accelerators": _accelerators(body["spec"].get("engine") or {}, status.get("sizing") or {}),
         "conditions": [
             {name: each.get(name, "") for name in ("type", "status", "reason", "message")}
             for each in status.get("conditions", ())
         ],
-        **{name: status.get(name) for name in ("sizing", "storage", "generation", "generations", "tiers", "savings")},
+        **{name: status.get(name) for name in ("sizing", "storage", "generation", "generations", "tiers")},
     }
     if asks_pods:
         document |= _ask(where, namespace, tier, pods)
-        if (prices := money.prices_of(body["spec"], gpu_hour=gpu_hour, gib_month=gib_month)) is not None:
-            document["money"] = money.saved(document, prices, now=datetime.now(UTC))
     return document
-
-
-def _accelerators(engine: Mapping[str, Any], sizing: Mapping[str, Any]) -> float:
-    """Return those of one engine core; a CPU build counts as one."""
-    found: int = (engine.get("accelerator") or {}).get("perPod") or engine.get("tensorParallel") or 1
-    return found / (sizing.get("enginesPerPod") or 1)
 
 
 def _engine(pod: names.Manifest) -> Document:
@@ -128,7 +106,6 @@ def hits(expositions: list[str]) -> Document:
     totals: dict[str, float] = {}
     rates: dict[str, list[float]] = {_COMPUTE_RATE: [], _LOAD_RATE: []}
     prompt, seconds = 0.0, 0.0
-    saved: dict[str, float] = {}
     for text in expositions:
         cached, rate, counted = 0.0, 0.0, 0.0
         for line in text.splitlines():
@@ -141,8 +118,7 @@ def hits(expositions: list[str]) -> Document:
             elif name == _CACHED and (source := _SOURCE.search(labels)):
                 totals[source[1]] = totals.get(source[1], 0.0) + value
                 cached += value if source[1] == "disk" else 0.0
-            elif name == _SAVED and (tenant := _TENANT.search(labels)):
-                saved[tenant[1]] = saved.get(tenant[1], 0.0) + value
+            elif name == _SAVED:
                 counted += value
             elif name in rates and value > 0:
                 rates[name].append(value)
@@ -157,7 +133,6 @@ def hits(expositions: list[str]) -> Document:
         "computeTokensPerSecond": _mean(rates[_COMPUTE_RATE]),
         "loadTokensPerSecond": _mean(rates[_LOAD_RATE]),
         "prefillSecondsNotSpent": round(seconds, 1),
-        "savedSecondsByTenant": {tenant: round(each, 3) for tenant, each in saved.items()},
     }
 
 

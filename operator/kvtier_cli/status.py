@@ -26,14 +26,6 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
     "--interval", type=click.IntRange(1, 3600), default=5, show_default=True, help="seconds between two looks"
 )
 @click.option("--ask/--no-ask", default=True, help="ask engines and janitor for hits and use (takes the right to exec)")
-@click.option(
-    "--gpu-hour",
-    type=click.FloatRange(0),
-    help="price of an accelerator for an hour: says what was saved  [default: spec.cost]",
-)
-@click.option(
-    "--gib-month", type=click.FloatRange(0), help="price of a GiB on the volume for a month  [default: spec.cost]"
-)
 @answers.output_option()
 @targets.cluster_options
 def status(  # noqa: PLR0913 - options
@@ -43,8 +35,6 @@ def status(  # noqa: PLR0913 - options
     watch: bool,
     interval: int,
     ask: bool,
-    gpu_hour: float | None,
-    gib_month: float | None,
     output: str,
     **cluster: str,
 ) -> int:
@@ -53,15 +43,13 @@ def status(  # noqa: PLR0913 - options
     Exit code 1: a tier is not Ready.
     """
     where = targets.Where(**cluster)
-    if gpu_hour is not None and not (tier and ask):
-        raise click.UsageError("--gpu-hour is for one TIER, whose engines are asked")
     if tier and all_namespaces:
         raise click.UsageError("-A is for all tiers: leave TIER out, or name its namespace with -n")
     namespace = "" if all_namespaces else where.asked_namespace
 
     def look() -> Any:
         if tier:
-            return standing.look(where, namespace, tier, asks_pods=ask, gpu_hour=gpu_hour, gib_month=gib_month)
+            return standing.look(where, namespace, tier, asks_pods=ask)
         bodies = where.person.tiers(namespace)
         return [
             standing.look(where, each["metadata"]["namespace"], each["metadata"]["name"], asks_pods=False)

@@ -47,7 +47,6 @@ def one(document: Document) -> str:
         _engines(document),
         _use_of_tiers(document),
         _hits(document),
-        _money(document),
     )
     return (
         head
@@ -144,27 +143,6 @@ def _hits(document: Document) -> tuple[str, str]:
             "of prefill\n"
         )
     return f"HITS  of {prompt:,} prompt tokens since these engines started", text
-
-
-def _money(document: Document) -> tuple[str, str]:
-    if "money" not in document:
-        return "SAVED", ""
-    found = document["money"]
-    if found is None:
-        return "SAVED", "  nothing is known yet: engines measure how fast they compute once they load from the volume\n"
-    rows = [
-        (
-            "accelerators",
-            f"{found['acceleratorsCost']:,.2f}",
-            f"{found['acceleratorHoursNotSpent']:,.2f} hours not spent",
-        ),
-        ("volume", f"{-found['storageCost']:,.2f}", ""),
-        ("saved", f"{found['saved']:,.2f}", ""),
-    ]
-    named = sorted(((cost, name) for name, cost in found["byTenant"].items() if name), reverse=True)
-    rows += [(f"tenant {name}", f"{cost:,.2f}", "of the accelerators'") for cost, name in named[:_MOST_TENANTS]]
-    currency = found["currency"] or "in the currency of the prices given"
-    return f"SAVED  since these engines started, {currency}", columns(rows, indent=2)
 
 
 def _next(document: Document) -> Iterator[str]:

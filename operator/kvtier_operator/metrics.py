@@ -101,19 +101,6 @@ TIER_ENGINES: Final = Metric(
     help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last list.",
     labels=("namespace", "tier", "state"),
 )
-TIER_PRICE: Final = Metric(
-    name="kvtier_tier_price",
-    kind="gauge",
-    help="Prices of each KVCacheTier with spec.cost: engine_hour (its accelerators for an hour), gib_month (storage).",
-    labels=("namespace", "tier", "of", "currency"),
-)
-TIER_SAVINGS: Final = Metric(
-    name="kvtier_tier_savings_per_hour",
-    kind="gauge",
-    help="What loading from the volume saved in the last hour, at these prices: gpus (accelerators that would have "
-    "been busy), storage (what the used part of the volume costs), net (the difference), as of the last list.",
-    labels=("namespace", "tier", "of", "currency"),
-)
 LEADER: Final = Metric(
     name="kvtier_operator_leader", kind="gauge", help="1 while this operator acts, 0 while it waits for the Lease."
 )
@@ -140,8 +127,6 @@ METRICS: Final = (
     TIERS,
     TIER_CONDITION,
     TIER_ENGINES,
-    TIER_PRICE,
-    TIER_SAVINGS,
     LEADER,
     NAMESPACES,
     BUILD,
@@ -192,20 +177,6 @@ def _engines(tier: Mapping[str, Any]) -> dict[str, int]:
     return {"wanted": wanted, "ready": (tier.get("status") or {}).get("readyReplicas", 0)}
 
 
-def _prices(tier: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
-    found, cost = (tier.get("status") or {}).get("savings") or {}, (tier.get("spec") or {}).get("cost")
-    if cost and "enginePerHour" in found:
-        yield ("engine_hour", found["currency"]), float(found["enginePerHour"])
-        yield ("gib_month", found["currency"]), float(cost.get("storageGibMonth", 0))
-
-
-def _savings(tier: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
-    found = (tier.get("status") or {}).get("savings") or {}
-    for of, field in (("gpus", "gpusPerHour"), ("storage", "storagePerHour"), ("net", "netPerHour")):
-        if field in found:
-            yield (of, found["currency"]), float(found[field])
-
-
 class OperatorMetrics:
     """Counters of one operator, in a registry of its own. Safe to use from several threads."""
 
@@ -226,9 +197,8 @@ class OperatorMetrics:
         self._gauge(BUILD).labels(version=__version__).set(1)
         for outcome in ("ok", "failed", "gone", "left"):
             self._passes.labels(outcome=outcome)
-        self._by_reason, self._by_tier, self._engines, self._prices, self._savings = (
-            _Samples(metric, self.registry)
-            for metric in (TIERS, TIER_CONDITION, TIER_ENGINES, TIER_PRICE, TIER_SAVINGS)
+        self._by_reason, self._by_tier, self._engines = (
+            _Samples(metric, self.registry) for metric in (TIERS, TIER_CONDITION, TIER_ENGINES)
         )
         ProcessCollector(registry=self.registry)
 
@@ -253,18 +223,14 @@ class OperatorMetrics:
 
     def count_tiers(self, tiers: Iterable[dict[str, Any]]) -> None:
         """Show the conditions and the engines of these tiers, and of no others. One thread at a time."""
-        conditions, engines, prices, savings = (dict[tuple[str, ...], float]() for _ in range(4))
+        conditions, engines = dict[tuple[str, ...], float](), dict[tuple[str, ...], float]()
         for tier in tiers:
             name = _name(tier)
             conditions |= dict.fromkeys(_conditions(tier), 1.0)
             engines |= {(*name, state): float(count) for state, count in _engines(tier).items()}
-            prices |= {(*name, *labels): price for labels, price in _prices(tier)}
-            savings |= {(*name, *labels): price for labels, price in _savings(tier)}
         self._by_reason.show({key: float(count) for key, count in Tally(labels[2:] for labels in conditions).items()})
         self._by_tier.show(conditions)
         self._engines.show(engines)
-        self._prices.show(prices)
-        self._savings.show(savings)
 
     def watch_queue(self, *, depth: Callable[[], int], overdue_seconds: Callable[[], float]) -> None:
         """Ask these whenever the metrics are read."""

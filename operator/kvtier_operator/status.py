@@ -16,7 +16,7 @@ from kvtier_operator.api import TierSpec, loras
 from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, savings, serving, warm
+from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, serving, warm
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
@@ -102,7 +102,6 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     # What is not known in this pass was true in an earlier one.
     kept = {field: previous[field] for field in _KEPT if field in previous}
     usage = _usage(view, previous)
-    money = savings.document(view, previous, used_bytes=_used_bytes(usage or previous))
     return {
         **kept,
         "observedGeneration": view.generation,
@@ -118,7 +117,6 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         ),
         **({} if view.current is None else {"generation": _generation(view.current, view.spec)}),
         **usage,
-        **({"savings": money} if money else {}),
         **({"warm": warmed} if (warmed := warm.document(view, previous)) else {}),
         **({"routing": routed} if (routed := routing.document(view, previous)) else {}),
         **_loras(view),
@@ -126,11 +124,6 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
 
 
 _KEPT: Final = ("sizing", "generation")
-
-
-def _used_bytes(status: Mapping[str, Any]) -> int | None:
-    """Return what lies on the volume by a status."""
-    return next((each.get("usedBytes") for each in status.get("tiers", ()) if each["name"] == "disk"), None)
 
 
 def _loras(view: View) -> dict[str, Any]:

@@ -28,7 +28,6 @@ VALUES: dict[str, Any] = {
     "disk.compression": "Auto",
     "cpu.evictionPolicy": "arc",
     "warm": {"prompts": {"configMap": {"name": "prompts"}}},
-    "cost": {"gpuHour": "2"},
 }
 
 

@@ -156,7 +156,6 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("generations",): {"keepPrevious": 5},
     ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
-    ("cost",): {"gpuHour": "3.5"},
     ("routing",): {"type": "Router", "router": {"policy": "cache_aware"}},
     ("warm",): {"prompts": {"configMap": {"name": "prompts"}}},
     ("engine", "rollout"): {"maxSurge": 3},

@@ -97,11 +97,11 @@ def tier() -> Dashboard:
     shown = board("kvtier-tier", "kvtier / Tier", "One KVCacheTier: what it saves, what it costs, and what hinders it.")
     shown.with_variable(choice("namespace", "Namespace", "label_values(kvtier_tier_condition, namespace)"))
     shown.with_variable(choice("tier", "Tier", 'label_values(kvtier_tier_condition{namespace="$namespace"}, tier)'))
-    shown.with_variable(amount("price", "Price of an engine hour, where spec.cost gives none", "2.5"))
+    shown.with_variable(amount("price", "Price of an engine hour", "2.5"))
+    shown.with_variable(amount("gib_price", "Price of a GiB-month on the volume", "0.16"))
     saved = f"sum(kvtier:prefill_seconds_saved:rate5m{{{_TIER}}})"
-    price = f'scalar(max(kvtier_tier_price{{{_TIER}, of="engine_hour"}}) or vector($price))'
     used = f"(max(sum by (instance) (kvtier_janitor_used_bytes{{{_TIER}}})) or vector(0))"
-    storage = f'{used} / 1073741824 / 730 * scalar(max(kvtier_tier_price{{{_TIER}, of="gib_month"}}) or vector(0))'
+    storage = f"{used} / 1073741824 / 730 * $gib_price"
     written = f"sum(increase(vllm:kvtier_disk_written_bytes_total{{{_TIER}}}[$__rate_interval]))"
     served = f"sum(increase(vllm:kvtier_disk_read_bytes_total{{{_TIER}}}[$__rate_interval]))"
     first = f"sum by (found) (rate(vllm:kvtier_first_tokens_total{{{_TIER}}}[$__rate_interval])) > 0"
@@ -117,8 +117,8 @@ def tier() -> Dashboard:
         figure(
             "Saved an hour",
             "currencyUSD",
-            f"{saved} * {price} - {storage}",
-            about="At the prices of spec.cost, or the one above; less what the used part of the volume costs.",
+            f"{saved} * $price - {storage}",
+            about="At the prices above: engine seconds saved, less the cost of the used part of the volume.",
             decimals=2,
         ),
         figure(

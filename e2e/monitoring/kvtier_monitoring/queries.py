@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RATE_INTERVAL = "1m"
-VALUES = {"namespace": "default", "tier": "demo", "price": "2.5"}
+VALUES = {"namespace": "default", "tier": "demo", "price": "2.5", "gib_price": "0.16"}
 """Of the variables, for the tier of the demo."""
 
 

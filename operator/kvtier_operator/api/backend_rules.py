@@ -160,13 +160,6 @@ _FIELDS: Final = (
         honoured_by=_OURS,
         what="nobody can tell which blocks lie where",
     ),
-    _Field(
-        path="cost",
-        cel="!has(self.cost)",
-        is_default=lambda spec: spec.cost is None,
-        honoured_by=_OURS,
-        what="its engines do not count the seconds that hits have saved",
-    ),
 )
 
 _OLD_LMCACHE: Final = "(^|/)lmcache/vllm-openai:v?0[.]([0-4]|5[.][0-5])([^0-9].*)?$"

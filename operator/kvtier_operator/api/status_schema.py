@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StrictBool, StrictInt, StrictStr
 
@@ -204,30 +204,6 @@ class WarmStatus(ApiModel):
     """How often it went wrong, one time after the other: the wait before the next doubles each time."""
 
 
-_AMOUNT: Final = r"^-?(0|[1-9][0-9]*)([.][0-9]+)?$"
-_Money = Annotated[StrictStr, Field(max_length=32, pattern=_AMOUNT)]
-
-
-class Savings(ApiModel):
-    """What loading from the volume saved over the last hour, at the prices of `spec.cost`; two digits count."""
-
-    currency: Annotated[StrictStr, Field(max_length=3)] | None = None
-    """Currency of the amounts."""
-    engine_per_hour: _Money | None = None
-    """Price of the accelerators of one engine for an hour."""
-    gpus: _Money | None = None
-    """Accelerators that would have been busy in addition, all the time. One engine measures what a prompt takes it
-    while it serves, and counts that for each hit that it loads."""
-    gpus_per_hour: _Money | None = None
-    """What these cost in an hour."""
-    storage_per_hour: _Money | None = None
-    """What the used part of the volume costs in an hour."""
-    net_per_hour: _Money | None = None
-    """The difference: below 0 the volume costs more than it saves."""
-    net_per_month: _Money | None = None
-    """The same for 730 hours like that."""
-
-
 class RoutingStatus(ApiModel):
     """How requests come to the engines."""
 
@@ -260,8 +236,6 @@ class TierStatus(ApiModel):
     """What is known of the volume."""
     warm: WarmStatus | None = None
     """What became of the prompts of `spec.warm`."""
-    savings: Savings | None = None
-    """What the tier saves, where `spec.cost` gives prices."""
     routing: RoutingStatus | None = None
     """How requests come to the engines."""
     generation: Generation | None = None

@@ -18,7 +18,6 @@ from kvtier_operator import quantity
 from kvtier_operator.api import backend_rules
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.containers import Anything
-from kvtier_operator.api.cost_spec import Cost
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
 from kvtier_operator.api.events_spec import KvEvents
@@ -232,8 +231,6 @@ class TierSpec(ApiModel):
     warm: Warm | None = None
     """Prompts whose blocks are to be on the volume before users come. Sent once for each cache generation, and again
     when this changes; it replaces no pod."""
-    cost: Cost | None = None
-    """What accelerators and the volume cost, for `status.savings`. Changing it replaces no pod."""
     operator_class_name: ObjectName | None = None
     """Class of the operator that works on this tier: of one that runs with `--operator-class` of that name. Left out,
     those do that have none. Cannot change: until one operator has let go, another one must not begin."""

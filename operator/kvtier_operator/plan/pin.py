@@ -28,7 +28,6 @@ ROLLS_NOTHING: Final = (
     ("generations",),
     ("janitor",),
     ("proof",),
-    ("cost",),
     ("warm",),
     ("routing",),
     ("engine", "rollout"),

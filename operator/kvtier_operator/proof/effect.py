@@ -38,7 +38,7 @@ def judge(samples: Sequence[Sample]) -> Effect | None:
     loaded = computed = gained = 0.0
     weights = load_sum = compute_sum = 0.0
     for pod, now in samples[-1].readings.items():
-        tokens, hits, _ = _growth(samples, pod)
+        tokens, hits = _growth(samples, pod)
         loaded += tokens
         computed += hits
         if now.load_rate > 0 and now.compute_rate > 0 and (tokens or hits):
@@ -63,18 +63,6 @@ def judge(samples: Sequence[Sample]) -> Effect | None:
     )
 
 
-def saved_per_second(samples: Sequence[Sample]) -> float | None:
-    """Return how many seconds of computing loads made needless for each second; None before the second look.
-
-    Two digits count: more would be news with every look.
-    """
-    seconds = samples[-1].at - samples[0].at
-    if seconds <= 0:
-        return None
-    grown = sum(_growth(samples, pod)[2] for pod in samples[-1].readings)
-    return float(f"{grown / seconds:.2g}")
-
-
 def break_even(readings: Mapping[str, Reading]) -> int | None:
     """Return the shortest hit that is worth loading, rounded up to a power of two; -1 where an engine loads none."""
     found = [reading.break_even_tokens for reading in readings.values() if reading.break_even_tokens is not None]
@@ -86,12 +74,12 @@ def break_even(readings: Mapping[str, Reading]) -> int | None:
     return 0 if longest < 1 else 1 << math.ceil(math.log2(longest))
 
 
-def _growth(samples: Sequence[Sample], pod: str) -> tuple[float, float, float]:
-    """Return by how much a pod's counters grew: tokens loaded, hits computed again, seconds of computing saved.
+def _growth(samples: Sequence[Sample], pod: str) -> tuple[float, float]:
+    """Return by how much a pod's counters grew: tokens loaded, hits computed again.
 
     A counter that went back began anew with its process.
     """
-    grown = [0.0, 0.0, 0.0]
+    grown = [0.0, 0.0]
     before: Reading | None = None
     for sample in samples:
         now = sample.readings.get(pod)
@@ -101,9 +89,8 @@ def _growth(samples: Sequence[Sample], pod: str) -> tuple[float, float, float]:
             pairs = (
                 (before.disk_tokens, now.disk_tokens),
                 (before.computed_hits, now.computed_hits),
-                (before.saved_seconds, now.saved_seconds),
             )
             for number, (old, new) in enumerate(pairs):
                 grown[number] += new - (old if new >= old else 0.0)
         before = now
-    return grown[0], grown[1], grown[2]
+    return grown[0], grown[1]

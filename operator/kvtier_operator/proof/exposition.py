@@ -17,8 +17,6 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class Reading:
     """Numbers of one pod, summed over its engine cores; 0 where it has none yet."""
 
-    saved_seconds: float = 0.0
-    """Of computing that loads made needless."""
     disk_tokens: float = 0.0
     """Prompt tokens that came from the volume."""
     written_blocks: float = 0.0
@@ -81,7 +79,6 @@ def read(text: str) -> Reading:
 
 _FIELDS = {
     "vllm:prompt_tokens_cached_by_source_total": "disk_tokens",
-    "vllm:kvtier_disk_saved_seconds_total": "saved_seconds",
     "vllm:kvtier_disk_written_blocks_total": "written_blocks",
     "vllm:kvtier_disk_present_blocks_total": "written_blocks",
     "vllm:kvtier_disk_queued_jobs": "queued_jobs",

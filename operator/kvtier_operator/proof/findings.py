@@ -94,8 +94,5 @@ class Findings:
 
     canary: Canary | None = None
     effect: Effect | None = None
-    saved_per_second: float | None = None
-    """Seconds of computing that loads made needless, of all engines together, for each second of the last hour; None
-    before anybody looked twice."""
     break_even_tokens: int | None = None
     """Shortest hit that is worth loading, as a power of two; -1 where none is."""

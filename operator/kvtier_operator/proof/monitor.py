@@ -190,7 +190,6 @@ class Proofs:
             record.findings,
             effect=found,
             break_even_tokens=effect.break_even(readings),
-            saved_per_second=effect.saved_per_second(samples),
         )
         return replace(record, samples=samples, findings=findings, sample_due=now + SAMPLE_SECONDS)
 
