@@ -73,7 +73,7 @@ test-netfs-guest: venv ## the same of NFS and of the quotas of xfs, whose client
 stress-netfs: venv ## engines, a janitor and servers on two mounts, killed at random for SECONDS (600), with a stall of 30 s
 	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.netfs_stress --seconds $(or $(SECONDS),600) --kind $(or $(KIND),glusterfs-distribute)
 
-check: venv lint types imports fresh docs ## what CI checks besides the tests
+check: venv lint types imports house prose fresh docs ## what CI checks besides the tests
 
 lint: venv ## ruff, and what checks workflows, shell scripts and Dockerfiles; a rule is silenced with a reason only
 	$(RUN) ruff check .
@@ -90,6 +90,12 @@ types: venv ## mypy --strict
 
 imports: venv ## who may import whom
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command as run; run()"
+
+house: venv ## lines and modules by package, class names defined twice, import cycles; WRITE=1 lowers the record
+	.venv/bin/python .ci/house.py $(if $(WRITE),--write)
+
+prose: venv ## long sentences and private words in the code; IN=PATH prints all of a file or folder, WRITE=1 lowers the record
+	.venv/bin/python .ci/prose.py $(if $(WRITE),--write) $(IN)
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.api.crd --check

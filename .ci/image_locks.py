@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ("janitor", "operator", "router")
 """Extras of pyproject.toml, each with an image and a lock of its name."""
 BUILD = "build"
-"""What an image builds our package with."""
+"""Build requirements of our package in an image."""
 IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     texts = {
         image: render(f"The {image}'s image.", project["project"]["optional-dependencies"][image]) for image in IMAGES
     }
-    texts[BUILD] = render("What the operator's image is built with.", project["build-system"]["requires"])
+    texts[BUILD] = render("Build requirements of the operator's image.", project["build-system"]["requires"])
     stale = []
     for name, text in texts.items():
         lock = ROOT / f"requirements/{name}.lock"

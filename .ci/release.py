@@ -73,7 +73,7 @@ def main(version: str, out: str, *pushed: str) -> None:
         "metadata": {"name": "kvtier-system", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
     }
     text = f"# kvtier {version_of_code()}: kubectl apply --server-side -f install.yaml\n"
-    # Nobody's helm has these: it would take them for its own.
+    # Without Helm, its label would let a later helm take these objects for its own.
     rendered = rendered.replace("app.kubernetes.io/managed-by: Helm", "app.kubernetes.io/managed-by: kubectl")
     rendered = re.sub(r"(?m)^ *helm\.sh/chart: .*\n", "", rendered)
     (folder / "install.yaml").write_text(text + yaml.safe_dump(namespace, sort_keys=False) + rendered)

@@ -2,8 +2,8 @@
 """Gathers the pages of the documentation's site: ``python .ci/site.py`` builds it, with any dead link an error.
 
 Pages lie where they are read on a code host too: README.md, docs, and references beside the code. They are copied as a
-tree, so that the links between them stay as they are. What is linked and is no page is copied as well; a folder, and
-what is not to be copied, becomes a link to the repository.
+tree, so that the links between them stay as they are. Linked pictures are copied as well; any other link becomes
+a link to the repository.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gather(target: Path) -> None:
 
         file = target / page
         file.parent.mkdir(parents=True, exist_ok=True)
-        # A picture is as wide as the text; whoever follows it sees all of it.
+        # A picture is as wide as the text; its link shows it in full.
         file.write_text(_PICTURE.sub(r"[\1](\2)", _LINK.sub(moved, (ROOT / page).read_text())))
     for path in shown:
         (target / path).parent.mkdir(parents=True, exist_ok=True)

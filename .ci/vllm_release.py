@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts another release of vLLM in front of the installed one: ``PYTHONPATH=$(python .ci/vllm_release.py 0.33.0)``.
 
-vLLM's newest releases come as CUDA builds first. What the tier meets of vLLM is its Python, so that is taken from the
+vLLM's newest releases come as CUDA builds first. The tier uses vLLM's Python only, so that is taken from the
 release's own wheel, and the compiled parts from the CPU build that is installed. The result lies outside the checkout,
 keyed by the lock that pins the wheel and by what it was built with. For the installed release there is nothing to do,
 and nothing is printed.
@@ -84,7 +84,7 @@ def main(version: str) -> None:
         if not (place / ".complete").exists():
             shutil.rmtree(place, ignore_errors=True)
             build(version, lock, place)
-    (place / ".complete").touch()  # says when it was used last; .ci/venv.sh removes what nobody used for a month
+    (place / ".complete").touch()  # says when it was used last; .ci/venv.sh removes environments unused for a month
     print(place)
 
 
