@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "kit"))
 
+import durations
 import groups
 from engine_host import EngineHost
 from groups import group_of
@@ -34,6 +35,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite expected files instead of comparing")
+    parser.addoption("--write-durations", action="store_true", help="record in tests/durations.json what tests took")
 
 
 LIVE = {
@@ -65,13 +67,49 @@ def pytest_runtestloop() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what starts something, so that a quick run can leave it out; order the files where workers share them."""
+    """Mark tests that start something and slow tests; order the files where workers share them."""
+    record = durations.read()
     for item in items:
-        if LIVE_PLACES.intersection(item.path.parts) or not LIVE.isdisjoint(getattr(item, "fixturenames", ())):
+        places = item.path.relative_to(durations.ROOT).parts[1:]
+        if LIVE_PLACES.intersection(places) or not LIVE.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("live")
+        slow = durations.is_slow(item.nodeid, record)
+        is_engine, is_live = (item.get_closest_marker(name) is not None for name in ("engine", "live"))
+        if is_engine or (is_live if slow is None else slow):
+            item.add_marker("slow")
     if is_worker(config):
         order = {name: number for number, name in enumerate(_long_ones_first(items))}
         items.sort(key=lambda item: (order[group_of(item.nodeid)], item.get_closest_marker("engine") is None))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the tests."""
+    if not is_worker(config):
+        config.stash[STOPWATCH] = durations.Stopwatch()
+        config.pluginmanager.register(Measuring(config.stash[STOPWATCH]))
+
+
+STOPWATCH = pytest.StashKey[durations.Stopwatch]()
+
+
+class Measuring:
+    """Hands the reports of tests to a stopwatch."""
+
+    def __init__(self, stopwatch: durations.Stopwatch) -> None:
+        self._stopwatch = stopwatch
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._stopwatch.add(report)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the time of unmarked and slow tests, and record it where that is asked for."""
+    record, stopwatch = durations.read(), config.stash[STOPWATCH]
+    if config.getoption("--write-durations"):
+        files = (str(path.relative_to(durations.ROOT)) for path in durations.ROOT.glob("tests/**/test_*.py"))
+        record = durations.merged(record, stopwatch.record(), files)
+        durations.write(record)
+    terminalreporter.write_line(stopwatch.summary(record))
 
 
 def is_worker(config: pytest.Config) -> bool:
