@@ -10,7 +10,7 @@ GUEST_NETFS ?= nfs nfs3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-quick test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean test-routing
+.PHONY: help venv demo docs dashboards test test-all test-slow durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean test-routing
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,14 +21,20 @@ venv: ## make .venv (packages are cached outside the checkout)
 demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the proof
 	@exec $(RUN) kvtier_demo --data "$(DATA)/demo"
 
-test: venv ## every test that needs no GPU and no Docker
-	@# Half the time of what starts something goes by waiting, so there are more workers than processors.
-	$(RUN) pytest tests -m "not gpu and not netfs" --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Half the time of a test that starts something goes by waiting, so slow tests have more workers than processors.
+EVERY := pytest tests --dist loadfile --no-loadscope-reorder
 
-test-quick: venv ## what needs no server, no process and no vLLM: under two minutes
-	$(RUN) pytest tests -m "not gpu and not engine and not netfs and not live" --ignore=tests/connector/tier \
-	    --ignore=tests/connector/faults/test_tier_on_faulty_volume.py --ignore=tests/operator/test_loras.py \
-	    --numprocesses 4 --dist loadfile
+test: venv ## tests of up to a second: five minutes on two processors
+	$(RUN) $(EVERY) -m "not slow and not gpu and not netfs" --numprocesses 2
+
+test-all: venv ## all other tests that need no GPU and no Docker, and those of the tier with vLLM 0.33: 25 minutes on two processors
+	$(MAKE) --jobs 2 --output-sync=line test-slow test-vllm VLLM=0.33.0
+
+test-slow: venv
+	$(RUN) $(EVERY) -m "slow and not gpu and not netfs" --numprocesses 4
+
+durations: venv ## measure all tests, and record in tests/durations.json which of them are slow
+	$(RUN) $(EVERY) -m "not gpu and not netfs" --numprocesses 2 --write-durations
 
 test-random: venv ## tests that draw their examples, with examples of their own; a failure prints how to have it again
 	$(RUN) pytest tests -m "hypothesis and not gpu" --hypothesis-profile=random --numprocesses 2 --dist loadfile
