@@ -48,10 +48,6 @@ TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 """Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
 TENANT_PARAMETER = "kvtier_tenant"
 """The entry of a request's ``kv_transfer_params`` that names its tenant."""
-NAMES_PARAMETER = "kvtier_blocks"
-"""In the ``kv_transfer_params`` of a request: if true, the answer's have the `NAMES` of the blocks of its prompt."""
-NAMES = "kvtier"
-"""There: ``{"directory": the generation's, "blocks": [paths below it], "refused": why there are none, or null}``."""
 
 LMCACHE_PLUGIN = "kvtier"
 """Under this name LMCache's configuration has a client of Redis of ours."""

@@ -1,277 +1,289 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb ``warm``: a Job beside the engines sends them prompts, and looks whether each block came to the volume."""
+"""The verb ``warm``: sends the prompts of a file to the engines, which store the KV blocks of each.
+
+Each prompt is sent with one token of answer. The text of a prompt is never printed or logged.
+"""
 
 from __future__ import annotations
 
-import base64
+import collections
+import contextlib
 import gzip
-import hashlib
+import http.client
 import json
-import signal
+import os
+import re
+import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, parameters, targets
+from kvtier_cli import answers, targets
 from kvtier_cli.exits import FINE, FOUND
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.janitor import prompts
-from kvtier_connector.store.progress import Tell, counted, readable_size
+from kvtier_connector.store.progress import Tell, counted
 from kvtier_operator import names
-from kvtier_operator.api.volume_spec import SHARED
-from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing
-from kvtier_operator.parts import warm_job
+from kvtier_operator.api.routing_spec import ROUTER
+from kvtier_operator.errors import OperatorError
 
-_MOST_BYTES: Final = 700_000
-"""Of a Secret, which may have 1 MiB with its frame in base64."""
-_FILE: Final = "prompts.jsonl.gz"
-_LOOK_SECONDS: Final = 0.5
-_LAST_LOOKS: Final = 10
-"""At the log of a Job that has ended, for it may not be read at once."""
-_ENDED: Final = frozenset({"Complete", "Failed"})
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = "/v1/completions"
+_ABOUT_ANSWERS: Final = frozenset(
+    {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "n", "best_of", "echo"}
+    | {"logprobs", "top_logprobs", "prompt_logprobs", "response_format", "structured_outputs", "temperature", "seed"}
+)
+"""Fields that do not change the blocks of a prompt, and may prevent an answer of one token."""
+_ANSWER_SECONDS: Final = 900.0
+_TRIES: Final = 4
+"""Attempts of a request that meets a busy engine or a broken connection."""
+_RETRY_SECONDS: Final = 2.0
+_BUSY: Final = frozenset({429, 502, 503, 504})
+_LOCKED: Final = frozenset({401, 403})
+_FORWARDING: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One request."""
+
+    line: int
+    """Line in the file, from 1."""
+    path: str
+    body: Mapping[str, Any]
 
 
 @click.command
-@click.argument("tier")
-@click.option(
-    "-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="prompts, one JSON value a line"
-)
-@click.option("--claim", help="PersistentVolumeClaim with the prompts, for more than a Secret holds")
-@click.option("--path", "path_", default="prompts.jsonl", show_default=True, help="of the file in --claim")
+@click.argument("target")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="prompts at once")
 @click.option(
-    "--patience", type=parameters.SECONDS, default="2m", show_default=True, help="for the blocks of one prompt"
+    "--times", type=click.IntRange(1, 100), help="requests a prompt  [default: disk.admission.minReuse of the tier]"
 )
-@click.option("--timeout", type=parameters.SECONDS, default="6h", show_default=True, help="for all of it")
+@click.option("--model", default="", help="model of prompts that name none  [default: the first that is served]")
+@click.option("--key-variable", default="VLLM_API_KEY", show_default=True, help="environment variable with the API key")
 @answers.output_option()
 @targets.cluster_options
 def warm(  # noqa: PLR0913 - options
-    tier: str,
+    target: str,
+    file: Path,
     *,
-    file: Path | None,
-    claim: str | None,
-    path_: str,
     concurrency: int,
-    patience: float,
-    timeout: float,
+    times: int | None,
+    model: str,
+    key_variable: str,
     output: str,
     **cluster: str,
 ) -> int:
-    """Send prompts to the engines of TIER, with one token of answer each, until all their blocks are on the volume.
+    """Send the prompts of FILE to TARGET: the name of a tier, or the address of its Service (http://HOST:PORT).
 
-    A line of the file is {"messages": [...]}, {"prompt": "..."}, a text in quotes, or a line of an OpenAI batch file.
-    The prompts lie in a Secret while it runs. Exit code 1: blocks did not come, or an engine did not take a prompt.
+    FILE is an OpenAI batch file, or has one {"messages": [...]}, {"prompt": "..."} or quoted text a line; .gz is
+    unpacked. Every line is checked before the first is sent. Exit code 1: an engine did not take a prompt.
     """
-    if (file is None) == (claim is None):
-        raise click.UsageError("say where the prompts are: -f FILE, or --claim NAME")
-    where = targets.Where(**cluster)
-    content = None if file is None else _read(file)
-    namespace = where.asked_namespace
-    run = _Run(where, namespace, tier)
-    source = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-    wanted = warm_job.Prompts(volume=source, file=path_, concurrency=concurrency, patience_seconds=patience)
-    with answers.progress() as tell:
-        document = run.do(content, wanted, timeout=timeout, tell=tell)
-    answers.show(document, output, lambda: page(document))
-    return FINE if not (document.get("problem") or document.get("missing") or document.get("failed")) else FOUND
-
-
-def _read(file: Path) -> bytes:
-    """Return the prompts, packed; each line is looked at first, so that none is refused after an hour."""
-    try:
-        count = sum(1 for _ in prompts.read(file))
-    except ConfigInvalid as error:
-        raise click.UsageError(f"{file}: {error}") from error
+    count = sum(1 for _ in read(file))
     if not count:
         raise click.UsageError(f"{file}: holds no prompt")
-    text = file.read_bytes()
-    packed = text if file.suffix == ".gz" else gzip.compress(text, mtime=0)
-    if len(packed) > _MOST_BYTES:
-        raise click.UsageError(
-            f"{file}: takes {readable_size(len(packed))} packed, and a Secret holds {readable_size(_MOST_BYTES)}: put "
-            "it on a volume, and name its claim with --claim, or send it in parts"
+    with contextlib.ExitStack() as stack:
+        url = target.rstrip("/").removesuffix("/v1")
+        if "://" not in target:
+            url, least = stack.enter_context(_forwarded(target, targets.Where(**cluster)))
+            times = times or least
+        engine = Engine(url, key=os.environ.get(key_variable, ""))
+        model = model or engine.served()
+        tell = stack.enter_context(answers.progress("prompt"))
+        document = send(
+            read(file), engine, model=model, times=times or 1, count=count, concurrency=concurrency, tell=tell
         )
-    return packed
+    answers.show(document, output, lambda: _page(document))
+    return FOUND if document["failed"] else FINE
 
 
-def page(document: dict[str, Any]) -> str:
-    """Say for a person what came of it."""
-    if "prompts" not in document:
-        return f"{document['problem']}\n"
-    there = f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])} on the volume"
-    lines = [f"{document['warm']} of {counted(document['prompts'], 'prompt')} are warm: {there}"]
-    if document["short"]:
-        lines.append(f"{document['short']} are shorter than one block, and are always computed")
-    if document["missing"]:
-        lines.append(f"{counted(document['missing'], 'block')} did not come to the volume")
+def _page(document: Mapping[str, Any]) -> str:
+    text = f"{document['answered']} of {counted(document['prompts'], 'prompt')}, {document['promptTokens']:,} tokens"
     if document["failed"]:
-        lines.append(f"{counted(document['failed'], 'prompt')} were not taken by an engine")
-    if document["problem"]:
-        lines.append(f"first problem: {document['problem']}")
-    return "".join(f"{line}\n" for line in lines)
+        text += f"\nfirst problem: {document['problem']}; run it again: stored blocks are not computed again"
+    return f"{text}\n"
 
 
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Have what ends a process end it as Ctrl-C does, so that it cleans up; what is ignored (nohup) stays so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are not ours to handle
-        return
-    wanted = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {each: signal.getsignal(each) for each in wanted if signal.getsignal(each) is not signal.SIG_IGN}
+def read(file: Path) -> Iterator[Prompt]:
+    """Yield the prompts of a file.
 
-    def interrupt(*_: object) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one must not end the cleaning up
-        raise KeyboardInterrupt
-
-    try:
-        for each in before:
-            signal.signal(each, interrupt)
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-class _Run:
-    """One Job, from its beginning to its end; both it and its Secret are removed, whatever happens.
-
-    The Secret is the Job's, and the Job has a time to live: where this process is killed, the cluster removes both.
+    Raises:
+        UsageError: a line is no prompt; the message has the line's number and never its text.
     """
+    packed = file.suffix == ".gz"
+    with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as lines:
+        try:
+            yield from parse(lines)
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"{file}: must be text in UTF-8") from error
+        except gzip.BadGzipFile as error:
+            raise click.UsageError(f"{file}: is not compressed with gzip; rename it") from error
 
-    def __init__(self, where: targets.Where, namespace: str, tier: str) -> None:
-        self._person = where.person
-        self._namespace = namespace
-        self._tier = names.tier_ref(self._person.tier(namespace, tier))
 
-    def do(self, content: bytes | None, wanted: warm_job.Prompts, *, timeout: float, tell: Tell) -> dict[str, Any]:
-        """Run it and return what it found; `content` are the prompts, if they are on no volume."""
-        template, host = self._engines()
-        claims = [each for each in template["spec"]["volumes"] if each["name"] == "blocks"]
-        token = hashlib.sha256((content or wanted.file.encode()) + str(time.time_ns()).encode()).hexdigest()[:8]
-        name = f"{names.warm(self._tier)}-{token}"
-        if content is not None:
-            secret = {"secret": {"secretName": name, "defaultMode": 0o440}}
-            wanted = replace(wanted, volume=secret, file=_FILE)
-        job = warm_job.job(
-            self._tier,
-            template,
-            wanted,
-            name=name,
-            host=host,
-            deadline_seconds=int(timeout),
-            is_on_one_node=any(self._is_on_one_node(each) for each in claims),
-        )
-        with _interrupted_by_signals():
+def parse(lines: Iterable[str]) -> Iterator[Prompt]:
+    """Yield the prompt of each line that is not blank."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _parse(number, line)
+
+
+def _parse(number: int, line: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        # The library's own message repeats the text.
+        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise click.UsageError(f"line {number}: is no JSON{place}; write one JSON value a line") from None
+    if isinstance(found, str):
+        found = {"prompt": found}
+    if not isinstance(found, dict):
+        raise click.UsageError(f'line {number}: must be an object with "messages" or "prompt", or a quoted text')
+    if "body" in found:
+        found = found["body"] if isinstance(found["body"], dict) else {}
+    if ("messages" in found) == ("prompt" in found):
+        raise click.UsageError(f'line {number}: must have one of "messages" and "prompt"')
+    is_chat = "messages" in found
+    if is_chat and not (found["messages"] and isinstance(found["messages"], list)):
+        raise click.UsageError(f"line {number}: messages must be a list of one message or more")
+    if not is_chat and not (found["prompt"] and isinstance(found["prompt"], str | list)):
+        raise click.UsageError(f"line {number}: prompt must be a text or a list of tokens, and not empty")
+    body = {name: value for name, value in found.items() if name not in _ABOUT_ANSWERS}
+    return Prompt(line=number, path=CHAT if is_chat else TEXT, body={**body, "max_tokens": 1, "temperature": 0})
+
+
+def send(  # noqa: PLR0913 - keywords
+    prompts: Iterable[Prompt], engine: Engine, *, model: str, times: int, count: int, concurrency: int, tell: Tell
+) -> dict[str, Any]:
+    """Send `count` prompts and return the totals.
+
+    Args:
+        prompts: read as they are sent, so that few are in memory.
+        engine: receives them.
+        model: for prompts that name none.
+        times: requests a prompt, over one connection: a block is stored at the request of this number.
+        count: of the prompts.
+        concurrency: prompts at once.
+        tell: told the share that is done.
+    """
+    result: dict[str, Any] = {"prompts": count, "answered": 0, "failed": 0, "promptTokens": 0, "problem": ""}
+    lock, slots = threading.Lock(), threading.Semaphore(concurrency)
+
+    def one(prompt: Prompt) -> None:
+        try:
+            answer = engine.request(prompt.path, {"model": model, **prompt.body}, times=times)
+        except click.ClickException as error:
+            answer, problem = None, f"line {prompt.line}: {error.message}"
+        finally:
+            slots.release()
+        with lock:
+            if answer is None:
+                result["failed"] += 1
+                result["problem"] = result["problem"] or problem
+            else:
+                result["answered"] += 1
+                result["promptTokens"] += (answer.get("usage") or {}).get("prompt_tokens", 0)
+            done = result["answered"] + result["failed"]
+            tell(done / count, done, 0)
+
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="warm") as pool:
+        for prompt in prompts:
+            slots.acquire()
+            pool.submit(one, prompt)
+    return result
+
+
+class Engine:
+    """An OpenAI endpoint. Any thread may call it."""
+
+    def __init__(self, url: str, *, key: str = "") -> None:
+        """Store the address, without ``/v1``, and the API key."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise click.UsageError(f"{url}: must be http://HOST:PORT or the name of a tier")
+        self._url, self._parts = url, parts
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+    def served(self) -> str:
+        """Return the first model that is served."""
+        return str((self.request("/v1/models", None).get("data") or [{}])[0].get("id", ""))
+
+    def request(self, path: str, body: Mapping[str, Any] | None, *, times: int = 1) -> dict[str, Any]:
+        """Return the answer to a request, which is sent `times` times over one connection.
+
+        Raises:
+            ClickException: no engine takes it; the message never repeats the prompt.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        problem = ""
+        for attempt in range(1, _TRIES + 1):
             try:
-                # The pod waits for the Secret, which is the Job's from its first moment on.
-                made = self._create("batch/v1", "jobs", job)
-                if content is not None:
-                    self._create("v1", "secrets", self._secret(made, content))
-                return self._follow(name, tell, timeout)
-            finally:
-                self._remove(f"/api/v1/namespaces/{self._namespace}/secrets/{name}", exists=content is not None)
-                self._remove(f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{name}")
+                status, reason, text = self._send(path, data, times)
+                if status < HTTPStatus.MULTIPLE_CHOICES:
+                    answer = json.loads(text)
+                    return answer if isinstance(answer, dict) else {}
+                problem = f"{path} answers {status} {reason}"
+                if status in _LOCKED:
+                    raise click.ClickException(f"{problem}: set the variable of --key-variable to the API key")
+                if status not in _BUSY:
+                    raise click.ClickException(problem)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                problem = f"no engine answers at {self._url} ({type(error).__name__})"
+            if attempt < _TRIES:
+                time.sleep(_RETRY_SECONDS * attempt)
+        raise click.ClickException(problem)
 
-    def _engines(self) -> tuple[names.Manifest, str]:
-        """Return the pod template of the engines, and the address of their Service."""
-        name = names.engine(self._tier)
-        what = f"read what serves tier {self._tier.name}"
+    def _send(self, path: str, data: bytes | None, times: int) -> tuple[int, str, bytes]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            for _ in range(times):
+                connection.request("GET" if data is None else "POST", self._parts.path + path, data, self._headers)
+                with connection.getresponse() as answer:
+                    text = answer.read()
+                if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    break
+            return answer.status, answer.reason, text
+
+
+@contextlib.contextmanager
+def _forwarded(tier: str, where: targets.Where) -> Iterator[tuple[str, int]]:
+    """Forward a port to the tier's Service; yield the local address and the tier's ``minReuse``."""
+    namespace = where.asked_namespace
+    try:
+        body = where.person.tier(namespace, tier)
+    except OperatorError as error:
+        raise click.UsageError(f"{tier}: {error}; or name the Service's address, http://…") from error
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise click.UsageError(f"{tier}: needs kubectl to forward a port: install it, or name the Service's address")
+    spec, ref = body["spec"], names.tier_ref(body)
+    has_router = (spec.get("routing") or {}).get("type") == ROUTER
+    service = names.router(ref) if has_router else names.engine(ref)
+    command = [kubectl, "port-forward", f"--namespace={namespace}", f"service/{service}", f":{names.HTTP_PORT}"]
+    command += [f"--context={where.context}"] if where.context else []
+    command += [f"--kubeconfig={where.kubeconfig}"] if where.kubeconfig else []
+    least = ((spec.get("disk") or {}).get("admission") or {}).get("minReuse", 1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            base = f"namespaces/{self._namespace}"
-            found = self._person.ask(f"/apis/apps/v1/{base}/deployments/{name}", what)
-            service = self._person.ask(f"/api/v1/{base}/services/{name}", what)
-        except KindMissing as error:
-            raise ClusterUnavailable(f"tier {self._tier.name} has no engines yet; kvtier status says why") from error
-        address = service["spec"].get("clusterIP", "None")
-        host = f"{name}.{self._namespace}.svc" if address in {"", "None"} else address
-        return found["spec"]["template"], host
-
-    def _is_on_one_node(self, volume: names.Manifest) -> bool:
-        """Tell whether only one node can mount the tier's volume; False where a person may not know."""
-        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName", "")
-        path = f"/api/v1/namespaces/{self._namespace}/persistentvolumeclaims/{claim}"
-        try:
-            found = self._person.ask(path, f"read claim {claim}")
-        except (ClusterForbidden, KindMissing):
-            return False
-        return SHARED not in found["spec"].get("accessModes", [SHARED])
-
-    def _secret(self, job: names.Manifest, content: bytes) -> names.Manifest:
-        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
-        metadata = names.metadata(self._tier, name, component=names.COMPONENT_WARM)
-        return {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            # The Job's alone: an object goes when the last of its owners has gone.
-            "metadata": {**metadata, "ownerReferences": [owner]},
-            "data": {_FILE: base64.b64encode(content).decode()},
-        }
-
-    def _create(self, version: str, plural: str, body: names.Manifest) -> names.Manifest:
-        root = "/api/v1" if version == "v1" else f"/apis/{version}"
-        path = f"{root}/namespaces/{self._namespace}/{plural}"
-        made: names.Manifest = self._person.post(path, body, f"create {body['kind']} {body['metadata']['name']}")
-        return made
-
-    def _remove(self, path: str, *, exists: bool = True) -> None:
-        """Remove one object, whatever became of the others; say so where it stays."""
-        if not exists:
-            return
-        try:
-            self._person.cluster.request("DELETE", f"{path}?propagationPolicy=Background", what=f"delete {path}")
-        except KindMissing:
-            return  # it never came to be, or somebody was first
-        except ClusterError as error:
-            kind, name = path.split("/")[-2:]
-            click.echo(f"kvtier: {error}; remove it: kubectl delete -n {self._namespace} {kind} {name}", err=True)
-
-    def _follow(self, name: str, tell: Tell, timeout: float) -> dict[str, Any]:
-        """Look until the Job has ended; it goes on where nobody answers a look."""
-        end, looks_left = time.monotonic() + timeout + 60, _LAST_LOOKS
-        while time.monotonic() < end:
-            try:
-                ended, told = self._ended(name), self._last_line(name)
-            except KindMissing as error:
-                raise ClusterUnavailable(f"Job {name} was deleted before it had ended: run this again") from error
-            except ClusterUnavailable:
-                time.sleep(_LOOK_SECONDS)
-                continue
-            if "progress" in told:
-                tell(*told["progress"])
-            if ended is not None and told.get("document"):
-                found: dict[str, Any] = told["document"]
-                return found
-            looks_left -= ended is not None
-            if ended is not None and not looks_left:
-                return {"problem": f"Job {name} ended without a word: {ended.get('message', '')}"}
-            time.sleep(_LOOK_SECONDS)
-        raise ClusterUnavailable(f"Job {name} has not ended within {timeout:.0f} s")
-
-    def _ended(self, name: str) -> names.Manifest | None:
-        """Return the condition by which the Job says that it has ended."""
-        path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{name}"
-        conditions = self._person.ask(path, f"read Job {name}").get("status", {}).get("conditions", ())
-        return next((each for each in conditions if each["status"] == "True" and each["type"] in _ENDED), None)
-
-    def _last_line(self, name: str) -> dict[str, Any]:
-        """Return the last thing that the newest pod of the Job has said."""
-        pods = self._person.cluster.list("v1", "Pod", namespace=self._namespace, selector=f"job-name={name}")
-        begun = [each for each in pods if each.get("status", {}).get("containerStatuses")]
-        if not begun:
-            return {}
-        pod = max(begun, key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
-        try:
-            lines = self._person.log(pod, names.WARM_CONTAINER, lines=1).strip().splitlines()
-            found = json.loads(lines[-1]) if lines else {}
-        except (ClusterUnavailable, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            assert process.stdout is not None
+            said = ""
+            for line in process.stdout:
+                said += line
+                if match := _FORWARDING.search(line):
+                    # kubectl prints a line for each connection and blocks once the pipe is full.
+                    threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True).start()
+                    yield f"http://127.0.0.1:{match[1]}", least
+                    return
+            raise click.UsageError(
+                f"{tier}: no port can be forwarded to service/{service}: {said.strip()}; kvtier status {tier} says more"
+            )
+        finally:
+            process.terminate()

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, KindMissing
-from kvtier_operator.jobs import read_preflight, read_warming
+from kvtier_operator.jobs import read_preflight
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.ownership import added_by_others, stands
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.parts import claim, preflight, routing, warm
+from kvtier_operator.parts import claim, preflight, routing
 from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Preflight, Problem, State, View, Warming, unknown
+from kvtier_operator.problems import Preflight, Problem, State, View, unknown
 from kvtier_operator.snapshot import Live, Snapshot
 
 
@@ -194,35 +193,6 @@ def apply_preflight(
     return preflight.outcome(key, storage, job)
 
 
-def apply_warming(  # noqa: PLR0913  each by its name
-    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done, *, now: datetime
-) -> Warming:
-    """Bring the prompts of ``spec.warm`` a step further and return how far that is.
-
-    Args:
-        cluster: what is read and written.
-        plan: what the tier becomes.
-        snapshot: what stood before this pass.
-        status: what the status says so far.
-        done: what this pass has written since.
-        now: by which a pod waits too long for its volumes.
-
-    Raises:
-        ClusterError: the Job could not be read or written.
-    """
-    spec, kept = plan.spec, status.get("warm") or {}
-    known = warm.remembered(plan, snapshot, kept, is_replaced=names.engine_key(plan.tier) in done.written)
-    if known is not None:
-        return _end_warming(cluster, plan, known, status, done) if known.state is State.OFF else known
-    key = warm.key_of(spec, plan.generation.digest)
-    job = read_warming(cluster, plan.tier, now)
-    if job.key and job.key != key and not job.is_foreign:
-        _delete_job(cluster, plan, names.warm_key(plan.tier), done, why="other prompts are to be sent")
-    elif not job.uid:
-        cluster.apply(warm.job(plan, snapshot, key, kept), over=None)
-    return warm.outcome(key, kept, job)
-
-
 def apply_pool(cluster: Cluster, view: View, plan: TierPlan, status: Mapping[str, Any], done: Done) -> View:
     """Make the InferencePool as it is asked for, or remove the one that was; return the view with how that went.
 
@@ -280,13 +250,6 @@ def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey, done: Done, *,
     found = cluster.get(key, plan.tier.namespace)
     if found is not None:
         _delete(cluster, plan.tier, found, done, why=why)
-
-
-def _end_warming(cluster: Cluster, plan: TierPlan, off: Warming, status: Mapping[str, Any], done: Done) -> Warming:
-    """Delete a Job whose prompts nobody wants any more; as `_end_preflight`."""
-    if not _is_told(status, warm.WARM.kind, warm.told_off(off)):
-        _delete_job(cluster, plan, names.warm_key(plan.tier), done, why="nothing is to be sent any more")
-    return off
 
 
 def _is_told(status: Mapping[str, Any], kind: str, problem: Problem) -> bool:

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads how far the Jobs of a tier are: the one that tries its claim, and the one that sends prompts."""
+"""Reads how far the Job is that tries the claim of a tier."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.mounts import is_held_up, mount_problem
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.snapshot import SeenJob
 
@@ -20,20 +18,7 @@ def read_preflight(cluster: Cluster, tier: TierRef) -> SeenJob:
     return _read_job(cluster, tier, names.preflight_key(tier), names.COMPONENT_PREFLIGHT, names.ANNOTATION_PREFLIGHT)
 
 
-def read_warming(cluster: Cluster, tier: TierRef, now: datetime) -> SeenJob:
-    """Read how far the Job is that sends prompts, and what keeps the volume with them from its pod."""
-    return _read_job(cluster, tier, names.warm_key(tier), names.COMPONENT_WARM, names.ANNOTATION_WARM, now=now)
-
-
-def _read_job(  # noqa: PLR0913  each by its name
-    cluster: Cluster,
-    tier: TierRef,
-    job: ObjectKey,
-    component: str,
-    annotation: str,
-    *,
-    now: datetime | None = None,
-) -> SeenJob:
+def _read_job(cluster: Cluster, tier: TierRef, job: ObjectKey, component: str, annotation: str) -> SeenJob:
     """Read a Job whose one container is called like its component."""
     found = cluster.get(job, tier.namespace)
     if found is None:
@@ -55,24 +40,14 @@ def _read_job(  # noqa: PLR0913  each by its name
     conditions = found.get("status", {}).get("conditions", ())
     told = {each["type"]: each for each in conditions if each["status"] == "True"}
     annotations = found["metadata"].get("annotations") or {}
-    attempt = str(annotations.get(names.ANNOTATION_WARM_TRY, "1"))
-    held_up = [] if now is None else [pod for pod in pods if is_held_up(pod)]
-    waits = [*(_waiting(pod, component) for pod in pods), *(_unmounted(cluster, pod, now) for pod in held_up)]
     return SeenJob(
         key=annotations.get(annotation, "?"),
-        attempt=int(attempt) if attempt.isdecimal() else 1,
-        is_held_up=bool(held_up),
         uid=uid,
         failure=str(told.get("Failed", {}).get("message", "")),
-        waiting=next(filter(None, waits), ""),
+        waiting=next(filter(None, (_waiting(pod, component) for pod in pods)), ""),
         exit_code=(0 if "Complete" in told else None) if best is None else best.get("exitCode"),
         message="" if best is None else str(best.get("message", "")),
     )
-
-
-def _unmounted(cluster: Cluster, pod: Manifest, now: datetime | None) -> str:
-    problem = "" if now is None else mount_problem(cluster, pod, now)
-    return problem and f"pod {pod['metadata']['name']} waits: {problem}"
 
 
 def _tried(pod: Manifest, container: str) -> Mapping[str, Any]:

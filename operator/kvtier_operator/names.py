@@ -35,10 +35,6 @@ ANNOTATION_RENDERED: Final = f"{GROUP}/rendered"
 """On the Deployment: what its pods were made from, so that another operator version leaves them alone."""
 ANNOTATION_PREFLIGHT: Final = f"{GROUP}/preflight"
 """On the Job: which claim, used by whom, it tries."""
-ANNOTATION_WARM: Final = f"{GROUP}/warm"
-"""On the Job: which prompts, for which blocks, it sends."""
-ANNOTATION_WARM_TRY: Final = f"{GROUP}/warm-try"
-"""On the Job: 1, and one more for each before it that failed with the same prompts."""
 ANNOTATION_RESTART: Final = f"{GROUP}/restart"
 """On the resource, for people: any new value rolls the engines once. On the pods: the value they were made for."""
 ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
@@ -51,12 +47,10 @@ COMPONENT_STORE: Final = "store"
 COMPONENT_PREFLIGHT: Final = "preflight"
 COMPONENT_ROUTER: Final = "router"
 COMPONENT_VOLUME: Final = "volume"
-COMPONENT_WARM: Final = "warm"
 
 ENGINE_CONTAINER: Final = "engine"
 PREFLIGHT_CONTAINER: Final = "preflight"
 JANITOR_CONTAINER: Final = "janitor"
-WARM_CONTAINER: Final = "warm"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 REDIS_CHECK_CONTAINER: Final = "kvtier-redis-check"
@@ -148,11 +142,6 @@ def preflight(tier: TierRef) -> str:
     return f"{tier.name}-preflight"
 
 
-def warm(tier: TierRef) -> str:
-    """Name of the Job that sends prompts."""
-    return f"{tier.name}-warm"
-
-
 def janitor(tier: TierRef) -> str:
     """Name of the janitor's Deployment, ConfigMap, Service, ServiceAccount, Role, RoleBinding and Lease."""
     return f"{tier.name}-janitor"
@@ -229,11 +218,6 @@ def preflight_key(tier: TierRef) -> ObjectKey:
 def service_key(tier: TierRef) -> ObjectKey:
     """Return the Service in front of the engines."""
     return ObjectKey(api_version="v1", kind="Service", name=engine(tier))
-
-
-def warm_key(tier: TierRef) -> ObjectKey:
-    """Return the Job that sends prompts."""
-    return ObjectKey(api_version="batch/v1", kind="Job", name=warm(tier))
 
 
 def janitor_key(tier: TierRef) -> ObjectKey:

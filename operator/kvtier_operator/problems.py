@@ -66,20 +66,6 @@ class Preflight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warming:
-    """What is known of the prompts of ``spec.warm``."""
-
-    state: State
-    key: str = ""
-    detail: str = ""
-    """What it waits for, or what went wrong."""
-    counts: Mapping[str, int] | None = None
-    """For the status, where the Job has just ended."""
-    is_held_up: bool = False
-    """The Job's pod waits for something that no watch tells of."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class View:
     """Everything that status is made from; fields are None where the reconcile did not get that far."""
 
@@ -107,8 +93,6 @@ class View:
     """What may be asked of the engines now; None where nobody asks."""
     preflight: Preflight | None = None
     """What trying the volume has shown."""
-    warming: Warming | None = None
-    """What became of the prompts of ``spec.warm``."""
     findings: Findings | None = None
     """What asking them has shown."""
     pool: Problem | None = None

@@ -26,7 +26,6 @@ from kvtier_operator.apply import (
     apply_parts,
     apply_pool,
     apply_preflight,
-    apply_warming,
 )
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, gather
@@ -37,7 +36,6 @@ from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import (
     Refusal,
-    TierPlan,
     decide,
     decisions,
     make_plan,
@@ -45,7 +43,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.problems import State, Warming
+from kvtier_operator.problems import State
 from kvtier_operator.proof.canary import Chunk
 from kvtier_operator.proof.monitor import Proofs
 from kvtier_operator.proof.probes import Probes
@@ -244,7 +242,6 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     apply_parts(
         cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
     )
-    view = replace(view, warming=_warm(cluster, plan, snapshot, body, done, now=sources.clock()))
     view = apply_pool(cluster, view, plan, body.get("status") or {}, done)
     if (done.written or done.deleted) and not done.failures:
         try:
@@ -254,16 +251,6 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         except ClusterError as error:
             done.failures.append(error)
     return _concluded(view, done)
-
-
-def _warm(  # noqa: PLR0913  each by its name
-    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, body: Manifest, done: Done, *, now: datetime
-) -> Warming | None:
-    try:
-        return apply_warming(cluster, plan, snapshot, body.get("status") or {}, done, now=now)
-    except ClusterError as error:
-        done.failures.append(error)
-        return None
 
 
 def _concluded(view: status.View, done: Done) -> _Act:
@@ -299,7 +286,7 @@ def _again_after(view: status.View) -> float | None:
         return FRESH_SECONDS  # for what runs on them, which is not watched
     if view.snapshot is None:
         return None
-    if any(pod.is_held_up for pod in view.snapshot.pods) or (view.warming is not None and view.warming.is_held_up):
+    if any(pod.is_held_up for pod in view.snapshot.pods):
         return MOUNT_PATIENCE.total_seconds()
     is_judged_later = view.snapshot.janitor.is_missing and not view.snapshot.janitor.is_overdue
     return JANITOR_PATIENCE.total_seconds() * 1.2 if is_judged_later else None

@@ -154,7 +154,7 @@ class Janitor:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenJob:
-    """A Job that tries a claim, or sends prompts, and its pods, as last seen."""
+    """The Job that tries a claim, and its pods, as last seen."""
 
     key: str = ""
     """Of what it is for; empty where there is no Job."""
@@ -163,12 +163,8 @@ class SeenJob:
     """Something else stands under its name."""
     failure: str = ""
     """Why the Job gave up, in the words of its controller."""
-    attempt: int = 1
-    """One more for each Job before it that failed at the same."""
     waiting: str = ""
     """What its pod waits for."""
-    is_held_up: bool = False
-    """Its pod waits for something that no watch tells of, volumes for one."""
     exit_code: int | None = None
     message: str = ""
     """Its pod's last words."""

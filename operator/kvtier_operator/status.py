@@ -16,7 +16,7 @@ from kvtier_operator.api import TierSpec, loras
 from kvtier_operator.api.api_reference import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, serving, warm
+from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, serving
 from kvtier_operator.parts.applicable import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
@@ -73,12 +73,7 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
     judged = [
         # What keeps engines from starting stands before what they have not done yet; those that run are not judged.
         *(() if has_engines else (CHECKED.kind,)),
-        *(
-            each.kind
-            for part in PARTS
-            for each in part.conditions
-            if each.counts and each is not CHECKED and (each is not warm.WARM or warm.is_required(view))
-        ),
+        *(each.kind for part in PARTS for each in part.conditions if each.counts and each is not CHECKED),
     ]
     blocker = _blocker(view)
     first = blocker or next((told[kind] for kind in judged if _counts(told[kind])), None)
@@ -117,7 +112,6 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         ),
         **({} if view.current is None else {"generation": _generation(view.current, view.spec)}),
         **usage,
-        **({"warm": warmed} if (warmed := warm.document(view, previous)) else {}),
         **({"routing": routed} if (routed := routing.document(view, previous)) else {}),
         **_loras(view),
     }

@@ -23,7 +23,7 @@ from kvtier_connector.errors import IdentityMismatch
 from kvtier_connector.ready import Report
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import Hit
-from kvtier_connector.store.layout import BlockKey, block_path
+from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 
 PAYLOAD_BYTES = 1 << 20
@@ -102,11 +102,9 @@ class Engine:
         if isinstance(prompt, list):
             prompt = "".join(map(chr, prompt))
         self.prompt_tokens += len(prompt)
-        names = []
         into = memoryview(bytearray(PAYLOAD_BYTES))
         for end in range(CHUNK_CHARACTERS, len(prompt) + 1, CHUNK_CHARACTERS):
             key = BlockKey(hashlib.sha256(prompt[:end].encode()).digest(), 0)
-            names.append(block_path(key))
             with self.lock:
                 live = self.follow()
                 if live.mode != "Bypass" and isinstance(self.store.get(key, into), Hit):
@@ -114,9 +112,8 @@ class Engine:
                 elif LOST not in prompt and live.mode == "ReadWrite":
                     self.store.put(key, memoryview(bytearray(PAYLOAD_BYTES)))
                     self.store.synchronize(may_write=True)
-        asked = (body.get("kv_transfer_params") or {}).get(contract.NAMES_PARAMETER)
-        named = {contract.NAMES: {"directory": self.config.root, "blocks": names}} if asked else None
-        return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "kv_transfer_params": named}
+        usage = {"prompt_tokens": len(prompt)}
+        return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "usage": usage}
 
     def metrics(self) -> str:
         """Return what the operator looks for."""

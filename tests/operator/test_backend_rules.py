@@ -27,7 +27,6 @@ VALUES: dict[str, Any] = {
     "disk.canonicalLayout": True,
     "disk.compression": "Auto",
     "cpu.evictionPolicy": "arc",
-    "warm": {"prompts": {"configMap": {"name": "prompts"}}},
 }
 
 

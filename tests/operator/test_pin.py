@@ -157,7 +157,6 @@ CHANGES: dict[tuple[str, ...], Any] = {
     ("janitor",): {"image": "mine:1"},
     ("proof",): {"canary": {"enabled": False}},
     ("routing",): {"type": "Router", "router": {"policy": "cache_aware"}},
-    ("warm",): {"prompts": {"configMap": {"name": "prompts"}}},
     ("engine", "rollout"): {"maxSurge": 3},
     ("engine", "service"): {"type": "LoadBalancer", "annotations": {"a": "b"}},
     ("engine", "disruptionBudget"): {"minAvailable": "50%"},

@@ -93,7 +93,6 @@ def test_the_full_sample_has_every_field() -> None:
         "spec.operator_class_name",
         "spec.routing.client_ip",
         "spec.volume.existing_claim",
-        "spec.warm.prompts.claim",
     ]
 
 

@@ -49,7 +49,6 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "JanitorHealthy": "True",
         "RoutingReady": "True",
         "SharedCacheVerified": "Unknown",
-        "Warm": "Unknown",
         "DiskEffective": "Unknown",
         "UpToDate": "Unknown",
         "ClaimShared": "False",

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from vllm.v1.kv_offload.base import Locality, Medium
 
-from kvtier_connector.contract import NAMES_PARAMETER, TENANT_PARAMETER
+from kvtier_connector.contract import TENANT_PARAMETER
 
 LOAD_PARAMETER: Final = "kvtier_load"
 """Anything but true: nothing of the prompt is read from the CPU tier or the volume."""
@@ -36,9 +36,7 @@ NO_STORE: Final = "no_store"
 _COUNTS = frozenset({"max_load_tokens", "max_offload_tokens"})
 _TIERS = "kv_load_tiers"
 _OF_VLLM = _COUNTS | {_TIERS}
-_OF_OTHERS = frozenset({"transfer_id", "tp_size", "pp_size", "prompt_token_ids"}).union(
-    {TENANT_PARAMETER, NAMES_PARAMETER}
-)
+_OF_OTHERS = frozenset({"transfer_id", "tp_size", "pp_size", "prompt_token_ids", TENANT_PARAMETER})
 """Known to vLLM or read elsewhere; who reads them says what is wrong with them, as far as vLLM does not show it."""
 _PARTS_OF_TIERS = {
     "medium": frozenset(medium.value for medium in Medium),

@@ -29,14 +29,12 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier_connector.contract import NAMES, NAMES_PARAMETER
 from kvtier_connector.fingerprints.adapters import Lora
 from kvtier_connector.fingerprints.packing import Declared
-from kvtier_connector.store.layout import block_path
-from kvtier_connector.tier.hints import NO_STORE, parse_hints, understood
+from kvtier_connector.tier.hints import parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.metrics import DISK, MEMORY, NEW_WEIGHTS, NOTHING, FirstTokens
+from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
 from kvtier_connector.tier.worker import KVTierMetadata, Question
@@ -211,10 +209,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._end(name, unwritten=[])
         elif name in self._ended:
             self._ended[name] = []
-        delays, params = super().request_finished(request)
-        if (request.kv_transfer_params or {}).get(NAMES_PARAMETER) is True and name in self._req_status:
-            params = {**(params or {}), NAMES: self._names_of(self._req_status[name], request.num_prompt_tokens)}
-        return delays, params
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        return finished
 
     @override
     def reset_cache(self) -> None:
@@ -327,18 +323,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             window = config.load_window_size_in_chunks(end)
             found += keys if window is None else keys[-window:]
         return found
-
-    def _names_of(self, status: RequestOffloadState, prompt_tokens: int) -> dict[str, Any]:
-        """Return where the blocks lie, or will, that another request with this prompt loads."""
-        sizes = [config.tokens_per_chunk for config in self.config.kv_group_configs]
-        tokens = min(prompt_tokens // size * size for size in sizes)
-        request, volume = self.manager.request(status.req_context), self.manager.volume
-        refusal = request.refusal or (None if request.hints.may_store else NO_STORE)
-        if refusal is None and not volume.is_at_home:
-            refusal = NEW_WEIGHTS
-        keys = () if refusal else self._keys_of(status, tokens, begin=0)
-        named = [block_path(request.block_key(key)) for key in keys]
-        return {"directory": volume.root, "blocks": named, "refused": refusal}
 
     def _hand_over(self, name: str, load: Load) -> None:
         """Give the worker what has become ready of a load, and tell it when that was all."""

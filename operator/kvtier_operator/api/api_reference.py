@@ -29,8 +29,6 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "RoutingReady": "Requests come to the engines as `spec.routing` says: the router serves, the `InferencePool` that "
     "was asked for is there.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
-    "Warm": "Each block of the prompts of `spec.warm` was seen on the volume. `Ready` waits for it with "
-    "`spec.warm.required`.",
     "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
     "depend on it.",
     "UpToDate": "Pods are what this operator would make, and of a vLLM that the connector is tested with. `Ready` "

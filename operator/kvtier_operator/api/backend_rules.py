@@ -153,13 +153,6 @@ _FIELDS: Final = (
         honoured_by=_NATIVE,
         what="it evicts the least recently used, and nothing else can be set",
     ),
-    _Field(
-        path="warm",
-        cel="!has(self.warm)",
-        is_default=lambda spec: spec.warm is None,
-        honoured_by=_OURS,
-        what="nobody can tell which blocks lie where",
-    ),
 )
 
 _OLD_LMCACHE: Final = "(^|/)lmcache/vllm-openai:v?0[.]([0-4]|5[.][0-5])([^0-9].*)?$"

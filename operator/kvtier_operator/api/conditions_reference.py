@@ -159,13 +159,6 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.SINGLE_REPLICA,
         Reason.STORE_UNREACHABLE,
     ),
-    "Warm": (
-        Reason.PROMPTS_WARM,
-        Reason.PROMPTS_PENDING,
-        Reason.PROMPTS_FAILED,
-        Reason.PROMPTS_NONE,
-        Reason.PROMPTS_HELD,
-    ),
     "DiskEffective": (
         Reason.LOADING_PAYS,
         Reason.LOADING_LOSES,
@@ -243,8 +236,6 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.PODS_CHANGED: "Set `kvtier.dev/restart` to have it taken back, or set it in `spec.engine`.",
     Reason.SEEDS_DIFFER: "Wait for the rollout; if it stays, find what sets PYTHONHASHSEED in these pods.",
     Reason.PREFLIGHT_FAILED: "Do what the message says; the volume is tried again every few minutes.",
-    Reason.PROMPTS_FAILED: "Do what the message says; what is there stays, and they are sent again after longer waits.",
-    Reason.PROMPTS_HELD: "Nothing, or set `spec.replicas` to 1 or more and `spec.disk.mode` to ReadWrite.",
     Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
     Reason.UNAVAILABLE: "See the reason of `Ready`.",
     Reason.ENGINES_OUTDATED: "Set `kvtier.dev/restart` when it suits you: the message has the command.",

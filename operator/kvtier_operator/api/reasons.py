@@ -105,14 +105,6 @@ class Reason(enum.Enum):
         "PreflightOff",
         "Nobody tries the volume: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
     )
-    PROMPTS_WARM = "PromptsWarm", "Each block of the prompts of spec.warm was seen on the volume."
-    PROMPTS_PENDING = "PromptsPending", "The prompts of spec.warm are sent, or wait for engines that serve."
-    PROMPTS_FAILED = "PromptsFailed", "Not every block of the prompts of spec.warm came to the volume."
-    PROMPTS_NONE = "PromptsNone", "spec.warm names no prompts."
-    PROMPTS_HELD = (
-        "PromptsHeld",
-        "Nobody sends the prompts of spec.warm: the tier has no engines, or spec.disk.mode keeps them from writing.",
-    )
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."

@@ -183,27 +183,6 @@ class ServedLora(ApiModel):
     """Where its files are: `claim/directory` or `hub:name`."""
 
 
-class WarmStatus(ApiModel):
-    """What sending the prompts of `spec.warm` has shown."""
-
-    key: Annotated[StrictStr, Field(max_length=64)] | None = None
-    """The prompts and the cache generation; others are sent anew."""
-    prompts: Amount | None = None
-    """Prompts that were sent."""
-    warm: Amount | None = None
-    """Those whose every block was seen on the volume; shorter ones than a block have none."""
-    blocks: Amount | None = None
-    """Blocks that were seen there."""
-    bytes: Amount | None = None
-    """What they take."""
-    missing: Amount | None = None
-    """Blocks that did not come."""
-    problem: Annotated[StrictStr, Field(max_length=4096)] | None = None
-    """What went wrong first, with the line of the prompt; absent if nothing did."""
-    failures: Count | None = None
-    """How often it went wrong, one time after the other: the wait before the next doubles each time."""
-
-
 class RoutingStatus(ApiModel):
     """How requests come to the engines."""
 
@@ -234,8 +213,6 @@ class TierStatus(ApiModel):
     """What asking the engines has shown."""
     storage: Storage | None = None
     """What is known of the volume."""
-    warm: WarmStatus | None = None
-    """What became of the prompts of `spec.warm`."""
     routing: RoutingStatus | None = None
     """How requests come to the engines."""
     generation: Generation | None = None

@@ -26,7 +26,6 @@ from kvtier_operator.api.routing_spec import Routing
 from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
 from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
-from kvtier_operator.api.warm_spec import Warm
 
 
 class Canary(ApiModel):
@@ -228,9 +227,6 @@ class TierSpec(ApiModel):
     Changing it restarts the engines and keeps the cache."""
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
-    warm: Warm | None = None
-    """Prompts whose blocks are to be on the volume before users come. Sent once for each cache generation, and again
-    when this changes; it replaces no pod."""
     operator_class_name: ObjectName | None = None
     """Class of the operator that works on this tier: of one that runs with `--operator-class` of that name. Left out,
     those do that have none. Cannot change: until one operator has let go, another one must not begin."""

@@ -25,7 +25,6 @@ from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.parts.router import router
 from kvtier_operator.parts.routing import ROUTED
 from kvtier_operator.parts.serving import AVAILABLE, disruption_budget, service, service_account
-from kvtier_operator.parts.warm import WARM
 from kvtier_operator.plan import Refusal, TierPlan
 from kvtier_operator.problems import Condition
 from kvtier_operator.snapshot import Snapshot
@@ -101,7 +100,6 @@ PARTS: Final = (
     ),
     # Whose Jobs come and go by themselves, and who has no objects: they are told of, and nothing is applied for them.
     Part(name=PREFLIGHT, wants=lambda _plan: (), kinds=frozenset({"Job"}), conditions=(CHECKED,)),
-    Part(name="warm", wants=lambda _plan: (), kinds=frozenset({"Job"}), conditions=(WARM,)),
     Part(name="proof", wants=lambda _plan: (), kinds=frozenset(), conditions=(proofs.SHARED, proofs.EFFECTIVE)),
 )
 """In the order in which they are applied: what a pod refers to stands before the pods."""

@@ -28,7 +28,6 @@ ROLLS_NOTHING: Final = (
     ("generations",),
     ("janitor",),
     ("proof",),
-    ("warm",),
     ("routing",),
     ("engine", "rollout"),
     ("engine", "service"),

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvtier_connector.contract import NAMES_PARAMETER
 from kvtier_connector.tier.hints import (
     LONGEST_RETENTION_SECONDS,
     MOST_ACTIONS,
@@ -40,7 +39,7 @@ def hinted(*actions: Any) -> dict[str, Any]:
         ({"kvtier_load": False}, Hints(may_load=False)),
         ({"kvtier_load": True, "kvtier_store": True}, NO_HINTS),
         (
-            {"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", NAMES_PARAMETER: True, "tp_size": 2},
+            {"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "tp_size": 2},
             NO_HINTS,
         ),
         ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
