@@ -14,10 +14,11 @@ from pydantic.alias_generators import to_camel
 from kvtier_cli import input_files
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec, parse
+from kvtier_operator.api.parse import read_annotations
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import pod_security
-from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.parts.edits import applicable_spec, explain_edit
 from kvtier_operator.parts.engine_checks import a_node_is_large_enough
 from kvtier_operator.plan import TierPlan, diff, make_unchecked_plan, nodes, report
 from kvtier_operator.plan.capacity import make_capacity
@@ -141,17 +142,34 @@ def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None)
             documents.append({"tier": name, "only": "after" if name in new else "before"})
             continue
         tier = names.tier_ref(old[name])
+        snapshot = _live_snapshot(old[name]) if is_live else make_snapshot(tier, found_nodes)
+        # An annotation that the file does not name stays as it is.
+        restart = read_annotations(new[name]).restart or read_annotations(old[name]).restart
         found = explain_edit(
-            parse(old[name]),
+            _stored(old[name], snapshot, connector_image=settings.connector_image, restart=restart),
             parse(new[name]),
             tier,
             connector_image=settings.connector_image,
-            snapshot=_live_snapshot(old[name]) if is_live else make_snapshot(tier, found_nodes),
+            snapshot=snapshot,
+            restart=restart,
             warm_bytes=diff.warm_bytes(old[name].get("status") or {}),
         )
         pages.append(report.describe_diff(name, found))
         documents.append({"tier": name, **_document(found), "warnings": diff.warnings(found)})
     return Planned(documents, "\n".join(pages))
+
+
+def _stored(body: Manifest, snapshot: Snapshot | None, *, connector_image: str, restart: str) -> TierSpec:
+    """Return the spec that the operator carries out of a tier."""
+    try:
+        return parse(body)
+    except SpecInvalid:
+        runs = None
+        if snapshot is not None:
+            runs = applicable_spec(body.get("spec"), snapshot, connector_image=connector_image, restart=restart)
+        if runs is None:
+            raise
+        return runs
 
 
 def _document(found: diff.Diff) -> dict[str, Any]:
@@ -182,7 +200,7 @@ def _live_snapshot(body: Manifest) -> Snapshot:
     from kvtier_operator.kube.client import connect  # noqa: PLC0415  takes a second
 
     cluster = connect()
-    existing = parse(body).volume.existing_claim
+    existing = names.existing_claim_of(body)
     found = gather(cluster, names.tier_ref(body), existing_claim=existing, now=datetime.now(UTC))
     inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
     return replace(found, nodes=inventory.look(with_pods=True))

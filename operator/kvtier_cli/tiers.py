@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -11,7 +12,10 @@ import click
 
 from kvtier_cli import answers, targets
 from kvtier_cli.exits import FINE, FOUND
+from kvtier_connector import contract
+from kvtier_connector.errors import ConfigInvalid
 from kvtier_operator import names
+from kvtier_operator.names import ObjectKey
 
 MODES: Final = ("ReadWrite", "ReadOnly", "Bypass")
 _TIER = click.argument("tier")
@@ -59,17 +63,46 @@ def pause(tier: str, *, off: bool, output: str, **cluster: str) -> int:
 def mode(tier: str, mode: str | None, *, output: str, **cluster: str) -> int:
     """Show what engines of TIER do with the volume, or set it; they follow within a minute or two, without a restart.
 
-    ReadWrite loads and stores, ReadOnly loads alone, Bypass does not touch the volume. Exit code 1: the tier is paused.
+    ReadWrite loads and stores, ReadOnly loads alone, Bypass does not touch the volume. Exit code 1: the tier is paused,
+    or the operator has not passed the mode on to the engines within 20 seconds.
     """
     where = targets.Where(**cluster)
     namespace = where.asked_namespace
     body = where.person.tier(namespace, tier)
     before, waits = _mode(body), _waits(tier, body)
-    if mode is None or mode == before:
+    if mode is None:
         return _answer(tier, output, f"{tier}: {before}\n", mode=before)
-    where.person.change(namespace, tier, {"spec": {"disk": {"mode": mode}}})
+    if mode != before:
+        where.person.change(namespace, tier, {"spec": {"disk": {"mode": mode}}})
     follows = f"paused: no engine follows until {waits}" if waits else "engines follow within two minutes"
+    if not waits and (waits := _not_passed_on(where, namespace, tier, mode)):
+        follows = f"no engine follows yet: {waits}"
     return _answer(tier, output, f"{tier}: {mode}, was {before}; {follows}\n", mode=mode, waits=waits)
+
+
+def _not_passed_on(where: targets.Where, namespace: str, tier: str, mode: str) -> str:
+    """Wait until the file that engines follow has the mode; return why it has not, or nothing."""
+    name = names.config(names.TierRef(namespace=namespace, name=tier, uid=""))
+    key = ObjectKey(api_version="v1", kind="ConfigMap", name=name)
+    deadline = time.monotonic() + FOLLOW_SECONDS
+    while True:
+        found = where.person.cluster.get(key, namespace)
+        try:
+            if found is not None and contract.decode_live(found["data"][contract.LIVE_FILE]).mode == mode:
+                return ""
+        except (LookupError, ConfigInvalid):
+            pass  # the operator repairs it
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.5)
+    conditions = (where.person.tier(namespace, tier).get("status") or {}).get("conditions", ())
+    ready = next((f"{each['reason']}: {each['message']}" for each in conditions if each["type"] == "Ready"), "")
+    what = f"the operator has not made {key}" if found is None else f"the operator has not changed {key}"
+    return f"{what}; {ready or 'the tier has no status: `kvtier doctor` says whether an operator runs'}"
+
+
+FOLLOW_SECONDS: Final = 20.0
+"""How long the operator may take to pass a mode on."""
 
 
 def _mode(body: Mapping[str, Any]) -> str:

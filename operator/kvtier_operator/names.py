@@ -167,12 +167,17 @@ def claim(tier: TierRef) -> str:
     return f"{tier.name}-blocks"
 
 
-def claim_of(body: Mapping[str, Any]) -> str:
-    """Return the name of the claim that a KVCacheTier body uses, whatever else is wrong with it."""
+def existing_claim_of(body: Mapping[str, Any]) -> str | None:
+    """Return the claim of the user's own that a KVCacheTier body names, whatever else is wrong with it."""
     spec = body.get("spec")
     volume = spec.get("volume") if isinstance(spec, Mapping) else None
     existing = volume.get("existingClaim") if isinstance(volume, Mapping) else None
-    return str(existing or claim(tier_ref(body)))
+    return str(existing) if existing else None
+
+
+def claim_of(body: Mapping[str, Any]) -> str:
+    """Return the name of the claim that a KVCacheTier body uses, whatever else is wrong with it."""
+    return existing_claim_of(body) or claim(tier_ref(body))
 
 
 def children(tier: TierRef) -> tuple[ObjectKey, ...]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
-from kvtier_operator.api.parse import read_annotations
+from kvtier_operator.api.parse import Asked, read_annotations
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.apply import (
     Deletion,
@@ -33,8 +33,10 @@ from kvtier_operator.inventory import FRESH_SECONDS, Inventory
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.mounts import MOUNT_PATIENCE
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
+from kvtier_operator.parts.edits import applicable_spec, keep_pods
 from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import (
+    Decisions,
     Refusal,
     decide,
     decisions,
@@ -180,9 +182,9 @@ class _Sources:
     probes: Probes[TierName] | None
     clock: Clock
 
-    def look(self, cluster: Cluster, tier: TierRef, spec: TierSpec) -> Snapshot:
+    def look(self, cluster: Cluster, body: Manifest) -> Snapshot:
         """Read everything but the nodes."""
-        existing = spec.volume.existing_claim
+        tier, existing = names.tier_ref(body), names.existing_claim_of(body)
         return _with_lease(
             cluster, gather(cluster, tier, existing_claim=existing, now=self.clock(), probes=self.probes)
         )
@@ -192,25 +194,50 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     """Do everything but report."""
     tier = names.tier_ref(body)
     view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
+    spec: TierSpec | None = None
     try:
-        spec, asked = parse(body), read_annotations(body)
+        asked = read_annotations(body)
+        spec = _paused_as_asked(parse(body), asked)
     except SpecInvalid as error:
-        return _Act(view=replace(view, invalid=error))
-    if asked.is_paused:
-        spec = spec.model_copy(update={"paused": True})
+        view = replace(view, invalid=error)
+        if error.field.startswith("metadata."):
+            return _Act(view=view)
     view = replace(view, spec=spec)
     try:
-        snapshot = sources.look(cluster, tier, spec)
+        snapshot = sources.look(cluster, body)
     except ClusterError as error:
         return _Act(view=replace(view, failure=error), failure=error, told=error)
+    if spec is None and (spec := _applicable(body, snapshot, asked, sources)) is None:
+        return _Act(view=view)
     snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
-    view = replace(view, snapshot=snapshot)
+    view = replace(view, spec=spec, snapshot=snapshot)
     decided = decide(spec, tier, snapshot, may_assume=True)
     if isinstance(decided, Refusal):
-        done = Done()
-        if not spec.paused:
-            apply_live_settings(cluster, spec, snapshot, done)
-        return _concluded(replace(view, refusal=decided), done)
+        view = replace(view, refusal=decided)
+        runs = _applicable(body, snapshot, asked, sources)
+        again = decided if runs is None else decide(runs, tier, snapshot, may_assume=True, is_running=True)
+        if runs is None or isinstance(again, Refusal):
+            done = Done()
+            if not spec.paused:
+                apply_live_settings(cluster, spec, snapshot, done)
+            return _concluded(view, done)
+        spec, decided = runs, again
+        view = replace(view, spec=spec)
+    return _carry_out(cluster, body, spec, decided, asked, view, sources)
+
+
+def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
+    cluster: Cluster,
+    body: Manifest,
+    spec: TierSpec,
+    decided: Decisions,
+    asked: Asked,
+    view: status.View,
+    sources: _Sources,
+) -> _Act:
+    """Plan what the spec asks for and apply it."""
+    snapshot = view.snapshot
+    assert snapshot is not None
     plan = make_plan(
         spec,
         snapshot,
@@ -219,7 +246,9 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         janitor_image=sources.janitor_image,
         restart=asked.restart,
     )
+    plan = keep_pods(plan, snapshot, janitor_image=sources.janitor_image)
     plan = replace(plan, listen_host=sources.listen_host)
+    decided = plan.decisions
     view = replace(
         view,
         assumed=decided.assumed,
@@ -246,11 +275,21 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
     if (done.written or done.deleted) and not done.failures:
         try:
             # Report what stands now: the pass that made it is the one to tell.
-            view = replace(view, snapshot=replace(sources.look(cluster, tier, spec), nodes=snapshot.nodes))
+            view = replace(view, snapshot=replace(sources.look(cluster, body), nodes=snapshot.nodes))
             done.failures += (view.snapshot or snapshot).unreadable.values()
         except ClusterError as error:
             done.failures.append(error)
     return _concluded(view, done)
+
+
+def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, sources: _Sources) -> TierSpec | None:
+    """Return what of a refused spec replaces no engine; None where no engine runs."""
+    spec = applicable_spec(body.get("spec"), snapshot, connector_image=sources.connector_image, restart=asked.restart)
+    return None if spec is None else _paused_as_asked(spec, asked)
+
+
+def _paused_as_asked(spec: TierSpec, asked: Asked) -> TierSpec:
+    return spec.model_copy(update={"paused": True}) if asked.is_paused else spec
 
 
 def _concluded(view: status.View, done: Done) -> _Act:

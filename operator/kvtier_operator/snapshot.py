@@ -222,10 +222,10 @@ class Snapshot:
     """Everything read for one reconcile of one tier."""
 
     tier: TierRef
-    claim: Claim | None
-    engines: Engines
-    pods: tuple[Pod, ...]
-    live: Mapping[ObjectKey, Live]
+    claim: Claim | None = None
+    engines: Engines = Engines()
+    pods: tuple[Pod, ...] = ()
+    live: Mapping[ObjectKey, Live] = field(default_factory=dict)
     """Objects of ours."""
     janitor: Janitor = Janitor()
     routers: tuple[Pod, ...] = ()

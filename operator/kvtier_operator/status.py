@@ -188,7 +188,8 @@ def transitions(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
 def _blocker(view: View) -> Problem | None:
     """Return what kept the spec from being carried out, before any engine is looked at."""
     if isinstance(view.invalid, SpecInvalid):
-        return Problem(reason=Reason.SPEC_INVALID, message=str(view.invalid))
+        runs = "" if view.spec is None else "; engines stay as they are, and fields that replace none are followed"
+        return Problem(reason=Reason.SPEC_INVALID, message=f"{view.invalid}{runs}")
     if view.refusal is not None:
         also = "" if view.failure is None else f"; {view.failure}"
         return Problem(reason=view.refusal.reason, message=view.refusal.message + also)

@@ -19,8 +19,9 @@ from definition import tier_definition
 from kubernetes import client
 from typing_extensions import override
 
-from kvtier_cli import doctor, targets
+from kvtier_cli import doctor, targets, tiers
 from kvtier_cli.app import main
+from kvtier_connector.contract import encode_live
 from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey
@@ -191,6 +192,7 @@ def test_verbs_on_a_paused_tier_say_what_they_wait_for(
     api: ApiServerThread, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_tier(api, "asleep")
+    make_live_settings(api, "asleep", "Bypass")
     answer(capsys, "pause", "asleep", code=0)
     assert answer(capsys, "mode", "asleep", "Bypass", code=1)["waits"] == "kvtier pause asleep --off"
     assert answer(capsys, "restart", "asleep", "--yes", code=1)["waits"] == "kvtier pause asleep --off"
@@ -199,6 +201,26 @@ def test_verbs_on_a_paused_tier_say_what_they_wait_for(
     answer(capsys, "pause", "asleep", "--off", code=0)
     assert answer(capsys, "mode", "asleep", "Bypass", code=0)["waits"] == ""
     assert answer(capsys, "restart", "asleep", "--yes", code=0)["waits"] == ""
+
+
+def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:
+    """Write the file that engines follow, as the operator does."""
+    metadata = {"name": f"{tier}-connector", "namespace": "default"}
+    data = {"live.json": encode_live(mode, max_bytes=0)}
+    api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+
+
+def test_a_mode_is_affirmed_only_once_the_operator_has_passed_it_on(
+    api: ApiServerThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "FOLLOW_SECONDS", 0.0)
+    make_tier(api, "stuck")
+    told = answer(capsys, "mode", "stuck", "Bypass", code=1)
+    assert told["waits"].startswith("the operator has not made ConfigMap/stuck-connector; the tier has no status")
+    make_live_settings(api, "stuck", "ReadWrite")
+    told = answer(capsys, "mode", "stuck", "Bypass", code=1)
+    assert told["waits"].startswith("the operator has not changed ConfigMap/stuck-connector")
+    assert answer(capsys, "mode", "stuck", "ReadWrite", code=0)["waits"] == ""
 
 
 def test_a_tier_paused_by_its_spec_names_the_field(api: ApiServerThread, capsys: pytest.CaptureFixture[str]) -> None:

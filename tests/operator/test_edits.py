@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from fake_cluster import FakeCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import tier
+from tiers import DEPLOYMENT, NOON, TIER_KEY, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.gather import gather
 from kvtier_operator.parts.edits import explain_edit
 from kvtier_operator.plan import diff
+from kvtier_operator.plan.report import describe_diff
+from kvtier_operator.reconcile import reconcile
+from kvtier_operator.snapshot import Snapshot
 
 TIER = names.tier_ref(tier())
 
@@ -84,6 +90,44 @@ def test_what_cannot_be_carried_out_is_not_explained() -> None:
 
 def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
     assert diff.warnings(explain({}, {"replicas": 3})) == ()
+
+
+@pytest.fixture
+def upgraded() -> Snapshot:
+    """Return what stands of a tier whose engines an earlier operator made, which had another generation of blocks."""
+    cluster = FakeCluster(tier())
+    reconcile(cluster, names.TierName(namespace="serving", name="llama"), connector_image="c:0", clock=lambda: NOON)
+    live = cluster.look(DEPLOYMENT)
+    note = json.loads(live["metadata"]["annotations"][names.ANNOTATION_RENDERED])
+    note["config"] = json.dumps({**json.loads(note["config"]), "digest": "feed"})
+    annotations = {names.ANNOTATION_RENDERED: json.dumps(note)}
+    cluster.edit(DEPLOYMENT, {"metadata": {"annotations": annotations}})
+    return gather(cluster, names.tier_ref(cluster.look(TIER_KEY)), existing_claim=None, now=NOON)
+
+
+def explain_live(snapshot: Snapshot, after: dict[str, Any], restart: str = "") -> diff.Diff:
+    edited = parse(tier(**after))
+    return explain_edit(parse(tier()), edited, TIER, connector_image="c:1", snapshot=snapshot, restart=restart)
+
+
+def test_an_edit_that_replaces_outdated_engines_says_what_the_upgrade_changes(upgraded: Snapshot) -> None:
+    found = explain_live(upgraded, {"engine": {"args": ["--max-num-seqs", "8"]}})
+    assert (found.restarted_pods, found.discards_cache, found.generation) == (2, True, "feed")
+    told = "\n".join(diff.warnings(found))
+    assert "blocks of generation feed" in told
+    assert "the image of install-connector from c:0 to c:1" in told
+
+
+def test_an_edit_that_replaces_no_pod_leaves_outdated_engines_and_their_cache(upgraded: Snapshot) -> None:
+    found = explain_live(upgraded, {"replicas": 3, "disk": {"mode": "Bypass"}})
+    assert (found.restarted_pods, found.discards_cache, found.generation) == (0, False, "feed")
+    assert diff.warnings(found) == ()
+
+
+def test_a_restart_that_is_asked_for_counts_as_an_edit(upgraded: Snapshot) -> None:
+    found = explain_live(upgraded, {}, restart="now")
+    assert (found.changes, found.restarted_pods) == ((), 2)
+    assert "replaces 2 engine pods" in describe_diff("llama", found)
 
 
 @settings(deadline=None)

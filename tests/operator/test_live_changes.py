@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
 from test_reconcile import CHILDREN, run
-from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, tier
+from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, merge, tier
 
 from kvtier_connector import contract, contract_janitor
+from kvtier_operator import names
 
 
 def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
@@ -93,3 +95,57 @@ def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
     assert JANITOR not in run(cluster).written
     after = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (before.tier_dir, before.current != after.current) == (after.tier_dir, True)
+
+
+def make_stricter(cluster: FakeCluster, refused: dict[str, Any]) -> None:
+    """Store fields in a tier that today's release refuses, and that its engines were made from."""
+    cluster.edit(TIER_KEY, {"spec": refused})
+    note = json.loads(cluster.look(DEPLOYMENT)["metadata"]["annotations"][names.ANNOTATION_RENDERED])
+    note = json.dumps({**note, "spec": merge(note["spec"], refused)})
+    cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: note}}})
+
+
+@pytest.mark.parametrize(
+    ("refused", "field"),
+    [
+        ({"hash": {"algorithm": "md5"}}, "spec.hash.algorithm"),
+        ({"engine": {"gone": True}}, "spec.engine.gone"),
+        ({"engine": {"args": ["--max-num-seqs=8", "--kv-transfer-config={}"]}}, "spec.engine.args"),
+        ({"janitor": {"image": "a b"}}, "spec.janitor.image"),
+        ({"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}}, "spec.disk.blockTokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_pod_changes(
+    refused: dict[str, Any], field: str
+) -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    make_stricter(cluster, refused)
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    edit = {
+        "replicas": 5,
+        "disk": {"mode": "Bypass", "budget": {"maxBytes": "1Ti"}},
+        "generations": {"keepPrevious": 0},
+    }
+    cluster.edit(TIER_KEY, {"spec": edit})
+    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
+    assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
+    assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
+    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    assert (told.max_bytes, told.keep_previous) == (1 << 40, 0)
+    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")
+    assert ready["status"] == "False"
+    assert ready["message"].startswith(field)
+
+
+def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    refused = {"hash": {"algorithm": "md5"}, "cpu": {"size": "32Gi"}, "disk": {"mode": "Bypass"}}
+    cluster.edit(TIER_KEY, {"spec": refused})
+    assert run(cluster).written == (CONFIG,)
+    assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"

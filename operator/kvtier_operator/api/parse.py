@@ -8,7 +8,7 @@ moment: whoever keeps the spec in git need not touch it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -66,6 +66,68 @@ def _read(body: Mapping[str, Any]) -> TierSpec | tuple[SpecInvalid, ...]:
     if BLOCKS_OF_ANOTHER.check is not None and not BLOCKS_OF_ANOTHER.check((name, read)):
         found.append(SpecInvalid("spec.connector.hybrid.nixl.blocksOf", BLOCKS_OF_ANOTHER.message))
     return tuple(found) or read
+
+
+def document(spec: TierSpec) -> dict[str, Any]:
+    """Return a spec as JSON that `TierSpec` reads again, defaults included."""
+    found = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # NO_VOLUME has no JSON that can be read again.
+    return found if spec.volume.is_there else {name: value for name, value in found.items() if name != "volume"}
+
+
+def read_leniently(spec: Mapping[str, Any], *, instead: Mapping[str, Any]) -> TierSpec | None:
+    """Read a spec of which another release may refuse parts.
+
+    Args:
+        spec: the spec as it is stored.
+        instead: where the value of a refused field is taken from; a field that is missing there gets its default.
+
+    Returns:
+        The spec; None where it cannot be read even so.
+    """
+    found = dict(spec)
+    while True:
+        try:
+            return TierSpec.model_validate(found)
+        except ValidationError as invalid:
+            first = invalid.errors(include_url=False)[0]
+        below = str(first["ctx"]["field"]).split(".") if first["type"] == RULE_BROKEN else []
+        repaired = _with_value_of(found, instead, tuple(filter(None, (*first["loc"], *below))))
+        if repaired is None:
+            return None
+        found = repaired
+
+
+def _with_value_of(
+    found: Mapping[str, Any], instead: Mapping[str, Any], path: tuple[int | str, ...]
+) -> dict[str, Any] | None:
+    """Return the document with the value of `instead` at a path, or at the nearest one above where they differ."""
+    keys = [key for key in path if isinstance(key, str)]
+    for length in range(len(keys), 0, -1):
+        *above, last = keys[:length]
+        old, new = _object_at(found, above), _object_at(instead, above)
+        if old is None or last not in old or (new is not None and new.get(last, _ABSENT) == old[last]):
+            continue
+        return _put(found, keys[:length], _ABSENT if new is None else new.get(last, _ABSENT))
+    return None
+
+
+_ABSENT: Final = object()
+
+
+def _object_at(document: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any] | None:
+    found: Any = document
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _put(document: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    first, *rest = path
+    if rest:
+        return {**document, first: _put(document[first], rest, value)}
+    kept = {name: item for name, item in document.items() if name != first}
+    return kept if value is _ABSENT else {**kept, first: value}
 
 
 _UNKNOWN: Final = "is not a field of KVCacheTier; "

@@ -1,17 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an edit of a tier does to its pods and to its cache, as the operator would carry it out. Pure."""
+"""What an edit of a tier does to its pods and to its cache, as the operator carries it out. Pure.
+
+Two specs ask for the same pods where today's code renders the same from both. No list of fields is kept beside that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.parse import document, read_leniently
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.parts.engine import deployment
-from kvtier_operator.plan import TierPlan, canonical, diff, make_unchecked_plan
+from kvtier_operator.parts.engine import deployment, outdated, template_of
+from kvtier_operator.plan import (
+    Decisions,
+    TierPlan,
+    canonical,
+    decide,
+    diff,
+    make_pinned_plan,
+    make_plan,
+    make_unchecked_plan,
+)
+from kvtier_operator.plan import decisions as decided
+from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
+from kvtier_operator.plan.pin import decode
 from kvtier_operator.snapshot import Snapshot
+
+
+def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITOR_IMAGE) -> TierPlan:
+    """Return the plan with the pods that run, where the spec still asks for what they were made from.
+
+    Args:
+        plan: what this version of the operator makes of the spec.
+        snapshot: what stands.
+        janitor_image: image of the janitor, where the tier names none.
+    """
+    pin = decode(snapshot.engines.rendered)
+    if pin is None or pin.restart != plan.restart:
+        return plan
+    if pin.spec != document(plan.spec):
+        made_from = read_leniently(pin.spec, instead={})
+        kept = None if made_from is None else decide(made_from, plan.tier, snapshot, may_assume=True, is_running=True)
+        if made_from is None or not isinstance(kept, Decisions) or not _ask_for_the_same(made_from, plan, kept):
+            return plan
+        # What was decided for the spec that the pods were made from stands, and is noted for this one.
+        decisions = replace(kept, cpu_for=plan.decisions.cpu_for, model_for=plan.decisions.model_for)
+        plan = make_plan(
+            plan.spec,
+            snapshot,
+            decisions,
+            connector_image=plan.connector_image,
+            janitor_image=janitor_image,
+            restart=plan.restart,
+        )
+    return make_pinned_plan(plan, pin, janitor_image=janitor_image)
+
+
+def _ask_for_the_same(before: TierSpec, plan: TierPlan, kept: Decisions) -> bool:
+    """Tell whether today's code makes the same pods of both specs, with what it knows of the model today."""
+    rendered = []
+    for spec, decisions in ((before, kept), (plan.spec, plan.decisions)):
+        chunking, weight_bytes, _ = decided.decide_model(spec, decided.read(""))
+        fresh = make_plan(
+            spec,
+            Snapshot(tier=plan.tier),
+            replace(decisions, chunking=chunking, weight_bytes=weight_bytes),
+            connector_image=plan.connector_image,
+            restart=plan.restart,
+        )
+        rendered.append((template_of(fresh), fresh.config_text))
+    return bool(rendered[0] == rendered[1])
+
+
+def applicable_spec(stored: object, snapshot: Snapshot, *, connector_image: str, restart: str) -> TierSpec | None:
+    """Return what of a refused spec can be carried out without another pod: the rest is as the engines were made.
+
+    Args:
+        stored: the spec as it is stored; a stricter release may have begun to refuse it.
+        snapshot: what stands.
+        connector_image: image that brings the connector into the engine pods.
+        restart: value of the restart annotation.
+
+    Returns:
+        The spec; None where no engine runs, or where it is not known what they were made from.
+    """
+    pin = decode(snapshot.engines.rendered)
+    runs = None if pin is None else read_leniently(pin.spec, instead={})
+    if pin is None or runs is None or not isinstance(stored, Mapping):
+        return None
+
+    def keeps(spec: TierSpec) -> bool:
+        found = decide(spec, snapshot.tier, snapshot, may_assume=True, is_running=True)
+        if not isinstance(found, Decisions):
+            return False
+        made = make_plan(spec, snapshot, found, connector_image=connector_image, restart=restart)
+        return keep_pods(made, snapshot).pin is not None
+
+    wanted = read_leniently(stored, instead=document(runs))
+    if wanted is None or keeps(wanted):
+        return wanted
+    return _merged(runs, wanted, keeps)
+
+
+def _merged(runs: TierSpec, wanted: TierSpec, keeps: Callable[[TierSpec], bool]) -> TierSpec:
+    """Return the spec that runs with each field of the wanted one that replaces no pod."""
+    found = runs
+    for path, _, value in diff.differences(document(runs), document(wanted)):
+        try:
+            changed = TierSpec.model_validate(diff.with_value(document(found), path, value))
+        except ValueError:
+            continue
+        found = changed if keeps(changed) else found
+    return found
 
 
 def explain_edit(  # noqa: PLR0913  each by its name
@@ -21,38 +125,53 @@ def explain_edit(  # noqa: PLR0913  each by its name
     *,
     connector_image: str,
     snapshot: Snapshot | None = None,
+    restart: str = "",
     warm_bytes: int | None = None,
 ) -> diff.Diff:
     """Say what replacing one spec by the other does.
 
     Args:
-        before: the spec that the engines run.
-        after: the spec that they are to run.
+        before: the spec as it stands.
+        after: the spec as it is to be.
         tier: whose.
         connector_image: image that brings the connector into the engine pods.
-        snapshot: the cluster, whose Deployment says what was decided before; None where nobody has looked at one.
+        snapshot: the cluster, whose Deployment says what its pods were made from; None where nobody has looked at one.
+        restart: value of the restart annotation.
         warm_bytes: what the current generation holds on the volume; see `diff.warm_bytes`.
 
     Raises:
         SpecInvalid: one of the specs cannot be carried out whatever the nodes are.
     """
 
+    def plan_of(spec: TierSpec) -> TierPlan:
+        return _plan(spec, tier, connector_image=connector_image, snapshot=snapshot, restart=restart)
+
     def effect_of(spec: TierSpec) -> diff.Effect:
-        plan = _plan(spec, tier, connector_image=connector_image, snapshot=snapshot)
+        plan = plan_of(spec)
         return diff.Effect(generation=plan.generation.digest, template=deployment(plan)["spec"]["template"])
 
-    found = diff.make_diff(before, after, effect_of=effect_of, warm_bytes=warm_bytes)
+    found = diff.make_diff(before, after, effect_of=effect_of, running=_running(snapshot), warm_bytes=warm_bytes)
     is_for_ranks = any(change.field == _RANKS and change.is_new_generation for change in found.changes)
-    return replace(found, ranks_hint=canonical.advise(after)) if is_for_ranks else found
+    return replace(
+        found,
+        upgrade=outdated(plan_of(before)),
+        ranks_hint=canonical.advise(after) if is_for_ranks else "",
+    )
+
+
+def _running(snapshot: Snapshot | None) -> diff.Effect | None:
+    """Return what the engines that run were made from; None where there are none, or they do not say."""
+    pin = None if snapshot is None else decode(snapshot.engines.rendered)
+    return None if pin is None else diff.Effect(generation=pin.generation, template=pin.template)
 
 
 _RANKS: Final = "spec.engine.tensorParallel"
 
 
-def _plan(spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None) -> TierPlan:
+def _plan(spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None, restart: str) -> TierPlan:
     """Return what becomes of a spec; a share of nodes that nobody has seen stands for itself."""
     try:
-        return make_unchecked_plan(spec, tier, connector_image=connector_image, snapshot=snapshot)
+        plan = make_unchecked_plan(spec, tier, connector_image=connector_image, snapshot=snapshot)
     except SpecInvalid:
         if spec.cpu.percent is None:
             raise
@@ -60,3 +179,7 @@ def _plan(spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snap
         return make_unchecked_plan(
             spec.model_copy(update={"cpu": assumed}), tier, connector_image=connector_image, snapshot=snapshot
         )
+    if snapshot is None or not snapshot.engines.generation:
+        return plan
+    made = make_plan(spec, snapshot, plan.decisions, connector_image=connector_image, restart=restart)
+    return keep_pods(made, snapshot)

@@ -62,7 +62,7 @@ def deployment(plan: TierPlan) -> Manifest:
     """Return the Deployment of the tier's engines."""
     rollout = plan.spec.engine.rollout
     metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
-    template = _template(plan) if plan.pin is None else dict(plan.pin.template)
+    template = template_of(plan) if plan.pin is None else dict(plan.pin.template)
     # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
     metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
     if plan.is_recorded:
@@ -95,7 +95,7 @@ def outdated(plan: TierPlan) -> tuple[str, ...]:
     """Return what this operator would change in the pods at their next restart, in words; empty for nothing."""
     if plan.pin is None or plan.fresh is None:
         return ()
-    now = _template(replace(plan.fresh, listen_host=plan.listen_host))
+    now = template_of(replace(plan.fresh, listen_host=plan.listen_host))
     found = list(_differences(plan.pin.template, json.loads(json.dumps(now))))
     starts_anew = plan.fresh.generation.digest != plan.generation.digest
     return (*found, *(("the cache generation, which starts empty",) if starts_anew else ()))
@@ -132,7 +132,8 @@ def _shutdown_seconds(plan: TierPlan) -> int:
     return REQUEST_DRAIN_SECONDS if grace is None else grace - ENDPOINT_DRAIN_SECONDS - TEARDOWN_SECONDS
 
 
-def _template(plan: TierPlan) -> Manifest:
+def template_of(plan: TierPlan) -> Manifest:
+    """Return the pods that this version of the operator makes."""
     template = plan.spec.engine.pod_template
     restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
     # Read at the start alone, so another one takes another pod.

@@ -23,7 +23,6 @@ from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.kv import KvUnknown
 from kvtier_operator.plan.pin import Pin
-from kvtier_operator.plan.pin import decode as decode_pin
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
 
@@ -36,6 +35,7 @@ __all__ = [
     "decide",
     "live_text",
     "make_generation",
+    "make_pinned_plan",
     "make_plan",
     "make_unchecked_plan",
     "sizing_of",
@@ -94,12 +94,12 @@ def make_plan(  # noqa: PLR0913  each by its name
     janitor_image: str = JANITOR_IMAGE,
     restart: str = "",
 ) -> TierPlan:
-    """Decide everything else that the manifests need."""
+    """Decide everything else that the manifests need, as if no engine ran yet; see `parts.edits.keep_pods`."""
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
     is_on_one_node = plan.is_on_one_node or (
         spec.connector.uses_volume and snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
     )
-    plan = replace(
+    return replace(
         plan,
         restart=restart,
         is_recorded=True,
@@ -107,11 +107,9 @@ def make_plan(  # noqa: PLR0913  each by its name
         is_janitor_in_the_way=is_on_one_node
         and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods),
     )
-    pin = decode_pin(snapshot.engines.rendered)
-    return plan if pin is None or not pin.holds(spec, restart) else _pinned(plan, pin, janitor_image)
 
 
-def _pinned(plan: TierPlan, pin: Pin, janitor_image: str) -> TierPlan:
+def make_pinned_plan(plan: TierPlan, pin: Pin, *, janitor_image: str) -> TierPlan:
     """Return the plan with what the engines that run were made from in the place of what would be made today."""
     try:
         document = json.loads(pin.config)
@@ -163,7 +161,7 @@ def make_unchecked_plan(
 
 
 def decide(
-    spec: TierSpec, tier: TierRef, snapshot: Snapshot | None, *, may_assume: bool = False
+    spec: TierSpec, tier: TierRef, snapshot: Snapshot | None, *, may_assume: bool = False, is_running: bool = False
 ) -> Decisions | Refusal:
     """Decide what stands until the spec changes, or keep what was decided.
 
@@ -173,10 +171,11 @@ def decide(
         snapshot: what stands; None where nobody has looked.
         may_assume: where no node is there to take a share of, assume an amount until there is one: a pod that waits is
             what makes an autoscaler add the node.
+        is_running: engines were made from this spec; a release that would refuse it for new ones decides all the same.
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
-    unusable = _refuse_block_tokens(spec) or canonical.refuse(spec)
+    unusable = None if is_running else _refuse_block_tokens(spec) or canonical.refuse(spec)
     if unusable is not None:
         return unusable
     cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.parse import document
 
 _ABSENT: Final = object()
 
@@ -55,6 +56,8 @@ class Diff:
     """Engine pods before and after."""
     warm_bytes: int | None
     """Bytes that the current generation holds on the volume; None where nobody said."""
+    upgrade: tuple[str, ...] = ()
+    """What else another release of the operator changes in pods that are replaced; empty if nothing."""
     ranks_hint: str = ""
     """What could be done about a cache that another ``tensorParallel`` discards, or why nothing can; empty if none."""
 
@@ -65,28 +68,35 @@ class Diff:
 
 
 def make_diff(
-    before: TierSpec, after: TierSpec, *, effect_of: Callable[[TierSpec], Effect], warm_bytes: int | None = None
+    before: TierSpec,
+    after: TierSpec,
+    *,
+    effect_of: Callable[[TierSpec], Effect],
+    running: Effect | None = None,
+    warm_bytes: int | None = None,
 ) -> Diff:
     """Say what it does to replace one spec by the other.
 
     Args:
-        before: the spec that the engines run.
-        after: the spec that they are to run.
+        before: the spec as it stands.
+        after: the spec as it is to be.
         effect_of: what the operator makes of a spec.
+        running: what the engines that run were made from; None where they are as the operator makes them of `before`.
         warm_bytes: what the current generation holds, if that is known.
     """
     old, new = effect_of(before), effect_of(after)
-    document = _document(before)
+    runs = running or old
+    standing = document(before)
 
     def effect_alone(path: tuple[str, ...], value: object) -> Effect:
         try:
-            return effect_of(TierSpec.model_validate(_with(document, path, value)))
+            return effect_of(TierSpec.model_validate(with_value(standing, path, value)))
         except ValueError:
             # Not valid without the other fields: then it shares what all of them do.
             return new
 
     changes = []
-    for path, was, becomes in _differences(document, _document(after)):
+    for path, was, becomes in differences(standing, document(after)):
         alone = effect_alone(path, becomes)
         changes.append(
             Change(
@@ -99,9 +109,9 @@ def make_diff(
         )
     return Diff(
         changes=tuple(changes),
-        generation=old.generation,
+        generation=runs.generation,
         new_generation=new.generation,
-        restarted_pods=before.replicas if old.template != new.template else 0,
+        restarted_pods=before.replicas if runs.template != new.template else 0,
         replicas=(before.replicas, after.replicas),
         warm_bytes=warm_bytes,
     )
@@ -136,6 +146,8 @@ def warnings(diff: Diff) -> tuple[str, ...]:
         causes = _fields(change for change in diff.changes if change.is_restart)
         pods = "1 engine pod" if diff.restarted_pods == 1 else f"{diff.restarted_pods} engine pods, one after another"
         told.append(f"replaces {pods}: {causes} changed")
+    if diff.restarted_pods and diff.upgrade:
+        told.append(f"an earlier operator made the engines that run; new ones differ in {', '.join(diff.upgrade)}, too")
     return tuple(told)
 
 
@@ -143,29 +155,23 @@ def _fields(changes: Iterator[Change]) -> str:
     return ", ".join(change.field for change in changes) or "these fields together"
 
 
-def _document(spec: TierSpec) -> dict[str, Any]:
-    document = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    # What stands for no volume cannot be read again.
-    return document if spec.volume.is_there else {name: value for name, value in document.items() if name != "volume"}
-
-
-def _differences(
+def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], object, object]]:
     """Yield each field that differs; lists are compared whole."""
     for name in dict.fromkeys((*old, *new)):
         was, becomes = old.get(name, _ABSENT), new.get(name, _ABSENT)
         if isinstance(was, Mapping) and isinstance(becomes, Mapping):
-            yield from _differences(was, becomes, (*above, name))
+            yield from differences(was, becomes, (*above, name))
         elif was != becomes:
             yield (*above, name), was, becomes
 
 
-def _with(document: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
+def with_value(whole: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
     """Return the document with one field set, or left out."""
     name, *rest = path
     if rest:
-        return {**document, name: _with(document.get(name, {}), tuple(rest), value)}
+        return {**whole, name: with_value(whole.get(name, {}), tuple(rest), value)}
     if value is _ABSENT:
-        return {key: item for key, item in document.items() if key != name}
-    return {**document, name: value}
+        return {key: item for key, item in whole.items() if key != name}
+    return {**whole, name: value}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps engines as they are until somebody asks for a change: what a Deployment's pods were made from. Pure.
+"""What the pods of a Deployment were made from, as the Deployment itself carries it. Pure.
 
 Another version of the operator may render other pods from the same spec, and a replaced engine costs its memory, its
-start and its place on a node. So the Deployment carries what its pods were made from: the fields of the spec, the pod
-template, and the document that the connector reads. While the spec still says the same, exactly that is applied again,
-whatever this version would render; an edit of the spec, or a new value of the restart annotation, renders anew.
+start and its place on a node. So the Deployment carries what its pods were made from: the spec, the pod template, and
+the document that the connector reads. `parts.edits.keep_pods` decides whether they stay.
 """
 
 from __future__ import annotations
@@ -12,30 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-from pydantic.alias_generators import to_camel
+from typing import Any
 
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.rules import ApiModel
-
-ROLLS_NOTHING: Final = (
-    ("replicas",),
-    ("paused",),
-    ("disk", "mode"),
-    ("disk", "budget"),
-    ("disk", "encryption", "activeKey"),
-    ("generations",),
-    ("janitor",),
-    ("proof",),
-    ("routing",),
-    ("engine", "rollout"),
-    ("engine", "service"),
-    ("engine", "disruptionBudget"),
-    ("volume", "claim"),
-    ("volume", "deletionPolicy"),
-)
-"""Fields of the spec that no pod is made from. What is missing here is only rendered anew once too often."""
+from kvtier_operator.api.parse import document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +28,24 @@ class Pin:
     template: Mapping[str, Any]
     """Of the pods, as it was applied."""
 
+    @property
+    def generation(self) -> str:
+        """Digest of the generation that the connector's document names; empty where it names none."""
+        try:
+            found = json.loads(self.config)
+        except ValueError:
+            return ""
+        return str(found.get("digest", "")) if isinstance(found, dict) else ""
+
     def encode(self) -> str:
         """Return the text of the annotation."""
         document = {"spec": self.spec, "restart": self.restart, "config": self.config, "template": self.template}
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
-    def holds(self, spec: TierSpec, restart: str) -> bool:
-        """Tell whether the spec still asks for what these pods were made from.
-
-        A field that only this version knows counts if it has another value than by default; one that only the version
-        that made the pods knew does not count.
-        """
-        return self.restart == restart and _agrees(self.spec, spec, ())
-
 
 def make_pin(spec: TierSpec, *, restart: str, config: str, template: Mapping[str, Any]) -> Pin:
     """Note what pods are made from."""
-    return Pin(spec=_to_json(spec), restart=restart, config=config, template=template)
+    return Pin(spec=document(spec), restart=restart, config=config, template=template)
 
 
 def decode(text: str) -> Pin | None:
@@ -77,25 +57,3 @@ def decode(text: str) -> Pin | None:
         return None
     is_whole = isinstance(found.spec, dict) and isinstance(found.template, dict) and isinstance(found.config, str)
     return found if is_whole and {"metadata", "spec"} <= found.template.keys() else None
-
-
-def _agrees(before: Any, now: Any, path: tuple[str, ...]) -> bool:
-    if not (isinstance(now, ApiModel) and isinstance(before, Mapping)):
-        return bool(before == _to_json(now))
-    for name, field in type(now).model_fields.items():
-        alias, value = field.alias or to_camel(name), getattr(now, name)
-        here = (*path, alias)
-        if here in ROLLS_NOTHING:
-            continue
-        if alias not in before:
-            if value != field.get_default(call_default_factory=True):
-                return False
-        elif not _agrees(before[alias], value, here):
-            return False
-    return True
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, ApiModel):
-        return value.model_dump(mode="json", by_alias=True)
-    return json.loads(json.dumps(value, default=dict))

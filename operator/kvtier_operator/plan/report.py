@@ -55,7 +55,7 @@ def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: s
 
 def describe_diff(tier: str, found: diff.Diff) -> str:
     """Return what an edit of one tier does, field by field and in sum."""
-    if not found.changes:
+    if not found.changes and not found.restarted_pods:
         return f"{tier}: nothing changes\n"
     rows: list[Row] = [("FIELD", "BEFORE", "AFTER", "ALONE")]
     for change in found.changes:
