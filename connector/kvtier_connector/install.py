@@ -20,6 +20,8 @@ from pathlib import Path
 from kvtier_connector.shm import clear_stale_regions
 
 PACKAGE = "kvtier_connector"
+CACHES = ("vllm", "triton", "torchinductor")
+"""Directories of compiled code, as `VLLM_CACHE_ROOT` and its kind name them below the scratch directory."""
 _ABANDONED_SECONDS = 3600.0
 _VERSION = re.compile(r'^__version__(?:: Final)? = "(?P<version>[^"]+)"', re.MULTILINE)
 
@@ -95,17 +97,44 @@ def _remove_abandoned(target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def link_caches(shared: Path, scratch: Path) -> str:
+    """Link the directories in which vLLM keeps compiled code to a shared one; return the outcome as a sentence.
+
+    A shared directory that cannot be written costs a compilation: then nothing is linked.
+
+    Args:
+        shared: directory for engines of one image and model; made if it is absent.
+        scratch: directory of the engine's own caches.
+    """
+    try:
+        for name in CACHES:
+            (shared / name).mkdir(parents=True, exist_ok=True)
+            probe = shared / name / f".{uuid.uuid4().hex}"
+            probe.touch()
+            probe.unlink()
+        for name in CACHES:
+            if not (scratch / name).exists():
+                (scratch / name).symlink_to(shared / name)
+    except OSError as error:
+        return f"{shared} cannot be used ({error}): the engine compiles for itself"
+    return f"{shared}: compile caches are linked"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog=f"python3 -m {PACKAGE}.install", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--target", type=Path, required=True, help="directory that will be on the engine's PYTHONPATH")
     parser.add_argument("--clear-shm", metavar="DIR", help="also remove shared-memory files of dead engines from here")
+    parser.add_argument("--caches", type=Path, metavar="DIR", help="shared directory for compiled code")
+    parser.add_argument("--link-caches", type=Path, metavar="DIR", help="link the engine's caches below DIR to it")
     options = parser.parse_args(arguments)
     if options.clear_shm is not None:
         removed = clear_stale_regions(options.clear_shm)
         sys.stdout.write(f"{options.clear_shm}: {len(removed)} stale regions removed\n")
         sys.stdout.writelines(f"  {path}\n" for path in removed)
     sys.stdout.write(install(options.target) + "\n")
+    if options.link_caches is not None:
+        sys.stdout.write(link_caches(options.caches, options.link_caches) + "\n")
     return 0
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds from a process to its first token, with and without what another one has compiled.
+"""Measures the seconds from an engine's start to its first token, with empty and with shared compile caches.
 
-Starts the engine as a pod does, torch.compile on, with empty compile caches; then writes a cache as the Job does; then
-starts it again with the cache restored, as an init container does. ``--device cpu`` is vLLM's CPU build with a tiny
-model; on a GPU, name a model with ``--model`` and what else the engine takes after ``--``.
+``--device cpu`` is vLLM's CPU build with a tiny model; on a GPU, name a model with ``--model`` and more flags of the
+engine after ``--``.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from typing import Any
 
 from e2e.bench import models
 
-from kvtier_connector import compile_cache
+from kvtier_connector.install import CACHES
 
 PORT = 8123
+VARIABLES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _START_SECONDS = 900.0
 
 
@@ -38,7 +38,7 @@ def command(model: str, more: list[str]) -> list[str]:
 def start(words: list[str], caches: Path) -> dict[str, Any]:
     """Start an engine with these caches, ask it for one token, and end it."""
     caches.mkdir(parents=True, exist_ok=True)
-    variables = {name: str(caches / each) for name, each in compile_cache.DIRECTORIES.items()}
+    variables = {variable: str(caches / name) for variable, name in zip(VARIABLES, CACHES, strict=True)}
     began = time.monotonic()
     process = subprocess.Popen(
         words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -91,24 +91,14 @@ def main() -> None:
         model = str(work / "model")
         models.write_model(Path(model), models.TINY)
     words = command(model, more)
-    url = f"http://127.0.0.1:{PORT}/health"
-    # First, so that the files of Python and the model are in memory for both of those that are compared.
-    found: dict[str, Any] = {
-        "job": compile_cache.write(work / "caches", work / "job", url, words, seconds=_START_SECONDS)
-    }
-    found["empty"], found["restored"] = [], []
+    # The first start fills the shared caches and brings Python's files and the model into memory.
+    shared = work / "shared"
+    found: dict[str, Any] = {"first": start(words, shared), "empty": [], "shared": []}
     for number in range(options.runs):
         found["empty"].append(start(words, work / f"empty-{number}"))
-        print(json.dumps(found), flush=True)
         shutil.rmtree(work / f"empty-{number}")
-    for number in range(options.runs):
-        target = work / f"restored-{number}"
-        target.mkdir()
-        began = time.monotonic()
-        said = compile_cache.restore(work / "caches", str(found["job"]["digest"]), target)
-        copying = time.monotonic() - began
-        found["restored"].append({"copying": round(copying, 2), "said": said, **start(words, target)})
-        print(json.dumps(found["restored"][-1]), flush=True)
+        found["shared"].append(start(words, shared))
+        print(json.dumps(found), flush=True)
     print(json.dumps(found, indent=2))
 
 

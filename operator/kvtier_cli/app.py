@@ -51,7 +51,6 @@ VERBS: Final[Mapping[str, Verb]] = {
     "mode": Verb(_TIERS, "tiers:mode", "show or set what engines do with the volume, while they run"),
     "restart": Verb(_TIERS, "tiers:restart", "replace the engines, one at a time"),
     "warm": Verb(_TIERS, "warm:warm", "send the prompts of a file, so that their blocks are stored"),
-    "compile": Verb(_TIERS, "compile:compile_", "compile once, in a Job, what engines compile at each start"),
     "bench": Verb(
         _TIERS, "bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
     ),

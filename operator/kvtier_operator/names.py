@@ -40,7 +40,6 @@ ANNOTATION_RESTART: Final = f"{GROUP}/restart"
 ANNOTATION_PAUSED: Final = f"{GROUP}/paused"
 """On the resource, for people: ``true`` is the same as ``spec.paused``."""
 
-COMPONENT_COMPILE: Final = "compile"
 COMPONENT_ENGINE: Final = "engine"
 COMPONENT_JANITOR: Final = "janitor"
 COMPONENT_STORE: Final = "store"
@@ -54,7 +53,6 @@ JANITOR_CONTAINER: Final = "janitor"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 REDIS_CHECK_CONTAINER: Final = "kvtier-redis-check"
-COMPILED_CONTAINER: Final = "restore-compiled"
 HTTP_PORT: Final = 8000
 EVERY_IPV4_ADDRESS: Final = "0.0.0.0"  # noqa: S104  of a pod: its Service and the kubelet must reach it
 EVERY_ADDRESS: Final = "::"
@@ -66,6 +64,7 @@ KEYS_MOUNT: Final = "/etc/kvtier-keys"
 JANITOR_CONFIG_MOUNT: Final = "/etc/kvtier-janitor"
 CONNECTOR_MOUNT: Final = "/opt/kvtier"
 LORA_MOUNT: Final = "/opt/kvtier-loras"
+COMPILED_MOUNT: Final = "/var/lib/kvtier-compiled"
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from
 SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: nobody else can write there
 

@@ -406,11 +406,3 @@ def test_where_vllms_files_are_alone_it_is_said_whose_they_are(
     assert main([verb[0], tier.name, *verb[1:]]) == 1
     assert "no blocks of kvtier's own connector on the volume, and of vLLM's files" in capsys.readouterr().err
     assert tier.vllms.exists()
-
-
-def test_only_what_kvtiers_connector_starts_is_compiled_for(
-    api: ApiServerThread, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_tier(api, "others", connector={"type": "SimpleCPU"})
-    assert main(["compile", "others"]) == 1
-    assert "engines start with what was compiled with Bundled only" in capsys.readouterr().err

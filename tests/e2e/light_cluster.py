@@ -45,8 +45,7 @@ def make_image(root: Path) -> Path:
     installer = root / "installer" / "kvtier_connector"
     installer.mkdir(parents=True)
     (installer / "__init__.py").touch()
-    for module in ("compile_cache.py", "redis_check.py"):
-        shutil.copy(connector / module, installer)
+    shutil.copy(connector / "redis_check.py", installer)
     (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
     return root / "installer"
 

@@ -37,10 +37,6 @@ class Engine:
 
     def __init__(self, config: contract.ConnectorConfig) -> None:
         self.config = config
-        graph = Path(os.environ["VLLM_CACHE_ROOT"]) / "graph"
-        self.has_compiled = not graph.exists()
-        graph.parent.mkdir(parents=True, exist_ok=True)
-        graph.write_text("compiled")
         self.lock = threading.Lock()
         self.refused = ""
         self.disk_tokens = self.prompt_tokens = 0
@@ -89,7 +85,6 @@ class Engine:
                 outcome = self.store.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
                 return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload}
             return {
-                "has_compiled": self.has_compiled,
                 "mode": live.mode,
                 "root": self.config.root,
                 "pid": os.getpid(),

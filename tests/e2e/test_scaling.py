@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 
 import ci_tools
 import pytest
-from light_cluster import SECONDS, TIER, Tier
+from light_cluster import SECONDS, Tier
 
-from kvtier_cli.app import main
 from kvtier_localcluster import kinds
 from kvtier_localcluster.testing import Bench, until
 
@@ -49,20 +47,3 @@ def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled:
     scaled.reaches("Available", "True", "Serving")
     assert scaled.ask("load/prompt")["is_hit"] is True
     until(lambda: scaled.status()["readyReplicas"] == 1, SECONDS)
-
-
-@pytest.mark.live
-@pytest.mark.timeout(240)
-def test_what_a_job_has_compiled_is_there_when_engines_start(
-    bench: Bench, scaled: Tier, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(bench.cluster.kubeconfig))
-    assert scaled.ask("state")["has_compiled"] is True
-    before = scaled.status()["generation"]["current"]
-    assert main(["compile", "scaled", "--timeout", "1m", "--set", "-o", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["files"] == 1
-    assert (bench.get(TIER, "scaled") or {})["spec"]["engine"]["compileCache"] == {"digest": found["digest"]}
-    until(lambda: scaled.ask("state")["has_compiled"] is False, SECONDS)
-    assert scaled.status()["generation"]["current"] == before
-    until(lambda: not [each for each in bench.list(kinds.JOB) if "-compile-" in each["metadata"]["name"]], SECONDS)

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StrictInt, StrictStr, StringConstraints, model_validator
+from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from kvtier_operator import quantity
 from kvtier_operator.api import containers, reserved_flags
 from kvtier_operator.api.containers import IntOrText
 from kvtier_operator.api.pod_template import PodTemplate, Variable
 from kvtier_operator.api.rules import ApiModel, Checked, Keyed, Pasted, Rule
-from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, LabelKey, Word
+from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, LabelKey, ObjectName, Word
 
 NO_ACCELERATOR: Final = "none"
 """``engine.accelerator.resource`` of vLLM's CPU build."""
@@ -100,11 +100,12 @@ class Rollout(ApiModel):
 
 
 class CompileCache(ApiModel):
-    """What an engine of this spec has compiled, on the tier's volume, for others to start with."""
+    """A shared directory for what vLLM compiles at its start (`torch.compile`, Triton)."""
 
-    digest: Annotated[StrictStr, StringConstraints(min_length=64, max_length=64, pattern=r"^[0-9a-f]{64}$")]
-    """SHA-256 of all its files, as `kvtier compile` prints it. Compiled code is code: engines copy what hashes to this,
-    and nothing else. A cache that is missing, or was written to since, is not used, and the engine compiles anew."""
+    claim: ObjectName
+    """PersistentVolumeClaim in the same namespace, which all engines mount and write to. Engines of one image and model
+    share a directory on it. Give it a claim of its own: who can write there can run code in the engines. An engine
+    that cannot write there compiles for itself."""
 
 
 class Engine(ApiModel):
@@ -143,7 +144,7 @@ class Engine(ApiModel):
     ] = ()
     """More environment variables for vLLM. Variables that the operator sets are refused."""
     compile_cache: CompileCache | None = None
-    """Compiled kernels and graphs, from the volume, that engines start with; each compiles its own if left out."""
+    """Where engines share compiled kernels and graphs; each compiles its own if left out."""
     pod_template: PodTemplate = PodTemplate()
     """What the engine pods have beside what the operator gives them."""
     rollout: Rollout = Rollout()

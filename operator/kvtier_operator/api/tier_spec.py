@@ -246,12 +246,6 @@ class TierSpec(ApiModel):
             field=".kvEvents",
         ),
         Rule(
-            cel=f"!has(self.engine.compileCache) || self.connector.type == '{BUNDLED}'",
-            message=f"lies on the volume of spec.connector.type {BUNDLED}: remove it, or use that connector",
-            check=lambda spec: spec.engine.compile_cache is None or spec.connector.type == BUNDLED,
-            field=".engine.compileCache",
-        ),
-        Rule(
             cel="has(self.operatorClassName) == has(oldSelf.operatorClassName) && (!has(self.operatorClassName) || "
             "self.operatorClassName == oldSelf.operatorClassName)",
             message="cannot change after creation: restore it; to give a tier to another operator, delete the tier and "

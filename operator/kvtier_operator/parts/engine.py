@@ -16,7 +16,7 @@ from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.reserved_flags import HARMLESS
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import adapters, backends, compiled, kv_events, pod_settings
+from kvtier_operator.parts import adapters, backends, kv_events, pod_settings
 from kvtier_operator.parts.backends import Rendered
 from kvtier_operator.parts.overlay import lay_over
 from kvtier_operator.plan import TierPlan
@@ -171,7 +171,6 @@ def _pod(plan: TierPlan) -> Manifest:
         "initContainers": [
             *([_install_container(plan)] if _has_install(plan, rendered) else []),
             *rendered.init,
-            *compiled.init_containers(plan),
             *(pod_settings.of_user(each) for each in template.init_containers),
         ],
         "containers": [_engine_container(plan, rendered, containers.of_engine(template.containers)), *beside],
@@ -180,8 +179,8 @@ def _pod(plan: TierPlan) -> Manifest:
 
 
 def _has_install(plan: TierPlan, rendered: Rendered) -> bool:
-    """Tell whether something is to be done before the engine: to bring our package, or to clear its shared memory."""
-    return rendered.needs_package or is_in_shm(plan.spec.connector)
+    """Return whether an init container brings our package, clears shared memory, or links the compile caches."""
+    return rendered.needs_package or is_in_shm(plan.spec.connector) or plan.spec.engine.compile_cache is not None
 
 
 def _install_container(plan: TierPlan) -> Manifest:
@@ -190,7 +189,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         "image": plan.connector_image,
         "command": ["python3", "-m", "kvtier_connector.install"],
         # What a crashed engine left in shared memory outlives its container, because the emptyDir is the pod's.
-        "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT],
+        "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT, *_link_caches(plan)],
         "resources": {
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
@@ -202,8 +201,31 @@ def _install_container(plan: TierPlan) -> Manifest:
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
+            *_compiled_mounts(plan),
         ],
     }
+
+
+def _link_caches(plan: TierPlan) -> list[str]:
+    """Return the flags that link the engine's caches to the directory of its image and model."""
+    if plan.spec.engine.compile_cache is None:
+        return []
+    model, engine = plan.spec.model, plan.spec.engine
+    shared = digest({"image": engine.image, "model": model.name, "revision": model.revision})
+    return [f"--caches={names.COMPILED_MOUNT}/{shared}", f"--link-caches={names.SCRATCH_MOUNT}"]
+
+
+def _compiled_mounts(plan: TierPlan) -> list[Manifest]:
+    if plan.spec.engine.compile_cache is None:
+        return []
+    return [{"name": "kvtier-compiled", "mountPath": names.COMPILED_MOUNT}]
+
+
+def _compiled_volumes(plan: TierPlan) -> list[Manifest]:
+    cache = plan.spec.engine.compile_cache
+    if cache is None:
+        return []
+    return [{"name": "kvtier-compiled", "persistentVolumeClaim": {"claimName": cache.claim}}]
 
 
 def _startup(plan: TierPlan) -> Manifest:
@@ -254,6 +276,7 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
             *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
             *adapters.mounts(plan.spec.model),
+            *_compiled_mounts(plan),
             *engine.pod_template.volume_mounts,
         ],
     }
@@ -321,6 +344,7 @@ def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         {"name": "scratch", "emptyDir": {}},
         *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
         *adapters.volumes(plan.spec.model),
+        *_compiled_volumes(plan),
         *plan.spec.engine.pod_template.volumes,
     ]
 

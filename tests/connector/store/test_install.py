@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_connector import install as install_module
-from kvtier_connector.install import install
+from kvtier_connector.install import CACHES, install, link_caches
 
 PACKAGE = Path(install_module.__file__ or "").parent
 
@@ -138,3 +138,22 @@ def test_the_command_needs_the_standard_library_only(tmp_path: Path) -> None:
         [sys.executable, "-S", "-c", program, str(PACKAGE.parent)], capture_output=True, text=True, check=True
     )
     assert completed.stdout == "[]\n"
+
+
+def test_engines_of_one_image_and_model_share_what_they_compile(tmp_path: Path) -> None:
+    shared, first, second = tmp_path / "claim" / "0f1e", tmp_path / "first", tmp_path / "second"
+    for scratch in (first, second):
+        scratch.mkdir()
+        link_caches(shared, scratch)
+        link_caches(shared, scratch)  # an init container may run twice
+    (first / "vllm" / "graph.py").write_text("compiled")
+    assert (second / "vllm" / "graph.py").read_text() == "compiled"
+    assert sorted(each.name for each in shared.iterdir()) == sorted(CACHES)
+
+
+def test_a_shared_cache_that_cannot_be_written_costs_a_compilation(tmp_path: Path) -> None:
+    (tmp_path / "claim").write_text("no directory")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert "compiles for itself" in link_caches(tmp_path / "claim" / "0f1e", scratch)
+    assert list(scratch.iterdir()) == []
