@@ -32,6 +32,8 @@ def make_blocks(
         order: Generations, the one that goes last first; those that are not named go before all others.
         pins: Hashes that people want to keep.
         is_aging: Whether it matters when blocks were created.
+
+    Blocks that are not confirmed take no room, have no age, and stay with all blocks before them.
     """
     rows = np.flatnonzero(ledger.rows["is_alive"]).astype(np.int32)
     living = ledger.rows
@@ -49,15 +51,22 @@ def make_blocks(
     position = column("position", np.int32)
     before = link(living["name"][rows], living["parent"][rows], position)
     used = column("used", np.int64)
+    is_unconfirmed = ~living["is_confirmed"][rows]
+    size = column("size", np.int64)
+    size[is_unconfirmed] = 0
+    created = used
+    if is_aging:
+        created = column("created", np.int64)
+        created[is_unconfirmed] = np.iinfo(np.int64).max
     blocks = Blocks(
         before=before,
         position=position,
-        size=column("size", np.int64),
-        created=column("created", np.int64) if is_aging else used,
+        size=size,
+        created=created,
         used=used,
         tenant=column("tenant", np.int32),
         age=ages[living["generation"][rows]],
-        is_pinned=_pinned(living, rows, pins),
+        is_pinned=_pinned(living, rows, pins) | is_unconfirmed,
     )
     return blocks, rows
 

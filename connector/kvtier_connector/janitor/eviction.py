@@ -98,9 +98,7 @@ class Eviction:
         each = self._ledger.rows[row]
         digest = self._ledger.generations[int(each["generation"])]
         path = f"{self._tier_dir}/{digest}/{block_path(self._ledger.key(row))}"
-        created, used = int(each["created"]), int(each["used"])
-        # A time ahead is how long it was to be kept, and tells nothing of the file.
-        return Victim(row, path, max(created, used) if used <= self._clock() else created)
+        return Victim(row, path, int(each["created"]), self._clock())
 
     def _chains(self, victims: list[Victim]) -> list[list[Victim]]:
         """Put those together that continue one another, in the order of the decision: the end of a prefix first."""
@@ -120,13 +118,12 @@ class Eviction:
     def _note(self, fate: Fate, reason: Reason, is_told: Callable[[str], bool]) -> None:
         each = self._ledger.rows[fate.row]
         if fate.rewritten_ns:
-            # Known from now on, so that a clock that is wrong spares a block once and not for ever.
             each["created"] = fate.rewritten_ns
             self.spared += 1
             return
         digest = self._ledger.generations[int(each["generation"])]
         key = self._ledger.key(fate.row)
-        self._ledger.forget([fate.row], gone_ns=self._clock())
+        self._ledger.forget([fate.row])
         if fate.freed_bytes:
             self.removed[reason] += 1
             self.freed_bytes[reason] += fate.freed_bytes

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 1.0
 """How long one step works before it lets its caller look around."""
+MOST_SHARE = 0.5
+"""A sweep that would remove more of the tier than this looks at every file anew before it begins."""
+_MOST_UNCONFIRMED = 1 << 16
 _SAVE_SECONDS = 600.0
 _MOST_MET = 4096
 
@@ -87,6 +90,9 @@ class Keeper:
         self._is_hurried = False
         self._has_heard_all = True
         self._fruitless: tuple[object, ...] = ()
+        self._is_recounted = False
+        """Whether every file is being looked at for the next decision, or was."""
+        self._is_confirming = False
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
         self._next_look = 0.0
@@ -139,7 +145,8 @@ class Keeper:
         if self._has_heard_all:
             # Whatever a journal tells of need not be opened for its header.
             self._patrol_once(has_time)
-        if is_time and self._eviction is None and self._has_heard_all and self._may_act():
+        self._confirm(has_time)
+        if is_time and self._may_act():
             self._decide()
         self._evict(may_go_on)
         if is_time and self._may_act():
@@ -157,6 +164,7 @@ class Keeper:
             self._is_hurried
             or self._eviction is not None
             or not self._has_heard_all
+            or self._is_confirming
             or (not self._patrol.is_counted and not self._cannot_walk)
         )
         # While the generations cannot be listed, nothing is walked either.
@@ -166,10 +174,12 @@ class Keeper:
     @property
     def is_idle(self) -> bool:
         """Whether everything is counted and nothing waits to be removed."""
-        return self._patrol.is_counted and self._eviction is None
+        return self._patrol.is_counted and self._eviction is None and not self._is_confirming
 
     def plan(self) -> Choice:
         """Return what the policy would remove now; nothing is removed."""
+        with self._problems.trying("look"):
+            self._patrol.confirm(lambda: True)
         return self._choose(self._limits())
 
     def finish(self, tell: Callable[[float, int, int], None] = lambda _share, _blocks, _bytes: None) -> None:
@@ -228,12 +238,37 @@ class Keeper:
     def _cannot_walk(self) -> bool:
         return "walk" in self._problems or "volume" in self._problems
 
+    def _confirm(self, has_time: Callable[[], bool]) -> None:
+        """Look at blocks that are known from journals only, before any of their bytes decides anything."""
+        ledger = self.ledger
+        if not self._is_confirming:
+            self._is_confirming = ledger.unconfirmed.blocks > 0 and (
+                ledger.has_suspects or ledger.unconfirmed.blocks > _MOST_UNCONFIRMED or self._is_due(self._limits())
+            )
+        if self._is_confirming:
+            with self._problems.trying("look"):
+                self._is_confirming = not self._patrol.confirm(has_time)
+            if "look" in self._problems:
+                # Blocks that cannot be looked at hold up no decision about the others.
+                self._is_confirming = False
+            if not self._is_confirming:
+                self._extremes.forget()
+                self._extremes.refresh()
+
+    def _is_due(self, limits: Limits) -> bool:
+        return is_due(limits, used=used_by_tenant(self.ledger), oldest_ns=self._extremes.oldest_ns)
+
     def _decide(self) -> None:
+        if self._eviction is not None or not self._has_heard_all:
+            return
+        if self._is_confirming:
+            self._is_hurried = True
+            return
         self.ledger.compact()
         limits = self._limits()
-        used = used_by_tenant(self.ledger)
         self._extremes.refresh()
-        if not self._patrol.is_counted or not is_due(limits, used=used, oldest_ns=self._extremes.oldest_ns):
+        if not self._patrol.is_counted or not self._is_due(limits):
+            self._is_recounted = False
             self._state_missing(0)
             return
         # What nothing can be done about is not decided again and again: that takes a second for a million blocks.
@@ -243,7 +278,12 @@ class Keeper:
         if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
-        self._state_missing(choice.missing_bytes)
+        self._state_missing(0 if self.ledger.unconfirmed.blocks else choice.missing_bytes)
+        if self._is_too_much(choice) and not self._is_recounted:
+            self.ledger.unconfirm_all()
+            self._is_recounted = self._is_hurried = self._is_confirming = True
+            return
+        self._is_recounted = False
         self._fruitless = () if choice.rows.size else situation
         if choice.rows.size:
             self._eviction_began = self._now()
@@ -256,6 +296,11 @@ class Keeper:
                 pool=self._pool,
                 clock=self._clock,
             )
+
+    def _is_too_much(self, choice: Choice) -> bool:
+        """Whether so much is to be removed that every file is to be looked at before."""
+        counted = self.ledger.total.minus(self.ledger.unconfirmed).bytes
+        return int(self.ledger.rows["size"][choice.rows].sum()) > MOST_SHARE * counted
 
     def _evict(self, may_go_on: Callable[[], bool]) -> None:
         eviction = self._eviction
@@ -276,7 +321,7 @@ class Keeper:
     def _brake_or_let_go(self) -> None:
         if not self._is_lasting:
             return
-        used = self.ledger.total.bytes + self._other_bytes()
+        used = self.ledger.total.minus(self.ledger.unconfirmed).bytes + self._other_bytes()
         reason = brake_reason(
             self.config,
             self._space,
@@ -387,6 +432,7 @@ class Keeper:
             space=self._space,
             brake=self._brake.reason,
             quarantined=sum_of(self._tidy.quarantined.values()),
+            damaged_records=self._news.damaged,
             created={each.digest: each.created_ns for each in self._generations},
             problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,

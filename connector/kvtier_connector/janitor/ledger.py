@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block of every generation of one tier, as rows of one array: 96 bytes a block, whatever the volume holds.
 
-Pure memory, fed with what engines and walks tell; it may be wrong for a while, since the files are the truth. A ledger
-belongs to one thread.
+Pure memory, fed by journals and walks. A journal can be wrong, so a row is confirmed only once its file was looked at;
+rows that are not confirmed are never a reason to remove anything. A ledger belongs to one thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROW = np.dtype(
         ("name", "<u8"),  # 64 bits of hash, group, tenant's name and generation; 0 is nobody's
         ("parent", "<u8"),  # name of the block before it in its prefix; 0 where there is none
         ("size", "<i8"),  # bytes of the file
-        ("created", "<i8"),  # nanoseconds since 1970
-        ("used", "<i8"),  # likewise
+        ("created", "<i8"),  # when the file was written: nanoseconds since 1970, by the volume's clock once confirmed
+        ("used", "<i8"),  # likewise; of the last use
         ("position", "<u4"),
         ("group", "<u4"),
         ("hash", f"V{MAX_HASH_BYTES}"),
@@ -34,7 +34,8 @@ ROW = np.dtype(
         ("hash_bytes", "u1"),
         ("epoch", "u1"),  # the walk that saw it last
         ("is_alive", "?"),
-        ("", "V7"),  # the numbers of the next row lie as these do
+        ("is_confirmed", "?"),  # size and time were read from the file, and no journal tells of the block since
+        ("", "V6"),  # the numbers of the next row lie as these do
     ]
 )
 """One block. Two of a million blocks have one name once in 4 * 10^7 times; one of them is then not counted."""
@@ -42,7 +43,7 @@ ROW = np.dtype(
 _MOST_NEW = 1 << 16
 """Rows that are found through a dict, before the sorted names are made anew."""
 _MOST_GONE = 1 << 16
-"""So many blocks' removals are remembered, and up to twice as many, lest older news of them bring them back."""
+"""So many removals are remembered, and up to twice as many: a record of such a block may be older than its removal."""
 _EPOCHS = 250
 _MOST_GENERATIONS = 1 << 16  # each update of the weights of an engine makes one
 _MOST_SALTS = 1 << 14
@@ -61,6 +62,10 @@ class Sum(NamedTuple):
     def plus(self, other: Sum) -> Sum:
         """Return both together."""
         return Sum(self.blocks + other.blocks, self.bytes + other.bytes)
+
+    def minus(self, other: Sum) -> Sum:
+        """Return what is left without the other."""
+        return Sum(self.blocks - other.blocks, self.bytes - other.bytes)
 
 
 def sum_of(sums: Iterable[Sum]) -> Sum:
@@ -86,14 +91,22 @@ class Ledger:
         """Called while the row still says what it was."""
         self.touched: list[int] = []
         """Rows that somebody used or continued since it was last cleared."""
+        self.unconfirmed = Sum()
+        """Blocks that are known from journals only."""
+        self.has_suspects = False
+        """Whether some of those may be no blocks any more: look at them soon."""
+        self.damaged = 0
+        """Records that could not be applied."""
+        self._largest: dict[int, int] = {}
+        """Bytes of the largest confirmed file, by generation."""
         self._rows: Rows = np.zeros(1024, ROW)
         self._count = 0
         self._dead = 0
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._places: NDArray[np.int32] = np.zeros(0, np.int32)
         self._new: dict[int, int] = {}
-        self._gone: dict[int, int] = {}
-        self._gone_earlier: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._gone_earlier: set[int] = set()
         self._salts: dict[tuple[int, str, int], int] = {}
         self._sums: dict[tuple[int, int], Sum] = {}
 
@@ -149,33 +162,42 @@ class Ledger:
         )
 
     def apply(self, generation: int, records: Iterable[Record]) -> list[Record]:
-        """Learn what engines did; return the news of blocks that somebody used or went on from, and nobody told of."""
-        doubtful = []
+        """Learn what engines did; return the uses of unknown blocks, and the unknown blocks that new ones continue.
+
+        A record is a hint: its block is not confirmed. Times of two hosts do not say which of two events came first, so
+        a removal, and a record of a block that was removed lately, set `has_suspects`. Records that cannot be applied
+        are counted in `damaged`.
+        """
+        doubtful: list[Record] = []
         for record in records:
-            name = self._name(generation, record.key, record.key.hash)
-            if record.time_ns <= self._gone_ns(name):
-                continue
-            row = self.find_name(name)
-            if record.op == Op.GONE:
-                # It may be of before the block was stored anew: which journal is read first says nothing.
-                if row >= 0 and record.time_ns >= int(self._rows["created"][row]):
-                    self.forget([row])
-            elif record.op == Op.STORED:
-                size = HEADER_BYTES + record.payload_bytes
-                self._store(name, row, generation, record, size)
-                before = record.lineage.parent
-                if before and self.find_name(self._name(generation, record.key, before)) < 0:
-                    # To go on from a block is no use of it: it may have been demoted since.
-                    doubtful.append(Record(Op.USED, record.key._replace(hash=before), 0, 0))
-            elif record.op in {Op.USED, Op.RETAINED}:
-                # What is retained counts as used last when its time is over.
-                if row >= 0:
-                    self.use(row, record.time_ns)
-                else:
-                    doubtful.append(record)
-            elif record.op == Op.DEMOTED and row >= 0:
-                self._demote(row, record.time_ns)
+            try:
+                doubtful += self._apply(generation, record)
+            except (ArithmeticError, LookupError, TypeError, ValueError):
+                self.damaged += 1
         return doubtful
+
+    def _apply(self, generation: int, record: Record) -> list[Record]:
+        name = self._name(generation, record.key, record.key.hash)
+        row = self.find_name(name)
+        if record.op == Op.GONE:
+            if row >= 0:
+                self._set_confirmed(row, is_confirmed=False)
+                self.has_suspects = True
+        elif record.op == Op.STORED:
+            self.has_suspects |= name in self._gone or name in self._gone_earlier
+            self._store(name, row, generation, record)
+            before = record.lineage.parent
+            if before and self.find_name(self._name(generation, record.key, before)) < 0:
+                # To go on from a block is no use of it: it may have been demoted since.
+                return [Record(Op.USED, record.key._replace(hash=before), 0, 0)]
+        elif record.op in {Op.USED, Op.RETAINED}:
+            if row < 0:
+                return [record]
+            # What is retained counts as used last when its time is over.
+            self.use(row, record.time_ns)
+        elif record.op == Op.DEMOTED and row >= 0:
+            self._demote(row, record.time_ns)
+        return []
 
     def add(  # noqa: PLR0913 - keywords
         self,
@@ -187,23 +209,44 @@ class Ledger:
         used_ns: int,
         lineage: Lineage = NO_LINEAGE,
     ) -> int:
-        """Note a block that is on the volume; return its row."""
+        """Note a block whose file was looked at; return its row."""
         name = self._name(generation, key, key.hash)
         row = self.find_name(name)
-        if row >= 0:
-            self._resize(row, size)
-            each = self._rows[row]
-            each["created"] = max(int(each["created"]), created_ns)
-            each["used"] = max(int(each["used"]), used_ns)
-        else:
+        if row < 0:
             row = self._append(name, generation, key, size)
-            each = self._rows[row]
-            each["created"], each["used"] = created_ns, used_ns
+        self.confirm(row, size=size, created_ns=created_ns)
+        each = self._rows[row]
+        each["used"] = max(int(each["used"]), used_ns)
         each["position"] = lineage.position
         each["parent"] = self._name(generation, key, lineage.parent) if lineage.parent else 0
         each["epoch"] = self.epoch
         self.changes += 1
         return row
+
+    def confirm(self, row: int, *, size: int, created_ns: int) -> None:
+        """Note what the file of a block says: its bytes, and when it was written by the volume's clock."""
+        each = self._rows[row]
+        self._set_confirmed(row, is_confirmed=False)
+        self._resize(row, size)
+        self._set_confirmed(row, is_confirmed=True)
+        each["created"] = created_ns
+        generation = int(each["generation"])
+        self._largest[generation] = max(self._largest.get(generation, 0), size)
+        self.changes += 1
+
+    def is_confirmed(self, row: int) -> bool:
+        """Whether the file of this row was looked at; False for -1."""
+        return row >= 0 and bool(self._rows["is_confirmed"][row])
+
+    def unconfirmed_names(self) -> NDArray[np.uint64]:
+        """Return the names of the blocks that are known from journals only."""
+        names: NDArray[np.uint64] = self.rows["name"][self.rows["is_alive"] & ~self.rows["is_confirmed"]]
+        return names
+
+    def unconfirm_all(self) -> None:
+        """Have every block looked at again."""
+        self.rows["is_confirmed"] = False
+        self.unconfirmed = self.total
 
     def use(self, row: int, time_ns: int) -> None:
         """Note that somebody used the block."""
@@ -232,32 +275,32 @@ class Ledger:
         """Note that the walk found the blocks."""
         self._rows["epoch"][rows] = self.epoch
 
-    def forget(self, rows: Iterable[int], *, gone_ns: int | None = None) -> None:
-        """Note that blocks are not on the volume; news of them that are not younger than `gone_ns` are ignored."""
+    def forget(self, rows: Iterable[int]) -> None:
+        """Note that blocks are not on the volume; what a journal tells of them now may be older than that."""
         for row in rows:
             each = self._rows[row]
             if not each["is_alive"]:
                 continue
             self.on_gone(row)
+            if not each["is_confirmed"]:
+                self.unconfirmed = self.unconfirmed.minus(Sum(1, int(each["size"])))
             each["is_alive"] = False
             self._dead += 1
             self.changes += 1
             self._count_in(int(each["generation"]), int(each["tenant"]), -1, -int(each["size"]))
             self._new.pop(int(each["name"]), None)
-            if gone_ns is not None:
-                self._gone[int(each["name"])] = gone_ns
-                if len(self._gone) >= _MOST_GONE:
-                    self._gone, self._gone_earlier = {}, self._gone
+            self._gone.add(int(each["name"]))
+            if len(self._gone) >= _MOST_GONE:
+                self._gone, self._gone_earlier = set(), self._gone
 
     def begin_walk(self) -> None:
         """Begin to see every block that a walk finds."""
         self.epoch = (self.epoch + 1) % _EPOCHS
 
-    def end_walk(self, began_ns: int) -> int:
-        """Forget what the walk did not find and nobody told of since it began; return how many those were."""
+    def end_walk(self) -> int:
+        """Forget the blocks that the walk did not find and no journal told of since it began; return their number."""
         rows = self.rows
-        is_lost = rows["is_alive"] & (rows["epoch"] != self.epoch) & (rows["created"] < began_ns)
-        lost = np.flatnonzero(is_lost)
+        lost = np.flatnonzero(rows["is_alive"] & (rows["epoch"] != self.epoch))
         self.forget(lost.tolist())
         return int(lost.size)
 
@@ -265,6 +308,7 @@ class Ledger:
         """Forget all blocks of a generation, and the generation."""
         rows = self.rows
         self.forget(np.flatnonzero(rows["is_alive"] & (rows["generation"] == generation)).tolist())
+        self._largest.pop(generation, None)
         self.generations[generation] = ""
 
     def compact(self) -> None:
@@ -297,23 +341,34 @@ class Ledger:
         places, place_of = np.unique(pairs, return_inverse=True)
         blocks, sizes = np.bincount(place_of, minlength=places.size), np.zeros(places.size, np.int64)
         np.add.at(sizes, place_of, rows["size"][living])
+        is_unseen = alive & ~rows["is_confirmed"]
+        self.unconfirmed = Sum(int(np.count_nonzero(is_unseen)), int(rows["size"][is_unseen].sum()))
+        is_seen = alive & rows["is_confirmed"]
+        largest = np.zeros(len(generations) + 1, np.int64)
+        np.maximum.at(largest, rows["generation"][is_seen], rows["size"][is_seen])
+        self._largest = {number: size for number, size in enumerate(largest.tolist()) if size}
         self._sums = {
             (place >> 32, place & 0xFFFFFFFF): Sum(*sums)
             for place, *sums in zip(places.tolist(), blocks.tolist(), sizes.tolist(), strict=True)
         }
         self._sort()
 
-    def _gone_ns(self, name: int) -> int:
-        gone_ns = self._gone.get(name)
-        return self._gone_earlier.get(name, -1) if gone_ns is None else gone_ns
-
-    def _store(self, name: int, row: int, generation: int, record: Record, size: int) -> None:
-        if row < 0:
-            row = self._append(name, generation, record.key, size)
-        else:
-            self._resize(row, size)
+    def _set_confirmed(self, row: int, *, is_confirmed: bool) -> None:
         each = self._rows[row]
-        each["created"] = max(int(each["created"]), record.time_ns)
+        if bool(each["is_confirmed"]) != is_confirmed:
+            one = Sum(1, int(each["size"]))
+            self.unconfirmed = self.unconfirmed.minus(one) if is_confirmed else self.unconfirmed.plus(one)
+            each["is_confirmed"] = is_confirmed
+
+    def _store(self, name: int, row: int, generation: int, record: Record) -> None:
+        if row < 0:
+            # No block is larger than the largest of its generation; of a new generation the first look tells.
+            claimed = HEADER_BYTES + record.payload_bytes
+            row = self._append(name, generation, record.key, min(claimed, self._largest.get(generation, claimed)))
+            self._rows[row]["created"] = record.time_ns
+        else:
+            self._set_confirmed(row, is_confirmed=False)
+        each = self._rows[row]
         each["epoch"] = self.epoch
         if record.lineage != NO_LINEAGE:
             each["position"] = record.lineage.position
@@ -332,8 +387,9 @@ class Ledger:
         each["parent"] = each["position"] = each["created"] = each["used"] = 0
         each["hash"] = np.void(key.hash.ljust(MAX_HASH_BYTES, b"\0"))
         each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self._new_tenant(key.tenant)
-        each["is_alive"], each["epoch"] = True, self.epoch
+        each["is_alive"], each["epoch"], each["is_confirmed"] = True, self.epoch, False
         self._count_in(generation, int(each["tenant"]), 1, size)
+        self.unconfirmed = self.unconfirmed.plus(Sum(1, size))
         self._new[name] = row
         self.on_new(row)
         if len(self._new) >= _MOST_NEW:
@@ -342,7 +398,10 @@ class Ledger:
 
     def _resize(self, row: int, size: int) -> None:
         each = self._rows[row]
-        self._count_in(int(each["generation"]), int(each["tenant"]), 0, size - int(each["size"]))
+        change = Sum(0, size - int(each["size"]))
+        self._count_in(int(each["generation"]), int(each["tenant"]), 0, change.bytes)
+        if not each["is_confirmed"]:
+            self.unconfirmed = self.unconfirmed.plus(change)
         each["size"] = size
 
     def _count_in(self, generation: int, tenant: int, blocks: int, size: int) -> None:

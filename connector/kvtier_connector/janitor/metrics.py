@@ -54,6 +54,9 @@ LEFTOVERS = Declared(
     "kind",
     is_gauge=False,
 )
+DAMAGED_RECORDS = Declared(
+    "kvtier_janitor_damaged_records", "Records of journals that could not be read or applied.", is_gauge=False
+)
 SWEEPS = Declared("kvtier_janitor_sweeps", "Decisions to remove blocks that were carried out.", is_gauge=False)
 SWEEP_SECONDS = Declared("kvtier_janitor_sweep_seconds", "How long the last of them took.")
 LAST_SWEEP = Declared("kvtier_janitor_last_sweep_timestamp_seconds", "When the last of them ended; 0 before the first.")
@@ -77,6 +80,7 @@ METRICS = (
     EVICTED_BYTES,
     SPARED,
     LEFTOVERS,
+    DAMAGED_RECORDS,
     SWEEPS,
     SWEEP_SECONDS,
     LAST_SWEEP,
@@ -113,6 +117,7 @@ def samples(report: Report) -> dict[Declared, Samples]:
         EVICTED_BYTES: dict(report.evicted_bytes),
         SPARED: {"": report.spared_blocks},
         LEFTOVERS: dict(report.removed_leftovers),
+        DAMAGED_RECORDS: {"": report.damaged_records},
         SWEEPS: {"": report.sweeps},
         SWEEP_SECONDS: {"": report.sweep_seconds},
         LAST_SWEEP: {"": report.last_sweep},

@@ -45,8 +45,15 @@ class News:
         self._readers: dict[str, JournalReader] = {}
         self._writers: dict[str, JournalWriter] = {}
         self._bells: dict[str, Bell] = {}
+        self._damaged = 0
+        """Of generations that were removed."""
         self.doubtful: dict[tuple[str, BlockKey], int] = {}
         """Blocks that an engine used and that were not in the ledger then, and when that was."""
+
+    @property
+    def damaged(self) -> int:
+        """Records that could not be read or applied."""
+        return self._ledger.damaged + self._damaged + sum(reader.damaged for reader in self._readers.values())
 
     @property
     def tokens(self) -> set[str]:
@@ -104,7 +111,8 @@ class News:
 
     def forget(self, digest: str) -> None:
         """Stop following a generation that was removed."""
-        self._readers.pop(digest, None)
+        if (reader := self._readers.pop(digest, None)) is not None:
+            self._damaged += reader.damaged
         self._bells.pop(digest, None)
         self._writers.pop(digest, None)
 

@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier_connector.janitor.columns import rows_below
 from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.janitor.walk import (
@@ -23,12 +26,16 @@ from kvtier_connector.janitor.walk import (
     Unread,
     find_pieces,
     list_piece,
+    look_all,
     meet_all,
 )
+from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, BlockKey, tenant_directory, tenant_of
+from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, BlockKey, block_path, tenant_directory, tenant_of
 
 _MEET_AT_ONCE = 512
+_CACHED_SECONDS = 120.0
+"""An NFS client may have in mind for so long that there is no file."""
 _PIECES_AT_ONCE = 64
 _PIECES_PER_SECOND = 6.0
 """What the walk over days looks at, at most, however long it takes then."""
@@ -87,6 +94,10 @@ class Patrol:
         """Directories that could not be read, by generation and path, and the system's words."""
         self.walked_ns = 0
         """When the last complete walk began; 0 before the first."""
+        self._unsure: NDArray[np.uint64] | None = None
+        """Names of the blocks that `confirm` has yet to look at; None before it begins."""
+        self._refused: OSError | None = None
+        self._cached_ns = int(_CACHED_SECONDS * 1e9) if mount_of(tier_dir).is_nfs else 0
         self.partials: deque[str] = deque(maxlen=1 << 16)
         """Files of writers at work or dead, relative to the tier's directory, for somebody to look at."""
 
@@ -140,8 +151,46 @@ class Patrol:
         if self._failure is not None and self._failed > self._read:
             self._next_at = self._now() + _AGAIN_SECONDS
             raise self._failure
-        self._ledger.end_walk(self._began_ns)
+        self._ledger.end_walk()
         self.walked_ns = self._began_ns
+
+    def confirm(self, may_go_on: Callable[[], bool]) -> bool:
+        """Look at the files of all blocks that are known from journals only; say whether that is done.
+
+        A block without a file is forgotten. The next call goes on where this one had no more time.
+
+        Raises:
+            OSError: at the end, if some could not be looked at; they stay as they are.
+        """
+        if self._unsure is None:
+            self._unsure, self._refused, self._ledger.has_suspects = self._ledger.unconfirmed_names(), None, False
+        is_first = True
+        while self._unsure.size and (is_first or may_go_on()):
+            some, self._unsure = self._unsure[:_MEET_AT_ONCE], self._unsure[_MEET_AT_ONCE:]
+            self._confirm([row for row in map(self._ledger.find_name, some.tolist()) if row >= 0])
+            is_first = False
+        if self._unsure.size:
+            return False
+        self._unsure = None
+        if self._refused is not None:
+            raise self._refused
+        return True
+
+    def _confirm(self, rows: list[int]) -> None:
+        ledger, now_ns = self._ledger, self._clock()
+        paths = [
+            f"{self._tier_dir}/{ledger.generations[int(ledger.rows['generation'][row])]}/{block_path(ledger.key(row))}"
+            for row in rows
+        ]
+        for row, found in zip(rows, look_all(self._pool, self._fs, paths), strict=True):
+            if isinstance(found, OSError):
+                self._refused = self._refused or found
+            elif found is not None:
+                ledger.confirm(row, size=found.st_size, created_ns=min(found.st_mtime_ns, now_ns))
+            elif int(ledger.rows["used"][row]) <= now_ns - self._cached_ns:
+                ledger.forget([row])
+            else:
+                ledger.has_suspects = True
 
     def meet(self, digest: str, keys: Iterable[BlockKey], may_go_on: Callable[[], bool]) -> list[BlockKey]:
         """Look at blocks that the ledger does not know, and at those before them that it does not know either.
@@ -284,15 +333,14 @@ class Patrol:
 
     def _add(self, generation: int, met: Met) -> None:
         header = met.header
-        created_ns = header.created_ns if header is not None else met.mtime_ns
-        # A clock far ahead must not keep a block for ever.
-        created_ns = min(created_ns, self._clock())
+        # A file from the future must not stay for ever.
+        written_ns = min(met.mtime_ns, self._clock())
         self._ledger.add(
             generation,
             met.key,
             size=met.size,
-            created_ns=created_ns,
-            used_ns=created_ns,
+            created_ns=written_ns,
+            used_ns=written_ns,
             lineage=header.lineage if header is not None else NO_LINEAGE,
         )
 

@@ -17,8 +17,6 @@ from kvtier_connector.janitor.walk import find_tenants, list_own
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
 
-_ALTERED_SECONDS = 30.0
-"""A file that is so much younger than what is known of it was written anew: clocks differ, writes take time."""
 _BUNDLE = 64
 _MOST_REFUSALS = 8
 """Of one bundle: a few files that cannot be removed must not keep all others, and a volume that refuses all will."""
@@ -31,8 +29,10 @@ class Victim(NamedTuple):
     row: int
     path: str
     """Absolute."""
-    known_ns: int
-    """When it was written or used last, as far as is known: a younger file is another one."""
+    written_ns: int
+    """When the file was written, by the volume's clock: a younger file is another one."""
+    now_ns: int
+    """By the same clock: a file of a later time tells nothing."""
 
 
 class Fate(NamedTuple):
@@ -103,7 +103,7 @@ def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[
 def _remove(fs: FileSystem, victim: Victim) -> Fate:
     try:
         status = fs.stat(victim.path)
-        if status.st_mtime_ns > victim.known_ns + int(_ALTERED_SECONDS * 1e9):
+        if victim.written_ns < status.st_mtime_ns <= victim.now_ns:
             return Fate(victim.row, 0, status.st_mtime_ns)
         fs.unlink(victim.path)
     except (FileNotFoundError, NotADirectoryError):

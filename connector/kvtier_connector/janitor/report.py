@@ -52,6 +52,7 @@ class Report:
     spared_blocks: int = 0
     removed_leftovers: Mapping[str, int] = field(default_factory=dict)
     quarantined_bytes: int = 0
+    damaged_records: int = 0
     tenants: int = 0
     """How many have blocks; `usage` lists the largest."""
     other_tenants: Sum = _NOTHING
@@ -73,6 +74,7 @@ class Look:
     space: Space
     brake: str
     quarantined: Sum
+    damaged_records: int
     created: Mapping[str, int]
     """Nanoseconds since 1970 by generation."""
     problems: Mapping[str, str]
@@ -130,6 +132,7 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
         spared_blocks=tallies.spared_blocks,
         removed_leftovers=dict(tallies.removed_leftovers),
         quarantined_bytes=look.quarantined.bytes,
+        damaged_records=look.damaged_records,
         tenants=len(by_tenant),
         other_tenants=Sum(total.blocks - listed.blocks, total.bytes - listed.bytes),
         max_bytes=look.max_bytes,

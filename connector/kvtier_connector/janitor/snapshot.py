@@ -22,14 +22,17 @@ from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
 from kvtier_connector.janitor.patrol import Place
 from kvtier_connector.janitor.pins import check_name, parse_hash
+from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
+from kvtier_connector.store.layout import MAX_HASH_BYTES, MAX_POSITION, MIN_HASH_BYTES
 from kvtier_connector.store.publishing import replacing, write_all
+from kvtier_connector.store.records import MAX_PAYLOAD_BYTES
 
 LEDGER_FILE = "janitor.ledger"
 """Name of the file, beside the generations of the tier."""
 
 _MAGIC = b"KVTL"
-_VERSION = 3
+_VERSION = 4
 _HEAD = struct.Struct("<4sIQQII")
 _PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20
@@ -135,10 +138,19 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
 
 
 def _are_numbered(rows: Rows, known: Mapping[str, Any]) -> bool:
-    """Say whether every row is of a generation and a tenant that are named."""
+    """Say whether every row is of a generation and a tenant that are named, and its numbers are in range."""
     are_names = all(isinstance(name, str) for key in ("generations", "tenants") for name in known[key])
+    most = {
+        "generation": len(known["generations"]) - 1,
+        "tenant": len(known["tenants"]) - 1,
+        "size": HEADER_BYTES + MAX_PAYLOAD_BYTES,
+        "position": MAX_POSITION,
+        "hash_bytes": MAX_HASH_BYTES,
+    }
     is_in_range = not rows.size or (
-        int(rows["generation"].max()) < len(known["generations"]) and int(rows["tenant"].max()) < len(known["tenants"])
+        all(int(rows[name].max()) <= limit for name, limit in most.items())
+        and all(int(rows[name].min()) >= 0 for name in ("size", "created", "used"))
+        and int(rows["hash_bytes"].min()) >= MIN_HASH_BYTES
     )
     # The first tenant stands for nobody in particular.
     return are_names and known["tenants"][0] == "" and is_in_range and isinstance(known["epoch"], int)

@@ -151,6 +151,19 @@ def meet(fs: FileSystem, root: str, key: BlockKey) -> Met | None:
     return Met(key, status.st_size, status.st_mtime_ns, header if is_sound and isinstance(header, Header) else None)
 
 
+def look_all(pool: Executor, fs: FileSystem, paths: Iterable[str]) -> list[os.stat_result | OSError | None]:
+    """Look at several files at once, without opening them: None without a file, OSError if the volume refuses."""
+
+    def look(path: str) -> os.stat_result | OSError | None:
+        try:
+            status = fs.stat(path)
+        except OSError as error:
+            return None if error.errno in _NO_BLOCK else error
+        return status if stat.S_ISREG(status.st_mode) else None
+
+    return list(pool.map(look, paths))
+
+
 def meet_all(pool: Executor, fs: FileSystem, root: str, keys: Iterable[BlockKey]) -> tuple[list[Met], list[Unread]]:
     """Do as `meet` does for many, several at once; return those there are, and which directories have others."""
 

@@ -31,7 +31,7 @@ MIN_HASH_BYTES = 3
 MAX_HASH_BYTES = 32
 """The header and the records have room for this much, which is SHA-256: vLLM has no longer hash."""
 MAX_GROUP = 2**32 - 1
-MAX_POSITION = 2**32 - 1
+MAX_POSITION = 2**31 - 1
 MAX_TENANT_CHARACTERS = 32
 MAX_KEY_ID_CHARACTERS = 64
 MAX_DIGEST_CHARACTERS = 64

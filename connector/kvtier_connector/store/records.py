@@ -26,6 +26,10 @@ RECORD_BYTES = 128
 """Of a record, and of the head: so a record's place says its number, and a torn tail is what does not fill one."""
 JOURNAL_MAGIC = b"KVTJ"
 JOURNAL_VERSION = 2
+MAX_PAYLOAD_BYTES = 1 << 40
+"""Of one block, in a record; a larger number is damage."""
+MAX_TIME_NS = (1 << 63) - 1
+"""Of a record: the year 2262. Readers keep times in signed numbers of 64 bits."""
 
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = RECORD_BYTES - _CRC.size
@@ -77,12 +81,10 @@ class Record(NamedTuple):
     """An `Op`, or a number of a later release, to be ignored."""
     key: BlockKey
     payload_bytes: int
-    """Of the block. With GONE, what was freed: 0 if the file was only moved."""
+    """Of the block, at most `MAX_PAYLOAD_BYTES`. With GONE, what was freed: 0 if the file was only moved."""
     time_ns: int
-    """Nanoseconds since 1970 by the writer's clock; hosts may disagree, so it is for recency and nothing else.
-
-    With RETAINED it lies ahead.
-    """
+    """Nanoseconds since 1970 by the writer's clock, at most `MAX_TIME_NS`; hosts may disagree, so it is for recency
+    and nothing else. With RETAINED it lies ahead."""
     lineage: Lineage = NO_LINEAGE
     """Of the block; with GONE there is none."""
 
@@ -92,6 +94,8 @@ def encode_record(record: Record) -> bytes:
     key, lineage = record.key, record.lineage
     if not is_valid(key) or not is_valid_lineage(lineage):
         raise ValueError(f"{record!r}: the key or its lineage does not fit the format")
+    if record.payload_bytes > MAX_PAYLOAD_BYTES or record.time_ns > MAX_TIME_NS:
+        raise ValueError(f"{record!r}: payload_bytes is above {MAX_PAYLOAD_BYTES}, or time_ns above {MAX_TIME_NS}")
     try:
         fields = _RECORD.pack(
             record.op,
@@ -111,13 +115,15 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes | memoryview) -> Record | None:
-    """Return the record, None if these bytes are none: half-written, damaged or zeros."""
+    """Return the record; None for bytes that are half-written, damaged, zeros, or out of the range of a field."""
     if len(data) != RECORD_BYTES or _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
         return None
     op, hash_bytes, parent_bytes, group, payload_bytes, time_ns, position, padded, parent, tenant = _RECORD.unpack_from(
         data
     )
     if max(hash_bytes, parent_bytes) > MAX_HASH_BYTES or not tenant.isascii():
+        return None
+    if payload_bytes > MAX_PAYLOAD_BYTES or time_ns > MAX_TIME_NS:
         return None
     key = BlockKey(padded[:hash_bytes], group, tenant.rstrip(b"\0").decode("ascii"))
     lineage = Lineage(parent[:parent_bytes], position)

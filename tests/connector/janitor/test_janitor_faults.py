@@ -185,13 +185,27 @@ def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig) -> No
     assert engine.there(range(100, 110)) == []
 
 
+class RewritesBeforeTheFirstRemoval(WatchedFs):
+    """Another engine writes a block just before the janitor removes any."""
+
+    def __init__(self, path: Path, *, written_ns: int) -> None:
+        self.path, self.written_ns = path, written_ns
+
+    def unlink_in(self, directory: int, name: str) -> None:
+        if self.written_ns:
+            os.utime(self.path, ns=(self.written_ns, self.written_ns))
+            self.written_ns = 0
+        super().unlink_in(directory, name)
+
+
 def test_what_was_written_anew_keeps_all_before_it(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(5))
-    path = engine.root / block_path(key(3))
-    os.utime(path, ns=(rig.clock.ns, rig.clock.ns + 60 * 10**9))
-    keeper = rig.keeper(max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
-    keeper.step()
+    rig.clock.move(60)
+    fs = RewritesBeforeTheFirstRemoval(engine.root / block_path(key(3)), written_ns=rig.clock.ns - 1)
+    keeper = rig.keeper(fs, max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
+    while keeper.step() == 0.0:
+        pass
     assert engine.there(range(5)) == list(range(4))
 
 
@@ -239,7 +253,7 @@ EMPTY: dict[str, object] = {
 def plant_ledger(tier_dir: Path, document: bytes, rows: bytes = b"") -> None:
     """Write a ledger that is whole, whatever it says."""
     checksum = zlib.crc32(rows, zlib.crc32(document))
-    head = struct.pack("<4sIQQII", b"KVTL", 3, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
+    head = struct.pack("<4sIQQII", b"KVTL", 4, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
     (tier_dir / LEDGER_FILE).write_bytes(head + document + rows)
 
 

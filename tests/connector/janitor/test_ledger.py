@@ -39,15 +39,14 @@ def test_what_was_told_is_what_is_counted(told: list[tuple[Op, int, str, int]]) 
         doubtful = ledger.apply(generations[which], [Record(op, key(number, tenant), 100, time_ns)])
         if op is Op.STORED:
             model.add(place)
-        elif op is Op.GONE:
-            model.discard(place)
-        elif op is Op.DEMOTED:
-            assert doubtful == []
-        else:
+        elif op in {Op.USED, Op.RETAINED}:
             assert bool(doubtful) == (place not in model)
+        else:
+            # A removal is believed once the file is seen to be gone.
+            assert doubtful == []
         if time_ns % 7 == 0:
             ledger.renumber()
-    assert ledger.total == Sum(len(model), len(model) * (HEADER_BYTES + 100))
+    assert ledger.total == ledger.unconfirmed == Sum(len(model), len(model) * (HEADER_BYTES + 100))
     for generation in generations:
         for number in range(10):
             for tenant in ("", "alice"):
@@ -65,27 +64,35 @@ def test_many_blocks_are_all_found_again() -> None:
     assert all(ledger.key(ledger.find(generation, key(number))) == key(number) for number in range(0, count, 997))
 
 
-def test_older_news_do_not_bring_a_removed_block_back() -> None:
+def test_a_record_of_a_block_that_was_removed_is_looked_at_whatever_its_time_is() -> None:
     ledger = Ledger()
     generation = ledger.generation("aa")
     ledger.apply(generation, [stored(1, 10)])
-    ledger.forget([ledger.find(generation, key(1))], gone_ns=20)
-    assert ledger.apply(generation, [Record(Op.USED, key(1), 100, 15)]) == []
-    ledger.apply(generation, [stored(1, 19)])
-    assert ledger.total.blocks == 0
-    ledger.apply(generation, [stored(1, 21)])
-    assert ledger.total.blocks == 1
+    ledger.forget([ledger.find(generation, key(1))])
+    for time_ns in (9, 21):
+        ledger.has_suspects = False
+        ledger.apply(generation, [stored(1, time_ns)])
+        assert (ledger.has_suspects, ledger.unconfirmed) == (True, Sum(1, HEADER_BYTES + 100))
 
 
-def test_a_removal_that_is_heard_of_after_the_block_was_stored_anew_does_not_take_it_away() -> None:
+def test_a_removal_that_a_journal_tells_of_is_looked_at_whatever_its_time_is() -> None:
+    for time_ns in (9, 40):
+        ledger = Ledger()
+        generation = ledger.generation("aa")
+        ledger.apply(generation, [stored(1, 10)])
+        ledger.confirm(ledger.find(generation, key(1)), size=5000, created_ns=10)
+        assert ledger.unconfirmed == Sum()
+        ledger.apply(generation, [Record(Op.GONE, key(1), 100, time_ns)])
+        assert (ledger.has_suspects, ledger.unconfirmed, ledger.total) == (True, Sum(1, 5000), Sum(1, 5000))
+
+
+def test_no_record_makes_a_block_larger_than_its_file_or_than_any_of_its_generation() -> None:
     ledger = Ledger()
     generation = ledger.generation("aa")
-    # Each has a journal of its own, and that of who removed it is read last.
-    ledger.apply(generation, [stored(1, 10), stored(1, 30)])
-    ledger.apply(generation, [Record(Op.GONE, key(1), 100, 20)])
-    assert ledger.total.blocks == 1
-    ledger.apply(generation, [Record(Op.GONE, key(1), 100, 40)])
-    assert ledger.total.blocks == 0
+    ledger.apply(generation, [stored(1, 10)])
+    ledger.confirm(ledger.find(generation, key(1)), size=5000, created_ns=10)
+    ledger.apply(generation, [Record(Op.STORED, key(number), 1 << 40, 11) for number in (1, 2)])
+    assert ledger.total == Sum(2, 10_000)
 
 
 def test_a_walk_forgets_what_it_did_not_find_and_keeps_what_was_stored_meanwhile() -> None:
@@ -95,7 +102,7 @@ def test_a_walk_forgets_what_it_did_not_find_and_keeps_what_was_stored_meanwhile
     ledger.begin_walk()
     ledger.see(ledger.find(generation, key(1)))
     ledger.apply(generation, [stored(3, 30)])
-    assert ledger.end_walk(began_ns=20) == 1
+    assert ledger.end_walk() == 1
     assert [ledger.find(generation, key(number)) >= 0 for number in (1, 2, 3)] == [True, False, True]
 
 
@@ -188,6 +195,8 @@ def told(op: Op, number: int, time_ns: int) -> Record:
 
 def order_of_eviction(ledger: Ledger) -> list[int]:
     """Return the numbers of the blocks, the one that goes first at the front."""
+    for row in range(ledger.rows.size):
+        ledger.confirm(row, size=5000, created_ns=1)
     blocks, rows = make_blocks(ledger, order=["aa"], pins=())
     everything = int(blocks.size.sum())
     choice = choose(blocks, Limits(high_bytes=1, low_bytes=0))

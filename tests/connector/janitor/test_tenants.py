@@ -29,6 +29,7 @@ def report_of(count: int) -> Report:
         space=Space(),
         brake="",
         quarantined=Sum(),
+        damaged_records=0,
         created={"aa": 1},
         problems={},
         max_bytes=0,

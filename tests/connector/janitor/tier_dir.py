@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ class Clock:
 class Engine:
     """One engine of one generation, as far as the volume sees it."""
 
-    def __init__(self, tier_dir: Path, digest: str, clock: Clock) -> None:
+    def __init__(self, tier_dir: Path, digest: str, clock: Clock, volume_ns: Callable[[], int] | None = None) -> None:
         self.root = tier_dir / digest
+        self.volume_ns = volume_ns or (lambda: clock.ns)
         claim(self.root, {"model": "test"}, digest)
         self.clock = clock
         self.store = SharedStore(self.root, direct=False, clock=lambda: clock.ns, now=lambda: clock.seconds)
@@ -55,7 +58,11 @@ class Engine:
     def put(self, *numbers: int, tenant: str = "", lineage: Lineage = NO_LINEAGE) -> None:
         for number in numbers:
             self.clock.move(0.001)
+            path, is_new = self.root / block_path(key(number, tenant)), not self.has(number, tenant)
             self.store.put(key(number, tenant), payload(number), lineage)
+            if is_new and path.exists():
+                # As the volume stamps it.
+                os.utime(path, ns=(self.volume_ns(), self.volume_ns()))
         self.store.synchronize()
 
     def put_chain(self, *numbers: int, tenant: str = "") -> None:
@@ -95,7 +102,11 @@ class Rig:
         )
 
     def engine(self, digest: str = "aa") -> Engine:
-        return Engine(self.dir, digest, self.clock)
+        return Engine(self.dir, digest, self.clock, self.volume_ns)
+
+    def volume_ns(self) -> int:
+        """What time it is on the volume."""
+        return self.clock.ns - self.ahead_ns
 
     def keeper(self, fs: FileSystem | None = None, **changes: Any) -> Keeper:
         keeper = Keeper(
@@ -104,7 +115,7 @@ class Rig:
             clock=lambda: self.clock.ns,
             now=lambda: self.clock.seconds,
             # The files have the real time.
-            ask_volume=lambda: self.clock.ns - self.ahead_ns,
+            ask_volume=self.volume_ns,
         )
         keeper.open()
         return keeper

@@ -24,6 +24,8 @@ from kvtier_connector.store.layout import (
     parse_journal_path,
 )
 from kvtier_connector.store.records import (
+    MAX_PAYLOAD_BYTES,
+    MAX_TIME_NS,
     RECORD_BYTES,
     Record,
     decode_record,
@@ -42,8 +44,8 @@ records = st.builds(
     Record,
     op=st.integers(0, 255),
     key=keys,
-    payload_bytes=st.integers(0, 2**64 - 1),
-    time_ns=st.integers(0, 2**64 - 1),
+    payload_bytes=st.integers(0, MAX_PAYLOAD_BYTES),
+    time_ns=st.integers(0, MAX_TIME_NS),
     lineage=st.builds(Lineage, st.just(b"") | hashes, st.integers(0, MAX_POSITION), st.just("")),
 )
 
@@ -76,6 +78,8 @@ def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
         Record(1, BlockKey(bytes(32), 0), 1, 1, Lineage(bytes(33), 0)),
         Record(1, BlockKey(bytes(32), 0), 1, 1, Lineage(b"", 2**32)),
         Record(1, BlockKey(bytes(32), 0), -1, 1),
+        Record(1, BlockKey(bytes(32), 0), MAX_PAYLOAD_BYTES + 1, 1),
+        Record(1, BlockKey(bytes(32), 0), 1, MAX_TIME_NS + 1),
     ],
 )
 def test_a_record_that_nobody_could_read_is_not_written(record: Record) -> None:
@@ -89,6 +93,26 @@ def test_a_record_of_an_impossible_tenant_is_not_read(tenant: bytes) -> None:
     data[92:124] = tenant.ljust(32, b"\0")
     data[-4:] = zlib.crc32(data[:-4]).to_bytes(4, "little")
     assert decode_record(bytes(data)) is None
+
+
+def with_checksum(fields: bytes) -> bytes:
+    return fields + zlib.crc32(fields).to_bytes(4, "little")
+
+
+@given(st.binary(min_size=RECORD_BYTES - 4, max_size=RECORD_BYTES - 4))
+def test_bytes_with_a_right_checksum_are_a_record_that_can_be_written_or_none(fields: bytes) -> None:
+    record = decode_record(with_checksum(fields))
+    assert record is None or decode_record(encode_record(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "most"), [(8, 8, MAX_PAYLOAD_BYTES), (16, 8, MAX_TIME_NS), (24, 4, MAX_POSITION)]
+)
+def test_a_number_out_of_its_range_makes_a_record_unreadable(offset: int, size: int, most: int) -> None:
+    for number, is_read in ((most, True), (most + 1, False), (2 ** (8 * size) - 1, False)):
+        fields = bytearray(encode_record(Record(1, BlockKey(bytes(32), 0), 1, 1))[:-4])
+        fields[offset : offset + size] = number.to_bytes(size, "little")
+        assert (decode_record(with_checksum(fields)) is not None) == is_read
 
 
 def test_zeros_are_no_record_and_no_head() -> None:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records with right checksums and wrong contents: nothing goes because of them, and the janitor works on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
+
+from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.layout import JournalName, Lineage, journal_path
+from kvtier_connector.store.records import MAX_PAYLOAD_BYTES, RECORD_BYTES, Op, Record, encode_head, encode_record
+
+BLOCKS = 20
+LIMITS = {"max_bytes": 100 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.7}
+
+
+def plant(engine: Engine, *records: bytes) -> None:
+    """Write a journal of another process."""
+    writer = new_token()
+    path = engine.root / journal_path(JournalName(writer, 0))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(encode_head(writer, 1) + b"".join(records))
+
+
+def raw(op: int, number: int, *, payload_bytes: int = PAYLOAD_BYTES, time_ns: int = 1, position: int = 0) -> bytes:
+    """Return a record with any numbers and a right checksum."""
+    fields = bytearray(encode_record(Record(op, key(number), 1, 1))[:-4])
+    fields[8:16] = payload_bytes.to_bytes(8, "little")
+    fields[16:24] = time_ns.to_bytes(8, "little")
+    fields[24:28] = position.to_bytes(4, "little")
+    return bytes(fields) + zlib.crc32(fields).to_bytes(4, "little")
+
+
+def sweep(rig: Rig, keeper: Keeper) -> None:
+    for _ in range(8):
+        rig.sweep(keeper)
+
+
+@pytest.mark.parametrize("payload_bytes", [1 << 50, 2**64 - 1, 1 << 63, MAX_PAYLOAD_BYTES])
+@pytest.mark.parametrize("number", [0, BLOCKS])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_wrong_length_evicts_nothing(rig: Rig, payload_bytes: int, number: int, *, is_restarted: bool) -> None:
+    engine = rig.engine()
+    engine.put(*range(BLOCKS))
+    keeper = rig.keeper(**LIMITS)
+    rig.sweep(keeper)
+    plant(engine, raw(Op.STORED, number, payload_bytes=payload_bytes, time_ns=rig.clock.ns))
+    if is_restarted:
+        keeper = rig.keeper(**LIMITS)
+    sweep(rig, keeper)
+    assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
+    assert keeper.report is not None
+    assert (keeper.report.usage.used_bytes, keeper.report.usage.brake) == (BLOCKS * BLOCK_BYTES, "")
+    assert keeper.report.usage.problems == ()
+
+
+def test_blocks_that_are_only_told_of_do_not_make_room_for_themselves(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(BLOCKS))
+    keeper = rig.keeper(**LIMITS)
+    rig.sweep(keeper)
+    plant(engine, *(raw(Op.STORED, number, time_ns=rig.clock.ns) for number in range(1000, 1500)))
+    sweep(rig, keeper)
+    assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
+    assert keeper.ledger.total.blocks == BLOCKS
+
+
+def test_a_time_long_ago_makes_no_block_too_old(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(BLOCKS))
+    keeper = rig.keeper(ttl_seconds=86_400.0)
+    for _ in range(30):
+        rig.clock.move(300)
+        rig.sweep(keeper)
+    plant(engine, raw(Op.STORED, 0), raw(Op.STORED, BLOCKS, time_ns=0))
+    engine.put(BLOCKS)
+    sweep(rig, keeper)
+    assert engine.there(range(BLOCKS + 1)) == list(range(BLOCKS + 1))
+
+
+def test_what_others_say_is_gone_counts_until_it_is(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(BLOCKS))
+    keeper = rig.keeper(**LIMITS)
+    rig.sweep(keeper)
+    plant(engine, *(raw(Op.GONE, number, time_ns=2**62) for number in range(BLOCKS)))
+    sweep(rig, keeper)
+    assert keeper.ledger.total.blocks == BLOCKS
+
+
+def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(BLOCKS))
+    keeper = rig.keeper(**LIMITS)
+    rig.sweep(keeper)
+    keeper.ledger.confirm(0, size=1 << 50, created_ns=rig.clock.ns)
+    sweep(rig, keeper)
+    assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
+    assert keeper.ledger.total.bytes == BLOCKS * BLOCK_BYTES
+
+
+class CountingFs(FileSystem):
+    """Counts the files that are looked at."""
+
+    def __init__(self) -> None:
+        self.looked = 0
+
+    def stat(self, path: str) -> os.stat_result:
+        self.looked += path.endswith(".kvb")
+        return super().stat(path)
+
+
+@pytest.mark.parametrize(("low", "looks"), [(0.7, 1), (0.2, 2)])
+def test_a_large_sweep_looks_at_every_file_anew(rig: Rig, low: float, looks: int) -> None:
+    engine, fs = rig.engine(), CountingFs()
+    engine.put(*range(100))
+    keeper = rig.keeper(fs, **{**LIMITS, "low_watermark": low})
+    rig.sweep(keeper)
+    left = len(engine.there(range(100)))
+    assert left == int(100 * low)
+    # Before anything is decided by what journals tell, and once more at each removal.
+    assert fs.looked == 100 * looks + (100 - left)
+
+
+def test_what_cannot_be_applied_is_counted_and_the_next_records_are_heard(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(0)
+    keeper = rig.keeper()
+    rig.sweep(keeper)
+    generation = keeper.ledger.generation("aa")
+    bad = Record(Op.STORED, key(1), 2**64, 1)
+    assert keeper.ledger.apply(generation, [bad, Record(Op.STORED, key(2), 1, 1)]) == []
+    rig.clock.move(60)
+    rig.sweep(keeper)
+    assert keeper.report is not None
+    assert keeper.report.damaged_records == 1
+    assert keeper.ledger.find(generation, key(2)) >= 0
+
+
+numbers = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 1 << 50]))
+hostile = st.builds(
+    raw,
+    st.integers(0, 255) | st.sampled_from(list(Op)),
+    st.integers(0, BLOCKS + 5),
+    payload_bytes=numbers,
+    time_ns=numbers,
+    position=st.integers(0, 2**32 - 1),
+)
+noise = st.binary(min_size=RECORD_BYTES - 4, max_size=RECORD_BYTES - 4).map(
+    lambda fields: fields + zlib.crc32(fields).to_bytes(4, "little")
+)
+
+
+@given(st.lists(hostile | noise, max_size=60), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_record_removes_a_block_or_ends_the_janitor(records: list[bytes], is_first: bool) -> None:
+    with tempfile.TemporaryDirectory() as base:
+        rig = Rig(Path(base))
+        engine = rig.engine()
+        parent = b""
+        for number in range(BLOCKS):
+            engine.put(number, lineage=Lineage(parent, number))
+            parent = key(number).hash
+        keeper = rig.keeper(**LIMITS, ttl_seconds=86_400.0, default_quota_bytes=1 << 20)
+        if not is_first:
+            rig.sweep(keeper)
+        plant(engine, *records)
+        sweep(rig, keeper)
+        assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
+        assert keeper.ledger.total.blocks >= BLOCKS
+        engine.put(BLOCKS + 50)
+        rig.sweep(keeper)
+        assert keeper.ledger.find(keeper.ledger.generation("aa"), key(BLOCKS + 50)) >= 0
