@@ -10,7 +10,7 @@ GUEST_NETFS ?= nfs nfs3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-all test-slow durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator findings test-gpu lock clean test-routing
+.PHONY: help venv demo docs dashboards test test-all test-slow durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ test: venv ## tests of up to a second: five minutes on two processors
 test-all: venv ## all other tests that need no GPU and no Docker, and those of the tier with vLLM 0.33: 25 minutes on two processors
 	$(MAKE) --jobs 2 --output-sync=line test-slow test-vllm VLLM=0.33.0
 
-test-slow: venv
+test-slow: venv ## slow tests that need no GPU and no Docker: a part of test-all
 	$(RUN) $(EVERY) -m "slow and not gpu and not netfs" --numprocesses 4
 
 durations: venv ## measure all tests, and record in tests/durations.json which of them are slow
@@ -146,22 +146,16 @@ e2e-kind: venv ## scenarios and conformance in a real cluster: kind, two workers
 e2e: venv ## the end-to-end tests alone: two real engines in the embedded cluster
 	$(RUN) pytest tests -m engine
 
-bench: venv ## measure a disk hit against vLLM's own fs tier on this machine's CPU
-	PYTHONPATH=. exec .venv/bin/python e2e/bench/engine_cpu.py --data "$(DATA)/bench"
+bench: venv ## measure a hit on the volume against vLLM's own fs tier on this machine's CPU
+	PYTHONPATH=. exec .venv/bin/python e2e/bench/traffic.py --device cpu --out "$(DATA)/bench" kvtier:traffic:prepare \
+	    kvtier:restart:single fs:traffic:prepare fs:restart:single none:restart:single
 
-test-routing: venv ## vLLM's router before two real engines: hits with and without it, and one killed under load (about five minutes)
-	PYTHONPATH=. exec $(RUN) e2e.bench.routing --data "$(DATA)/routing"
+bench-operator: venv ## an operator where 1,000 and 10,000 tiers, 5,000 pods and 5,000 nodes stand
+	PYTHONPATH=. exec $(RUN) e2e.bench.operator_scale --out "$(DATA)/bench-operator/scale.jsonl"
 
-bench-operator: venv ## 1,000 tiers at once, then rest, then five minutes of faults (about 25 minutes)
-	PYTHONPATH=. exec $(RUN) e2e.bench.operators --out "$(DATA)/bench-operator"
-
-findings: venv ## what kubectl shows of a tier with which something is wrong, sixteen times: OUT=FILE (about three minutes)
-	PYTHONPATH=. exec $(RUN) e2e.bench.operator_findings --out "$(or $(OUT),$(DATA)/findings.txt)"
-
-bench-janitor: venv ## the janitor at a million blocks, under kill -9 for ten minutes, and with TRACE=FILE against exact LRU
-	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_million.py --out "$(DATA)/bench/janitor-million.json"
-	PYTHONPATH=. .venv/bin/python e2e/bench/janitor_stress.py --out "$(DATA)/bench/janitor-stress.json"
-	$(if $(TRACE),PYTHONPATH=. .venv/bin/python e2e/bench/janitor_replay.py "$(TRACE)" --out "$(DATA)/bench/janitor-replay.json")
+bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for ten minutes
+	PYTHONPATH=. .venv/bin/python e2e/bench/janitor.py million --out "$(DATA)/bench/janitor-million.json"
+	PYTHONPATH=. .venv/bin/python e2e/bench/janitor.py stress --out "$(DATA)/bench/janitor-stress.json"
 
 test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu; then `make generate`
 	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --data "$(DATA)/matrix"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: each backend as the ``kv_transfer_config`` of an engine, and the environment it needs."""
+"""The compared backends: each as the ``kv_transfer_config`` of an engine, and the environment it needs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ SIMPLE_EAGER = "simple-eager"
 SIMPLE_LAZY = "simple-lazy"
 """The same connector, which copies a block when the GPU is about to forget it."""
 
-ALL = (KVTIER, FS, NONE, LIFEBOAT)
-"""What is measured unless told otherwise."""
-KNOWN = (*ALL, CPU, SIMPLE_EAGER, SIMPLE_LAZY)
+KNOWN = (KVTIER, FS, NONE, LIFEBOAT, CPU, SIMPLE_EAGER, SIMPLE_LAZY)
 
 
 def has_volume(backend: str) -> bool:

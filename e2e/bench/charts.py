@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from e2e.bench.stats import Summary
-
-if TYPE_CHECKING:
-    from e2e.bench.timeline import Timeline
+from e2e.bench.journal import Summary
 
 COLOURS = {
     "gpu": "#188038",
@@ -22,44 +19,8 @@ COLOURS = {
     "lifeboat": "#9334e6",
     "kvtier": "#1a73e8",
 }
-NAMES = {
-    "none": "no offload (computed)",
-    "cpu": "vLLM CPU tier",
-    "fs": "vLLM fs",
-    "lifeboat": "lifeboatcache",
-    "kvtier": "kvtier",
-}
-
 _WHOLE = 100
 """Larger numbers are written without decimals."""
-
-Measured = Mapping[tuple[str, int, str], Summary | None]
-
-
-def first_tokens(path: Path, title: str, measured: Measured, backends: Sequence[str], sizes: Sequence[int]) -> None:
-    """Draw the time to the first token: computed, a disk hit of each backend, and a CPU-tier hit."""
-    cases = [("cold", "none" if "none" in backends else backends[0], COLOURS["none"], "computed")]
-    cases += [("disk_hit", name, COLOURS[name], f"{NAMES[name]}: disk hit") for name in backends if name != "none"]
-    if any(name != "none" for name in backends):
-        name = "kvtier" if "kvtier" in backends else backends[-1]
-        cases.append(("cpu_hit", name, "#a8c7fa", f"{NAMES[name]}: CPU-tier hit"))
-    series = [
-        (label, colour, [measured.get((case, tokens, name)) for tokens in sizes]) for case, name, colour, label in cases
-    ]
-    labels = [_size(tokens) for tokens in sizes]
-    heading = f"Time to the first token, one request, volume: {title.partition('-')[2]}"
-    bars(path, heading, "ms", labels, _scaled(series, 1000), xlabel="prompt tokens", is_log=True)
-
-
-def waves(path: Path, measured: Mapping[Any, Summary | None], backends: Sequence[str], keys: Sequence[Any]) -> None:
-    """Draw how long users who return together wait."""
-    series = [(NAMES[name], COLOURS[name], [measured.get((*key, name)) for key in keys]) for name in backends]
-    labels = [f"{users} users x {_size(tokens)}" for users, tokens, _ in keys]
-    bars(path, "All first tokens after a restart", "s", labels, _scaled(series, 1), xlabel="", is_log=False)
-
-
-def _size(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def lines(path: Path, title: str, series: Mapping[str, Mapping[int, Summary]], xlabel: str) -> None:
@@ -90,56 +51,8 @@ def lines(path: Path, title: str, series: Mapping[str, Mapping[int, Summary]], x
     pyplot.close(figure)
 
 
-def timelines(path: Path, hits: Sequence[Timeline]) -> bool:
-    """Draw hits one below the other on one scale of time; False where there is no matplotlib."""
-    pyplot = _pyplot()
-    if pyplot is None:
-        return False
-    figure, panels = pyplot.subplots(
-        len(hits), 1, figsize=(11, 3.4 * len(hits)), sharex=True, squeeze=False, layout="constrained"
-    )
-    for axes, hit in zip(panels[:, 0], hits, strict=True):
-        rows = ["CPU tier to GPU", *reversed(list(hit.spans))]
-        for number, name in enumerate(rows):
-            spans = hit.spans.get(name, [(begin, end - begin) for begin, end, _ in hit.copied])
-            axes.broken_barh(spans, (number + 0.1, 0.8), color="#e8710a" if number == 0 else "#9aa0a6")
-        axes.set_yticks([number + 0.5 for number in range(len(rows))], rows)
-        axes.axvline(hit.first_token, color="#d93025")
-        axes.annotate(f"first token {hit.first_token:.0f} ms", (hit.first_token, 0.3), ha="right", fontsize=8)
-        shares = axes.twinx()
-        _draw_share(shares, [(moment, moment, 1.0) for moment in hit.verified], "verified in the CPU tier", "#1a73e8")
-        _draw_share(shares, hit.copied, "on the GPU", "#e8710a")
-        shares.set(ylabel="share of the chunks", ylim=(0, 1.05))
-        shares.legend(fontsize=8, loc="center left")
-        axes.set(title=hit.title, xlim=(0, None))
-    panels[-1, 0].set_xlabel("ms since the request was handed over")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
-
-
-def _draw_share(axes: Any, steps: Sequence[tuple[float, float, float]], label: str, colour: str) -> None:
-    """Draw how much is done when, of steps with a begin, an end and a size."""
-    whole = sum(size for *_, size in steps)
-    places, shares, reached = [0.0], [0.0], 0.0
-    for begin, end, size in steps:
-        places += [begin, end]
-        shares += [reached / whole, (reached + size) / whole]
-        reached += size
-    axes.plot(places, shares, color=colour, label=label)
-
-
 Series = list[tuple[str, str, list[Summary | None]]]
 """Label, colour, and a value for each place."""
-
-
-def _scaled(series: Series, factor: float) -> Series:
-    def scale(summary: Summary | None) -> Summary | None:
-        if summary is None:
-            return None
-        return Summary(summary.median * factor, summary.low * factor, summary.high * factor, summary.count)
-
-    return [(label, colour, [scale(value) for value in values]) for label, colour, values in series]
 
 
 def bars(  # noqa: PLR0913 - a chart has this many parts

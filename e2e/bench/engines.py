@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of `engine_worker`: start an engine in a process, ask it, end it whatever happens."""
+"""One vLLM engine in a process of its own: the parent sends commands as JSON lines, the process answers each with one.
+
+A new process proves that only the volume carried the blocks over. Times are taken in the engine's process, beside its
+client: from handing a request over to its first and its last token.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,13 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from e2e.bench import models
 
 from kvtier_connector.shm import clear_stale_regions
 
-WORKER = Path(__file__).with_name("engine_worker.py")
 START_LIMIT_SECONDS = 300.0
 CLOSE_LIMIT_SECONDS = 40.0
 LOG_LINES_SHOWN = 30
@@ -38,7 +42,7 @@ class Engine:
 
         Args:
             name: For messages and the names of its files.
-            settings: What `engine_worker` reads.
+            settings: The engine's arguments, `transfer`, `seeds_weights` and `vocabulary`.
             environment: Of the process.
             directory: For the settings and the log.
 
@@ -59,7 +63,7 @@ class Engine:
         self._unread = b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(WORKER), str(path)],
+                [sys.executable, "-W", "ignore", "-m", __name__, str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,10 +102,6 @@ class Engine:
                 limit_seconds,
             )
         )
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine's worker, as `models.equip_worker` added it; return its answer."""
-        return self._ask({"do": "call", "method": method, "arguments": arguments}, 60.0)[0]
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         """Empty the engine's own prefix cache, and the CPU tier too if asked; the volume keeps what it has."""
@@ -178,3 +178,109 @@ def _is_group_alive(group: int) -> bool:
             if int(found) == group and state not in "ZX":
                 return True
     return False
+
+
+def main() -> None:
+    """Serve until the commands end."""
+    # Whatever vLLM prints must not get between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    asyncio.run(_serve(settings, answers))
+
+
+async def _serve(settings: dict[str, Any], answers: TextIO) -> None:
+    began = time.perf_counter()
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = settings["transfer"]
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            **settings["engine"], kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer)
+        )
+    )
+    blocks = engine.vllm_config.cache_config.num_gpu_blocks
+    ready = {"seconds": time.perf_counter() - began, "gpu_blocks": blocks}
+    answers.write(json.dumps(ready) + "\n")
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        if command["do"] == "run":
+            answer: Any = await _run(engine, command, settings["vocabulary"])
+        elif command["do"] == "reset":
+            answer = await _reset(engine, with_connector=command["connector"])
+        else:
+            break
+        answers.write(json.dumps(answer) + "\n")
+    engine.shutdown()
+
+
+async def _reset(engine: Any, *, with_connector: bool) -> bool:
+    # A block is free only when its offload has been reported, which takes a few steps after the last token.
+    for _ in range(200):
+        if await engine.reset_prefix_cache(reset_connector=with_connector):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def _run(engine: Any, command: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Submit every request at its time, or so many at a time in their order, and report each."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    requests = command["requests"]
+    prompts = [_prompt(request, vocabulary) for request in requests]
+    at_a_time = asyncio.Semaphore(command["at_a_time"] or len(prompts))
+    is_answered = [asyncio.Event() for _ in prompts]
+
+    async def ask(number: int) -> dict[str, Any]:
+        request = requests[number]
+        if (wait := request.get("start", 0.0) - (time.perf_counter() - began)) > 0:
+            await asyncio.sleep(wait)
+        async with at_a_time:
+            if (earlier := request.get("after")) is not None:
+                await is_answered[earlier].wait()
+            parameters = SamplingParams(
+                max_tokens=request.get("output_tokens", command["output_tokens"]),
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            submitted = time.perf_counter()
+            first = last = submitted
+            cached = 0
+            output: list[int] = []
+            async for answer in engine.generate(
+                TokensPrompt(prompt_token_ids=prompts[number]), parameters, f"{command['name']}-{number}"
+            ):
+                last = time.perf_counter()
+                if not output:
+                    first, cached = last, answer.num_cached_tokens or 0
+                output = list(answer.outputs[0].token_ids)
+            is_answered[number].set()
+        return {
+            **request,
+            "tokens": len(prompts[number]),
+            "first": first - submitted,
+            "at": first - began,
+            "seconds": last - submitted,
+            "cached": cached,
+            "output": output,
+        }
+
+    began = time.perf_counter()
+    results = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
+    return {"seconds": time.perf_counter() - began, "began": began, "requests": results}
+
+
+def _prompt(request: dict[str, Any], vocabulary: int) -> list[int]:
+    if "parts" in request:
+        return models.joined_ids(request["parts"], vocabulary)
+    return models.prompt_ids(request["seed"], request["tokens"], vocabulary)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

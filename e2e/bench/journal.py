@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of one run: JSON lines, complete after every measurement, so that a time-out loses nothing."""
+"""The journal of a benchmark: JSON lines, one written after each measurement, and the medians of repetitions.
+
+A run that is cut off loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,18 @@ import lzma
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Record = dict[str, Any]
+_Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 
 class Journal:
@@ -57,11 +65,6 @@ def read(path: Path) -> list[Record]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return records
-
-
-def exists(path: Path) -> bool:
-    """Tell whether `read` finds records."""
-    return path.exists() or _packed(path).exists()
 
 
 def _packed(path: Path) -> Path:
@@ -123,3 +126,36 @@ def _gpu() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Median and extremes of the repetitions of one measurement."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def summarise(values: Iterable[float]) -> Summary | None:
+    """Return median and extremes; None if nothing was measured."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return Summary(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
+
+
+def ratio(numerator: Summary | None, denominator: Summary | None) -> float | None:
+    """Return the ratio of two medians; None where one is missing or nothing can be divided by it."""
+    if numerator is None or denominator is None or denominator.median == 0:
+        return None
+    return numerator.median / denominator.median
+
+
+def group(items: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
+    """Collect the items of each key, keys in the order of their first appearance."""
+    groups: dict[_Key, list[_Item]] = {}
+    for key, item in items:
+        groups.setdefault(key, []).append(item)
+    return groups

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e.bench.steps import StepProfile
-
 SEED = 20240607
 FIRST_TOKEN = 3
 """Below are the special tokens."""
@@ -34,7 +32,7 @@ _HEAD_VARIETY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a Llama's configuration says, and what follows for its cache."""
+    """Sizes of a Llama model, and of its KV cache."""
 
     hidden: int
     intermediate: int
@@ -169,26 +167,21 @@ SEEDS_WEIGHTS = "KVTIER_BENCH_SEEDS_WEIGHTS"
 
 
 def offer_plugin(directory: Path) -> None:
-    """Make of a directory, for the path of Python's modules, one that has vLLM call `equip_worker` in each process."""
+    """Make of a directory, for the path of Python's modules, one that has vLLM call `seed_weights` in each process."""
     described = directory / "kvtier_bench-0.dist-info"
     described.mkdir(parents=True, exist_ok=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench\nVersion: 0\n", encoding="utf-8")
     (described / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvtier_bench = e2e.bench.models:equip_worker\n", encoding="utf-8"
+        "[vllm.general_plugins]\nkvtier_bench = e2e.bench.models:seed_weights\n", encoding="utf-8"
     )
 
 
-def equip_worker() -> None:
-    """Have vLLM's worker know our calls, and the loader draw weights instead of its dummies where that is asked for.
+def seed_weights() -> None:
+    """Have vLLM's loader draw weights instead of its dummies, where the environment asks for it.
 
-    An engine with a ``worker_extension_cls`` may replace its weights unseen, so it shares its blocks with nobody; and
-    weights that are drawn after an engine has started are others than it started with.
+    The loader draws them while the engine starts: with weights drawn later, the engine would leave its volume.
     """
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-    from vllm.v1.worker.gpu_worker import Worker
-
-    for name, method in vars(StepProfile).items():
-        if not name.startswith("_"):
-            setattr(Worker, name, method)
     if os.environ.get(SEEDS_WEIGHTS):
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
         DummyModelLoader.load_weights = lambda _, model, __: fill(model.named_parameters())

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator takes for very many tiers: ``python -m e2e.bench.operator_scale --out FILE [--tiers 1000,10000]``.
+"""The operator benchmark: ``python -m e2e.bench.operator_scale --out FILE [--tiers 1000,10000]``.
 
-A real operator process against an API server that is nothing but a memory. One tier is made by the operator itself;
-copies of all that belongs to it stand there before the operator that is measured starts, so that a pass finds nothing
-to do. Then: how long it takes until each tier was looked at, its memory, what it asks the API server for at rest and
-in a pass, and how long a pod that becomes ready waits for its question while others are not reachable.
+A real operator process works against an API server in memory. The operator makes one tier; copies of its objects stand
+there before the measured operator starts, so a pass finds nothing to do. Measured: seconds until each tier was looked
+at, memory, and requests at rest and in a pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
+import os
+import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 from e2e.bench import journal
 from e2e.bench.memory_api import KINDS, Json, MemoryApi
-from e2e.bench.operator_cluster import OperatorProcess, running, tier, until
 
 from kvtier_connector import contract_janitor
 from kvtier_localcluster.ports import free_port
@@ -34,9 +32,80 @@ from kvtier_operator.plan.digest import digest, digest_text
 ROOT: Final = Path(__file__).resolve().parents[2]
 NAMESPACE: Final = "default"
 FIRST: Final = "t00000"
-ENGINE_PORT: Final = 8000
 NODE_BYTES: Final = 14_000
 TRUE: Final = "True"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2) -> float:
+    """Wait until the condition holds and return the seconds that took.
+
+    Raises:
+        TimeoutError: it does not hold in time.
+    """
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"{getattr(condition, '__name__', condition)} does not hold after {seconds:.0f} s")
+        time.sleep(pause)
+    return time.monotonic() - began
+
+
+def tier(name: str, **spec: Any) -> Json:
+    """Return a small tier."""
+    return {
+        "apiVersion": "kvtier.dev/v1alpha1",
+        "kind": "KVCacheTier",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
+            "replicas": 1,
+            "cpu": {"size": "8Gi"},
+            "volume": {"claim": {"size": "100Gi"}},
+            **spec,
+        },
+    }
+
+
+@dataclass
+class OperatorProcess:
+    """One operator as `kvtier run` starts it, with its processor time and memory."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that it used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def rss_bytes(self) -> int:
+        """Return the memory that it holds now."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+@contextmanager
+def running(folder: Path, kubeconfig: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
+    """Run an operator in a folder, and end it gracefully unless it has ended."""
+    log = folder / f"operator-{time.monotonic_ns()}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier_cli", "run", *arguments],
+            env={**os.environ, "KUBECONFIG": str(kubeconfig), **environment},
+            cwd=folder,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        yield OperatorProcess(process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def settle(api: MemoryApi) -> Callable[[str, Json], None]:
@@ -256,73 +325,6 @@ def _quiet(api: MemoryApi, *, seconds: float = 10.0, limit: float = 300.0) -> No
         time.sleep(0.5)
 
 
-def delay(folder: Path, code: Path, *, unreachable: int) -> Json:
-    """Measure how long a pod that becomes ready waits for its question, beside others that cannot be reached."""
-    asked = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.set()
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    tiers = unreachable + 1
-    with MemoryApi() as api, ExitStack() as stack:
-        made = make_first(api, folder, code)
-        populate(api, made, tiers=tiers, pods=0)
-        healthy = ThreadingHTTPServer(("127.0.0.2", ENGINE_PORT), Handler, bind_and_activate=False)
-        healthy.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        healthy.server_bind()
-        healthy.server_activate()
-        stack.callback(healthy.server_close)
-        stack.callback(healthy.shutdown)
-        threading.Thread(target=healthy.serve_forever, daemon=True).start()
-        stack.enter_context(_drops_everything())
-        engine = next(each for each in made["pods"] if each["metadata"]["name"].endswith("-engine-0"))
-        _, port = stack.enter_context(operator(api, folder, code))
-        until(lambda: passes(port) >= tiers, seconds=600)
-        _quiet(api)
-        done = passes(port)
-        for number in range(1, tiers):
-            api.put("pods", _copy(engine, number, f"127.{1 + number // 250}.0.{number % 250 + 1}"))
-        until(lambda: passes(port) >= done + unreachable, seconds=600)  # they are asked, or wait for it, by now
-        began = time.monotonic()
-        api.put("pods", _copy(engine, 0, "127.0.0.2"))
-        is_asked = asked.wait(600)
-        return {
-            "kind": "delay",
-            "unreachable": unreachable,
-            "asked_after_seconds": round(time.monotonic() - began, 2) if is_asked else None,
-        }
-
-
-def _copy(engine: Json, number: int, address: str) -> Json:
-    text = json.dumps(engine).replace(FIRST, f"t{number:05}")
-    for old in uids_in(engine):
-        text = text.replace(old, f"{old[:-5]}{number:05}")
-    body: Json = json.loads(text)
-    body["metadata"]["name"] += "-new"
-    body["metadata"].pop("uid")
-    return {**body, "status": ready(address)}
-
-
-@contextmanager
-def _drops_everything() -> Iterator[None]:
-    """Take no connection at the engines' port of any loopback address, and refuse none."""
-    with socket.socket() as listener, ExitStack() as stack:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(("0.0.0.0", ENGINE_PORT))
-        listener.listen(0)
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)  # noqa: FBT003  the library's signature
-            filler.connect_ex(("127.9.9.9", ENGINE_PORT))
-        yield
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write one line each."""
     parser = argparse.ArgumentParser(prog="operator_scale", description=__doc__)
@@ -333,31 +335,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=5000)
     parser.add_argument("--rest", type=float, default=60, help="seconds of rest")
     parser.add_argument("--resync", type=float, default=600, help="seconds after which a tier is looked at anyway")
-    parser.add_argument("--unreachable", default="0,60,600", help="one run for each number of pods")
     options = parser.parse_args(arguments)
     out = journal.Journal(options.out)
     out.write(journal.describe_run(**{name: str(value) for name, value in vars(options).items()}))
     folder, code = options.out.parent / "logs", options.code.resolve()
-    runs: list[Callable[[], Json]] = [
-        lambda count=int(each): measure(  # type: ignore[misc]  # the field is read-only for others
-            folder,
-            code,
-            tiers=count,
-            pods=options.pods,
-            nodes=options.nodes,
-            rest=options.rest,
-            resync=options.resync,
-        )
-        for each in options.tiers.split(",")
-        if each
-    ]
-    runs += [
-        lambda count=int(each): delay(folder, code, unreachable=count)  # type: ignore[misc]  # the field is read-only for others
-        for each in options.unreachable.split(",")
-        if each
-    ]
-    for run in runs:
-        record: dict[str, Any] = run()
+    for tiers in map(int, options.tiers.split(",")):
+        sizes = {"tiers": tiers, "pods": options.pods, "nodes": options.nodes}
+        record = measure(folder, code, **sizes, rest=options.rest, resync=options.resync)
         out.write(record, str({name: value for name, value in record.items() if not name.endswith("by_what")}))
     return 0
 

@@ -8,21 +8,279 @@ disk the page cache is dropped before each load. Every load is compared with wha
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import mmap
+import os
+import re
 import tempfile
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, ClassVar
 
-from e2e.bench import contestants, journal, volumes
-from e2e.bench.contestants import Contestant, Region
-from e2e.bench.store_report import store_report
+import numpy as np
+import numpy.typing as npt
+from e2e.bench import journal, volumes
+from e2e.bench.report import store_report
 
-from kvtier_connector.store.fs import LOCAL, DirectIo, new_page
+from kvtier_connector.movers.engine import Movers
+from kvtier_connector.movers.mover import MoversSettings
+from kvtier_connector.movers.rows import Region as Rows
+from kvtier_connector.movers.tasks import Lane, Task
+from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
+from kvtier_connector.store.breaker import Breaker
+from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.shared import SharedStore
 
 MIB = 1 << 20
 CHUNKS = (0.5, 1, 2, 4, 8, 16)
 THREADS = (1, 2, 4, 8, 16, 32)
+
+
+GENERATION = "bench"
+"""A store's directory is named after its generation."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Region:
+    """One page-aligned buffer of so many blocks, and a copy of what was written from it."""
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        """Fill it with bytes that do not compress or repeat."""
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        # A file without a name, so that processes can share it.
+        self.file = os.memfd_create("kvtier-bench")
+        os.ftruncate(self.file, blocks * block_bytes)
+        self.memory = mmap.mmap(self.file, blocks * block_bytes)
+        self._array: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        generator = np.random.default_rng(blocks)
+        self._array[:] = np.frombuffer(generator.bytes(self._array.nbytes), dtype=np.uint8)
+        self._digests = [hashlib.sha256(self.row(number)).digest() for number in range(blocks)]
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return self.blocks * self.block_bytes
+
+    def view(self) -> memoryview:
+        """Return the whole buffer."""
+        return memoryview(self.memory)
+
+    def row(self, number: int) -> memoryview:
+        """Return one block."""
+        start = number * self.block_bytes
+        return memoryview(self.memory)[start : start + self.block_bytes]
+
+    def erase(self) -> None:
+        """Overwrite every block, so that what a load leaves must have come from the volume."""
+        self._array[:] = 0
+
+    def is_intact(self) -> bool:
+        """Say whether every block holds again what was written."""
+        return all(hashlib.sha256(self.row(n)).digest() == digest for n, digest in enumerate(self._digests))
+
+
+class Contestant(ABC):
+    """Moves all blocks of a region; `directory` is its own."""
+
+    name: ClassVar[str]
+    loads_from: ClassVar[str] = ""
+    """The contestant that writes the files it loads; itself if empty."""
+    is_one_thread: ClassVar[bool] = False
+    """Whether more threads change nothing."""
+
+    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
+        """Store the settings."""
+        self.directory = directory
+        self.region = region
+        self.is_direct = is_direct
+        self.keys = [BlockKey(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0) for number in range(region.blocks)]
+
+    @classmethod
+    def directory_name(cls, name: str = "") -> str:
+        """Return what a directory of this contestant, or of another one by name, can be called on any volume."""
+        return re.sub(r"[^A-Za-z0-9]+", "-", name or cls.name).strip("-")
+
+    @abstractmethod
+    def load(self, pool: ThreadPoolExecutor) -> None:
+        """Bring every block from the directory into the region."""
+
+    @abstractmethod
+    def store(self, pool: ThreadPoolExecutor) -> None:
+        """Write every block of the region to the directory."""
+
+    def prepare(self, threads: int) -> None:  # noqa: B027 - most need nothing
+        """Start what a load or store of so many threads needs; this is not measured."""
+
+    def close(self) -> None:  # noqa: B027 - most need nothing
+        """End what `prepare` started."""
+
+    def path(self, number: int) -> str:
+        """Return where a contestant without a layout of its own keeps a block."""
+        return f"{self.directory}/{number % 64:02x}/{number:08x}.bin"
+
+
+class Plain(Contestant):
+    """What the volume gives: whole files, one system call each way, no header and no checksum."""
+
+    name = "plain parallel reader"
+
+    def load(self, pool: ThreadPoolExecutor) -> None:
+        """Read each file into its row."""
+        _all(pool, self._read, self.region.blocks)
+
+    def store(self, pool: ThreadPoolExecutor) -> None:
+        """Write each row to its file."""
+        _all(pool, self._write, self.region.blocks)
+
+    def _read(self, number: int) -> None:
+        with self._open(number, os.O_RDONLY) as fd:
+            done = os.preadv(fd, [self.region.row(number)], 0)
+        assert done == self.region.block_bytes
+
+    def _write(self, number: int) -> None:
+        os.makedirs(os.path.dirname(self.path(number)), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
+        with self._open(number, os.O_WRONLY | os.O_CREAT) as fd:
+            done = os.pwritev(fd, [self.region.row(number)], 0)
+        assert done == self.region.block_bytes
+
+    @contextlib.contextmanager
+    def _open(self, number: int, flags: int) -> Iterator[int]:
+        fd = os.open(self.path(number), flags | (O_DIRECT if self.is_direct else 0), 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+class Kvtier(Contestant):
+    """Ours, verified, straight into the row."""
+
+    name = "kvtier store"
+
+    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
+        """Open the store."""
+        super().__init__(directory, region, is_direct=is_direct)
+        self.blocks = BlockStore(directory / GENERATION)
+
+    def load(self, pool: ThreadPoolExecutor) -> None:
+        """Get each block."""
+        _all(pool, self._get, self.region.blocks)
+
+    def store(self, pool: ThreadPoolExecutor) -> None:
+        """Put each block."""
+        _all(pool, self._put, self.region.blocks)
+
+    def _get(self, number: int) -> None:
+        outcome = self.blocks.get(self.keys[number], self.region.row(number))
+        assert isinstance(outcome, Hit), outcome
+
+    def _put(self, number: int) -> None:
+        outcome = self.blocks.put(self.keys[number], self.region.row(number))
+        assert isinstance(outcome, Stored), outcome
+
+
+class KvtierMovers(Kvtier):
+    """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
+
+    name = "kvtier movers"
+    loads_from = Kvtier.name
+    _movers: Movers
+
+    def prepare(self, threads: int) -> None:
+        """Start the processes and wait until all are ready."""
+        region = self.region
+        rows = region.view().cast("B", (region.blocks, region.block_bytes))
+        self._movers = Movers(
+            MoversSettings(root=str(self.directory / GENERATION), processes=threads, threads=1, deadline_seconds=60.0),
+            store=SharedStore(self.directory / GENERATION),
+            breaker=Breaker(),
+            rows=rows,
+            regions=[Rows(region.file, 0, region.blocks)],
+        )
+        rows.release()
+        self._movers.start()
+        dispatcher = self._movers._dispatcher  # noqa: SLF001 - an engine needs one of them; here all are measured
+        while not all(dispatcher._is_ready(number) for number in range(threads)):  # noqa: SLF001 - as above
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._movers.close(10.0)
+
+    def load(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
+        """Load each block."""
+        self._run(Lane.LOAD, Hit)
+
+    def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
+        """Save each block."""
+        self._run(Lane.STORE, Stored)
+
+    def _run(self, lane: Lane, wanted: type[Hit | Stored]) -> None:
+        self._movers.submit(enumerate([Task(lane, (key,), row) for row, key in enumerate(self.keys)]))
+        left = len(self.keys)
+        while left:
+            for done in self._movers.collect():
+                assert isinstance(done.outcome, wanted), done
+                left -= 1
+            # An engine's steps take longer; it has a processor of its own, which the volume's programs lack here.
+            time.sleep(0.002)
+
+
+class FsJob(Contestant):
+    """VLLM's fs code as its tier calls it: one job is one call on one thread."""
+
+    name = "vLLM fs, one job"
+    is_one_thread = True
+
+    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
+        """Find the code; raise ImportError where vLLM is not installed."""
+        super().__init__(directory, region, is_direct=is_direct)
+        from vllm.v1.kv_offload.tiering.fs import io
+
+        self.io: Any = io
+
+    def path(self, number: int) -> str:
+        """Return where vLLM's tier keeps a block, below its own directory."""
+        name = self.keys[number].hash.hex()
+        return f"{self.directory}/{name[:3]}/{name[3:5]}_g0/{name}.bin"
+
+    def load(self, pool: ThreadPoolExecutor) -> None:
+        """Load every block in one call."""
+        pool.submit(self._load, list(range(self.region.blocks))).result()
+
+    def store(self, pool: ThreadPoolExecutor) -> None:
+        """Store every block in one call."""
+        pool.submit(self._store, list(range(self.region.blocks))).result()
+
+    def _load(self, numbers: list[int]) -> None:
+        self.io.batch_load_block(*self._arguments(numbers))
+
+    def _store(self, numbers: list[int]) -> None:
+        self.io.batch_store_block(*self._arguments(numbers))
+
+    def _arguments(self, numbers: list[int]) -> tuple[list[str], memoryview, list[int], int, bool]:
+        size = self.region.block_bytes
+        return [self.path(n) for n in numbers], self.region.view(), [n * size for n in numbers], size, self.is_direct
+
+
+CONTESTANTS: tuple[type[Contestant], ...] = (
+    Plain,
+    Kvtier,
+    KvtierMovers,
+    FsJob,
+)
+
+
+def _all(pool: ThreadPoolExecutor, task: Any, count: int) -> None:
+    for future in [pool.submit(task, number) for number in range(count)]:
+        future.result()
 
 
 class Bench:
@@ -40,7 +298,7 @@ class Bench:
     def run(self, chunk_mib: float, job_mib: int, threads: Sequence[int], repetitions: int) -> None:
         """Measure blocks of one size."""
         region = Region(max(1, int(job_mib / chunk_mib)), int(chunk_mib * MIB))
-        classes = [kind for kind in contestants.ALL if self._can_run(kind, region)]
+        classes = [kind for kind in CONTESTANTS if self._can_run(kind, region)]
         try:
             with ThreadPoolExecutor(1) as pool:
                 for kind in classes:
@@ -70,20 +328,16 @@ class Bench:
         reader.load(pool)
         self._record(kind, region, "load", threads, repetition, time.perf_counter() - began)
         reader.close()
-        if kind is contestants.Checksum:
-            # It brought nothing; the next contestant needs the bytes.
-            self._contestant(contestants.Plain, region).load(pool)
         if not region.is_intact():
             raise AssertionError(f"{kind.name}: the load did not bring what was written")
-        if kind.stores:
-            writer = kind(self._directory / f"stored-by-{kind.directory_name()}", region, is_direct=self._is_direct)
-            writer.directory.mkdir()
-            writer.prepare(threads)
-            began = time.perf_counter()
-            writer.store(pool)
-            self._record(kind, region, "store", threads, repetition, time.perf_counter() - began)
-            writer.close()
-            volumes.clear(writer.directory)
+        writer = kind(self._directory / f"stored-by-{kind.directory_name()}", region, is_direct=self._is_direct)
+        writer.directory.mkdir()
+        writer.prepare(threads)
+        began = time.perf_counter()
+        writer.store(pool)
+        self._record(kind, region, "store", threads, repetition, time.perf_counter() - began)
+        writer.close()
+        volumes.clear(writer.directory)
 
     def _record(  # noqa: PLR0913, PLR0917 - one measurement has this many names
         self, kind: type[Contestant], region: Region, way: str, threads: int, repetition: int, seconds: float

@@ -9,27 +9,20 @@ that fails is a record, and the next one begins. ``--device cpu`` plays the same
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import shlex
-import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import backends, journal, models, traffic_report, volumes
-from e2e.bench.engine_gpu import GRAPHS
+from e2e.bench import backends, journal, models, report, volumes, workloads
 from e2e.bench.engines import Engine, EngineFailed
-from e2e.bench.traffic_stages import PREPARE, STAGES, TINY_STAGES, Settings, Stage
-
-from kvtier_cli.bench import workloads
-from kvtier_cli.bench.workloads import Cell
+from e2e.bench.workloads import Cell, Sizes
 
 GIB = 1 << 30
 GPU_BLOCK_TOKENS = 16
@@ -39,6 +32,65 @@ USER_WAVES = 3
 AT_ONCE_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
+GRAPHS = {
+    "enforce_eager": False,
+    # Without compiling the model, which takes minutes and changes nothing about the copies.
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+"""Decode steps as CUDA graphs, vLLM's default: then the GPU is the limit, not its host."""
+
+PREPARE = "prepare"
+"""Puts on the volume what the cells after a restart ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An engine's memory, and what it serves."""
+
+    gpu_tokens: int
+    """What the GPU's prefix cache holds; 0 for all that there is room for."""
+    cpu_bytes: int
+    cells: tuple[str, ...]
+    keeps_volume: bool = False
+    """Finds what the stage before left."""
+
+
+STAGES = {
+    "traffic": Stage(131072, 16_000_000_000, (Cell.CONVERSATIONS, Cell.SHORT, PREPARE)),
+    "restart": Stage(0, 24_000_000_000, (Cell.ARRIVALS, Cell.SHARED, Cell.SINGLE, Cell.USERS), keeps_volume=True),
+    "fits": Stage(98304, 40_000_000_000, (Cell.FITTING,)),
+    "all-in-gpu": Stage(0, 0, (Cell.CONVERSATIONS, Cell.SHORT)),
+}
+TINY_STAGES = {
+    "traffic": Stage(2304, 32 << 20, STAGES["traffic"].cells),
+    "restart": Stage(0, 64 << 20, STAGES["restart"].cells, keeps_volume=True),
+    "fits": Stage(2304, 256 << 20, STAGES["fits"].cells),
+    "all-in-gpu": Stage(0, 0, STAGES["all-in-gpu"].cells),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is the same for every stage."""
+
+    work: Path
+    volume: Path
+    repository: Path
+    lifeboat: Path | None
+    sizes: Sizes
+    stages: Mapping[str, Stage]
+    engine: Mapping[str, Any]
+    is_cpu_build: bool
+    block_tokens: int
+    block_bytes: int
+    vocabulary: int
+    kvtier: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
+    """What is special about this run, for the report."""
+    rounds: int = 1
+    """How often conversations and short prompts are played, each time others."""
+    deadline: float = 0.0
+    """On the monotonic clock; 0 for none."""
 
 
 class Traffic:
@@ -86,7 +138,6 @@ class Traffic:
             Cell.SHARED: self._shared,
             Cell.SINGLE: self._single,
             Cell.USERS: self._users,
-            Cell.DAMAGED: self._damaged,
             Cell.NEVER: self._never,
             PREPARE: self._prepare,
         }
@@ -124,33 +175,25 @@ class Traffic:
     def _arrivals(self, engine: Engine, cell: str, _: Path) -> None:
         requests = workloads.arrivals(self._settings.sizes)
         for _round in range(AT_ONCE_ROUNDS):
-            self._measure(engine, cell, requests, is_clocked=False)
+            self._measure(engine, cell, requests)
             self._forget_all(engine)
-        self._profile(engine, cell, requests)
 
     def _shared(self, engine: Engine, cell: str, _: Path) -> None:
         sizes = self._settings.sizes
         rounds = itertools.count(0, sizes.sharers)
         for _round in range(AT_ONCE_ROUNDS):
-            self._measure(engine, cell, workloads.sharers(sizes, first=next(rounds)), is_clocked=False)
+            self._measure(engine, cell, workloads.sharers(sizes, first=next(rounds)))
             if self._backend == backends.NONE:
                 # What no backend can beat: the prefix never left the GPU.
                 requests = workloads.sharers(sizes, first=next(rounds))
-                self._measure(engine, f"{cell} in GPU", requests, is_clocked=False)
+                self._measure(engine, f"{cell} in GPU", requests)
             self._forget_all(engine)
-        self._profile(engine, cell, workloads.sharers(sizes, first=next(rounds)))
 
     def _forget_all(self, engine: Engine) -> None:
         """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
         engine.forget(cpu_tier=self._backend != backends.NONE)
         volumes.forget_pages(self._settings.volume / self._backend)
         self._ask(engine, workloads.warm_up(self._settings.sizes))
-
-    def _profile(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Play the cell once more with clocks around the calls, if that is asked for."""
-        if cell in self._settings.profiled or cell in self._settings.traced:
-            self._measure(engine, f"{cell} profiled", requests)
-            self._forget_all(engine)
 
     def _single(self, engine: Engine, cell: str, blocks: Path) -> None:
         requests = workloads.singles(self._settings.sizes)
@@ -166,22 +209,6 @@ class Traffic:
             self._measure(engine, cell, workloads.users(self._settings.sizes))
             self._forget_all(engine)
 
-    def _damaged(self, engine: Engine, cell: str, blocks: Path) -> None:
-        for request in workloads.damaged(self._settings.sizes):
-            before = self._files(blocks)
-            self._measure(engine, f"{cell} first", [request])
-            self._measure(engine, f"{cell} in GPU", [request])
-            self._settle(blocks, [request], beside=len(before))
-            engine.forget(cpu_tier=True)
-            files = sorted(self._files(blocks) - before, key=lambda path: path.stat().st_mtime_ns)
-            with files[len(files) // 2].open("r+b") as file:
-                file.seek(self._settings.block_bytes // 2)
-                file.write(b"damaged")
-            self._measure(engine, cell, [request])
-
-    def _files(self, blocks: Path) -> set[Path]:
-        return {Path(entry.path) for entry in volumes.block_files(blocks, at_least=self._settings.block_bytes)}
-
     def _never(self, engine: Engine, cell: str, blocks: Path) -> None:
         sizes = self._settings.sizes
         name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
@@ -190,34 +217,18 @@ class Traffic:
             self._empty(blocks)
             self._measure(engine, name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
-    def _measure(
-        self,
-        engine: Engine,
-        cell: str,
-        requests: Sequence[Mapping[str, Any]],
-        *,
-        at_a_time: int = 0,
-        is_clocked: bool = True,
-    ) -> None:
-        name = cell.partition(" ")[0]
-        is_traced = is_clocked and name in self._settings.traced
-        is_profiled = is_traced or (is_clocked and name in self._settings.profiled)
-        if is_profiled:
-            engine.call("start_step_profile", is_traced)
-        with self._sampling(engine, cell):
-            answer = self._ask(engine, requests, at_a_time=at_a_time)
-        profile = {"profile": engine.call("stop_step_profile")} if is_profiled else {}
-        record = {**self._record("cell"), "cell": cell, **answer, **profile}
-        self._log.write(record, traffic_report.one_line(record))
+    def _measure(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
+        record = {**self._record("cell"), "cell": cell, **self._ask(engine, requests, at_a_time=at_a_time)}
+        self._log.write(record, report.one_line(record))
 
     def _ask(self, engine: Engine, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
         limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
         return engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
 
-    def _settle(self, blocks: Path, requests: list[workloads.Request], *, beside: int = 0) -> None:
+    def _settle(self, blocks: Path, requests: list[workloads.Request]) -> None:
         if not backends.has_volume(self._backend):
             return
-        expected = beside + workloads.block_count(requests, self._settings.block_tokens)
+        expected = workloads.block_count(requests, self._settings.block_tokens)
         found = volumes.wait_for_blocks(
             blocks,
             at_least=self._settings.block_bytes,
@@ -260,18 +271,6 @@ class Traffic:
         self._log.write({**self._record("engine"), **engine.facts}, line)
         return engine
 
-    @contextlib.contextmanager
-    def _sampling(self, engine: Engine, cell: str) -> Iterator[None]:
-        if not self._settings.sampler:
-            yield
-            return
-        out = self._settings.work / f"{self._backend}-{self._settings.variant}-{cell.replace(' ', '-')}.stacks"
-        pid = engine.call("process_id")
-        command = self._settings.sampler.format(pid=pid, out=out)
-        with subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL) as sampler:
-            yield
-            sampler.send_signal(signal.SIGINT)
-
     def _record(self, kind: str) -> journal.Record:
         return {"kind": kind, "backend": self._backend, "stage": self._stage, "variant": self._settings.variant}
 
@@ -299,7 +298,7 @@ def main() -> None:
     finally:
         if options.volume is None:
             volumes.release_tmpfs(volume)
-        print(traffic_report.write(options.out))
+        print(report.write(options.out))
     log.say("done")
 
 
@@ -339,9 +338,6 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         kvtier=options.kvtier,
         variant=options.variant,
         rounds=options.rounds,
-        profiled=options.profile,
-        traced=options.trace,
-        sampler=options.sampler,
         deadline=time.monotonic() + options.time_limit if options.time_limit else 0.0,
     )
 
@@ -363,9 +359,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of A, B and C, each with other prompts")
     parser.add_argument("--sizes", type=json.loads, default={}, help="of workloads, other than usual, as JSON")
     parser.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
-    parser.add_argument("--profile", nargs="+", default=[], metavar="CELL", help="put clocks around these cells' calls")
-    parser.add_argument("--trace", nargs="+", default=[], metavar="CELL", help="record each of these cells' calls")
-    parser.add_argument("--sampler", default="", help="command of a sampling profiler, with {pid} and {out}")
     parser.add_argument("--time-limit", type=float, default=0.0, help="end after so many seconds")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     options = parser.parse_args()

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directories that stand for a volume: what lies in them, and how the page cache forgets it."""
+"""Directories that stand for a volume: their block files, and dropping them from the page cache.
+
+``python -m e2e.bench.volumes --fill GIB`` touches memory: on a machine that grows with its use the first touch is slow.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
+import mmap
+import multiprocessing
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 _UNFINISHED = (".tmp", ".partial")
@@ -84,12 +92,6 @@ def _forget(path: Path) -> None:
         os.close(fd)
 
 
-def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the file system that holds the directory."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 def clear(directory: Path) -> None:
     """Remove a directory and what is in it."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -124,3 +126,35 @@ def release_tmpfs(directory: Path) -> None:
         subprocess.run(["umount", str(directory)], capture_output=True, check=False)
     else:
         clear(directory)
+
+
+def touch_memory(gibibytes: int, processes: int) -> float:
+    """Touch memory until all processes hold their parts, and give it back; return the seconds that took."""
+    gate = multiprocessing.Barrier(processes)
+    share = (gibibytes << 30) // processes
+    fillers = [multiprocessing.Process(target=_hold, args=(gate, share)) for _ in range(processes)]
+    began = time.perf_counter()
+    for filler in fillers:
+        filler.start()
+    for filler in fillers:
+        filler.join()
+    return time.perf_counter() - began
+
+
+def _hold(gate: Barrier, size: int) -> None:
+    region = mmap.mmap(-1, size)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(region)), 1, size)
+    gate.wait()
+
+
+def main() -> None:
+    """Touch as much memory as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fill", type=int, required=True, metavar="GIB", help="memory to touch, all at once")
+    gibibytes = parser.parse_args().fill
+    seconds = touch_memory(gibibytes, len(os.sched_getaffinity(0)))
+    print(f"touched {gibibytes} GiB in {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import pytest
-from e2e.bench.stats import Summary, group, milliseconds, percent, plain, ratio, summarise, table, times
+from e2e.bench.journal import Summary, group, ratio, summarise
+from e2e.bench.report import milliseconds, percent, plain, table, times
 
 
 def test_a_summary_is_the_median_and_the_extremes() -> None:
@@ -18,10 +19,6 @@ def test_the_median_of_an_even_number_lies_between_the_two_in_the_middle() -> No
 def test_nothing_measured_has_no_summary_and_is_written_as_a_dash() -> None:
     assert summarise([]) is None
     assert [milliseconds(None), plain(None), times(None), percent(None)] == ["-"] * 4
-
-
-def test_the_spread_is_a_share_of_the_median() -> None:
-    assert Summary(median=10.0, low=9.0, high=12.0, count=3).spread == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

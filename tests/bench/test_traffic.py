@@ -10,10 +10,8 @@ import pytest
 from e2e.bench import journal
 from e2e.bench.engines import EngineFailed
 from e2e.bench.models import TINY
-from e2e.bench.traffic import Traffic
-from e2e.bench.traffic_stages import TINY_STAGES, Settings
-
-from kvtier_cli.bench.workloads import TINY_SIZES
+from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
+from e2e.bench.workloads import TINY_SIZES
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 512
@@ -50,10 +48,6 @@ class FakeEngine:
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         self.calls.append("forget all" if cpu_tier else "forget")
-
-    def call(self, method: str, *_: Any) -> Any:
-        self.calls.append(method)
-        return {"seconds": 1.0, "calls": {}, "cpu_seconds": {}, "trace": []}
 
     def __enter__(self) -> Self:
         return self
@@ -172,13 +166,6 @@ def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
     assert not seeds[3] & seeds[4]
 
 
-def test_a_profile_is_taken_of_the_cells_that_are_named(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, profiled=["C"])
-    rig.traffic.play("none", "all-in-gpu", [])
-    assert rig.engines[0].calls == ["forget", *["start_step_profile", "stop_step_profile"] * 2]
-    assert ["profile" in record for record in rig.records("cell")] == [False, True, True]
-
-
 def test_one_prompt_is_asked_of_each_tier_in_turn(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.traffic.play("none", "restart", ["single"])
@@ -194,21 +181,11 @@ def test_users_come_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Pat
 
 
 def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, profiled=["E"])
+    rig = Rig(tmp_path)
     rig.traffic.play("none", "restart", ["E"])
     records = rig.records("cell")
-    assert [record["cell"] for record in records] == [*["E", "E in GPU"] * 3, "E profiled"]
-    assert ["profile" in record for record in records] == [False] * 6 + [True]
+    assert [record["cell"] for record in records] == ["E", "E in GPU"] * 3
     parts = [request["parts"] for record in records for request in record["requests"]]
     assert len({str(prefix) for prefix, _ in parts}) == 1
-    assert len({str(own) for _, own in parts}) == len(parts) == 7 * TINY_SIZES.sharers
+    assert len({str(own) for _, own in parts}) == len(parts) == 6 * TINY_SIZES.sharers
     assert rig.engines[0].calls.count("forget all") == 0
-
-
-def test_one_block_of_a_prompt_is_damaged_before_it_is_asked_for_again(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.traffic.play("fs", "fits", ["damaged"])
-    assert [record["cell"] for record in rig.records("cell")] == ["damaged first", "damaged in GPU", "damaged"]
-    damaged = [path for path in rig.volume.rglob("b-*") if b"damaged" in path.read_bytes()]
-    assert len(damaged) == 1
-    assert rig.engines[0].calls[-1] == "forget all"

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from e2e.bench.journal import Record
-from e2e.bench.timeline import make_timeline
-from e2e.bench.traffic_numbers import AIMS, later_turns, measure, percentile, served
-from e2e.bench.traffic_report import write
+from e2e.bench.report import IN_GPU, later_turns, measure, part, percentile, served, write
 
 
 def request(first: float, **changes: object) -> Record:
@@ -37,11 +35,6 @@ def cell(name: str, backend: str, seconds: float, *requests: Record, **changes: 
         "requests": list(requests) or [request(0.1), request(0.3)],
     }
     return {**record, **changes}
-
-
-def aim(records: list[Record], what: str) -> float | None:
-    (found,) = [aim.found(measure(records)) for aim in AIMS if aim.what.startswith(what)]
-    return found
 
 
 def table_row(text: str, start: str) -> list[str]:
@@ -87,40 +80,24 @@ def test_an_engine_whose_gpu_holds_everything_has_a_column_of_its_own_except_whe
         cell("never", "none", 10.0, stage="all-in-gpu"),
         cell("never", "kvtier", 10.1),
     ]
-    assert aim(records, "A: seconds, of everything in GPU") == pytest.approx(1.1)
-    assert aim(records, "never hits, CUDA graphs") == pytest.approx(1.01)
+    found = measure(records)
+    assert {name: part(found, "A", name).seconds.median for name in (IN_GPU, "none", "kvtier")} == {
+        IN_GPU: 20.0,
+        "none": 50.0,
+        "kvtier": 22.0,
+    }
+    assert part(found, "never", "none").seconds.median == 10.0
 
 
-def test_an_aim_without_both_measurements_is_not_judged() -> None:
-    assert aim([cell("A", "kvtier", 22.0)], "A: seconds, of vLLM fs") is None
-    assert aim([cell("B", "cpu", 22.0)], "B: seconds") is None
-
-
-def test_aims_are_judged_by_the_medians_of_the_repetitions(tmp_path: Path) -> None:
-    text = report(
-        tmp_path,
-        *(cell("B", "cpu", seconds) for seconds in (10.0, 10.1, 99.0)),
-        *(cell("B", "kvtier", seconds) for seconds in (10.3, 10.4, 10.5)),
-    )
-    assert table_row(text, "B: seconds")[1:] == ["1.03", "1.03", "yes"]
+def test_repetitions_are_shown_as_median_and_extremes(tmp_path: Path) -> None:
+    text = report(tmp_path, *(cell("B", "kvtier", seconds) for seconds in (10.3, 10.4, 10.5)))
     assert table_row(text, "B, fewer conversations: kvtier")[1] == "10.4 (10.3-10.5)"
 
 
-def test_a_hit_on_the_volume_is_compared_with_the_own_cpu_tier_and_with_the_rival() -> None:
-    def single(name: str, backend: str, first: float) -> Record:
-        return cell(name, backend, 1.0, request(first, label="32768"))
-
-    records = [
-        single("single first", "kvtier", 0.13),
-        single("single again", "kvtier", 0.10),
-        single("single first", "fs", 1.04),
-    ]
-    assert aim(records, "one prompt of 32k") == pytest.approx(1.3)
-    assert aim(records, "the same, of vLLM fs") == pytest.approx(1 / 8)
-
-
 def test_users_wait_for_the_last_first_token() -> None:
-    assert aim([cell("users", "kvtier", 2.0, request(0.2), request(0.9))], "8 users") == 0.9
+    found = part(measure([cell("users", "kvtier", 2.0, request(0.2), request(0.9))]), "users", "kvtier")
+    assert found is not None
+    assert found.all_first.median == 0.9
 
 
 def test_an_answer_that_differs_from_the_one_of_the_same_engines_hit_in_the_gpu_is_shown(tmp_path: Path) -> None:
@@ -147,34 +124,3 @@ def test_what_failed_or_was_left_out_is_in_the_report(tmp_path: Path) -> None:
     assert "- fs traffic: failed: fs: ended\n" in text
     assert "- cpu fits: not measured, the time was up" in text
     assert "- fs traffic: 3 of 4 blocks were on the volume" in text
-
-
-def test_a_profile_is_shown_by_share_of_the_time_and_kept_out_of_the_comparison(tmp_path: Path) -> None:
-    profile = {
-        "seconds": 10.0,
-        "calls": {"Scheduler.schedule": {"calls": 4, "seconds": 2.5, "longest": 1.0}},
-        "cpu_seconds": {"other processes": 20.0},
-        "trace": [],
-    }
-    text = report(tmp_path, cell("A", "kvtier", 9.0, profile=profile))
-    assert table_row(text, "Scheduler.schedule")[1:] == ["4", "2.50", "25.0 %"]
-    assert table_row(text, "CPU: other processes")[3] == "2.00x"
-    assert "A, conversations: kvtier" not in text
-
-
-def test_a_timeline_counts_from_the_request_and_ends_with_its_first_token(tmp_path: Path) -> None:
-    trace = [
-        ["KVTierScheduler.get_num_new_matched_tokens", 50.001, 50.003, []],
-        ["Movers.collect", 50.010, 50.011, [[0.005, 1.0], [0.006, 1.0]]],
-        ["SingleDirectionOffloadingHandler.get_finished", 50.02, 50.03, [[0.010, 4096.0]]],
-        ["Worker.execute_model", 51.0, 51.1, []],
-    ]
-    record = cell("single first", "kvtier", 1.0, request(0.1, label="32768"), profile={"trace": trace, "seconds": 1.0})
-    found = make_timeline(record)
-    assert found.first_token == pytest.approx(100.0)
-    assert found.spans["look-up"] == [pytest.approx((1.0, 2.0))]
-    assert found.verified == pytest.approx([11.0, 11.0])
-    assert found.copied == [pytest.approx((20.0, 30.0, 4096.0))]
-    assert found.spans["model"] == []
-    report(tmp_path, record)
-    assert (tmp_path / "timeline.png").stat().st_size > 0

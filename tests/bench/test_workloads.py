@@ -4,10 +4,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from e2e.bench import workloads
 from e2e.bench.models import joined_ids
-
-from kvtier_cli.bench import workloads
-from kvtier_cli.bench.workloads import GPU_SIZES, TINY_SIZES, Sizes
+from e2e.bench.workloads import GPU_SIZES, TINY_SIZES, Sizes
 
 VOCABULARY = 32000
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers, readers and the janitor on one directory, killed at random: the short form of ``make bench-janitor``."""
+"""Writers, readers and the janitor on one directory, killed at random: a short run of ``e2e/bench/janitor.py stress``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from e2e.bench.janitor_stress import stress
+from e2e.bench.janitor import stress
 
 
 @pytest.mark.timeout(240)

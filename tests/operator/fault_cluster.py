@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster for measuring the operator: the embedded API server, what a real cluster does to children, and operators.
+"""A cluster for faults around the operator: the embedded API server, controllers and operators.
 
 The controllers here are reduced to what a tier waits for, and told by the API server what changed, so that the machine
 is left to the operator: claims are bound, Jobs end well, pods stand and are ready, Deployments report it.
@@ -8,67 +8,31 @@ is left to the operator: claims are bound, Jobs end well, pods stand and are rea
 from __future__ import annotations
 
 import json
-import os
 import queue
-import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import yaml
 from aiohttp import web
+from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, running
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.apiserver.audit import parse_path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMESPACE = "default"
 TIERS = f"/apis/kvtier.dev/v1alpha1/namespaces/{NAMESPACE}/kvcachetiers"
 AGENT = "cluster"
 CONTROLLERS = 3
 _SETTLED = {"deployments", "jobs", "persistentvolumeclaims"}
 _MERGE = "application/merge-patch+json"
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
 Json = dict[str, Any]
-
-
-def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2) -> float:
-    """Wait until the condition holds and return the seconds that took.
-
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(f"{getattr(condition, '__name__', condition)} does not hold after {seconds:.0f} s")
-        time.sleep(pause)
-    return time.monotonic() - began
-
-
-def tier(name: str, **spec: Any) -> Json:
-    """Return a small tier."""
-    return {
-        "apiVersion": "kvtier.dev/v1alpha1",
-        "kind": "KVCacheTier",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {
-            "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
-            "replicas": 1,
-            "cpu": {"size": "8Gi"},
-            "volume": {"claim": {"size": "100Gi"}},
-            **spec,
-        },
-    }
 
 
 class BenchCluster:
@@ -159,7 +123,7 @@ class BenchCluster:
                 except urllib.error.HTTPError as error:
                     error.close()
                     # Not there yet, or changed meanwhile: unless its tier has gone, it is looked at again.
-                    if error.code != 404 or self._is_young(each):  # noqa: PLR2004  it is not there
+                    if error.code != 404 or self._is_young(each):
                         retry.add(each)
 
     def _is_young(self, work: tuple[str, str]) -> bool:
@@ -206,7 +170,7 @@ class BenchCluster:
             )
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code != 409:  # noqa: PLR2004  it stands
+            if error.code != 409:
                 raise
         conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
         status: Json = {"phase": "Running", "conditions": conditions}
@@ -228,24 +192,6 @@ def is_final(body: Json) -> bool:
     return bool(ready.get("status") == "True" and ready.get("observedGeneration") == body["metadata"]["generation"])
 
 
-@dataclass
-class OperatorProcess:
-    """One operator as `kvtier run` starts it, and what the system says about it."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    peak_bytes: int = field(default=0)
-
-    def cpu_seconds(self) -> float:
-        """Return the processor time that it used so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-
-    def rss_bytes(self) -> int:
-        """Return the memory that it holds now."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
 def operator(
     cluster: BenchCluster, folder: Path, *arguments: str, **environment: str
 ) -> AbstractContextManager[OperatorProcess]:
@@ -253,26 +199,3 @@ def operator(
     folder.mkdir(parents=True, exist_ok=True)
     kubeconfig = cluster.api.write_kubeconfig(folder / "kubeconfig")
     return running(folder, kubeconfig, "-n", NAMESPACE, *arguments, **environment)
-
-
-@contextmanager
-def running(folder: Path, kubeconfig: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
-    """Run an operator in a folder, and end it gracefully unless it has ended."""
-    log = folder / f"operator-{time.monotonic_ns()}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_cli", "run", *arguments],
-            env={**os.environ, "KUBECONFIG": str(kubeconfig), **environment},
-            cwd=folder,
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        yield OperatorProcess(process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -21,17 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
-from e2e.bench.operator_cluster import (
-    NAMESPACE,
-    TIERS,
-    BenchCluster,
-    Json,
-    OperatorProcess,
-    is_final,
-    operator,
-    tier,
-    until,
-)
+from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, tier, until
+from fault_cluster import TIERS, BenchCluster, Json, is_final, operator
 
 from kvtier_localcluster.apiserver import ApiError
 from kvtier_localcluster.apiserver.audit import parse_path
@@ -122,7 +113,7 @@ class Trouble:
 
     def disturb_watches(self) -> None:
         """End all watches, and now and then expire what they would resume from."""
-        if self.chance.random() < 0.5:  # noqa: PLR2004  every other time
+        if self.chance.random() < 0.5:
             self.cluster.api.compact()
             self._count("410 expired")
         self.cluster.api.drop_watches()
@@ -213,7 +204,7 @@ class _Run:
         end, next_kill = began + seconds, began + min(self.kill_seconds, seconds)
         while time.monotonic() < end or self.killed == killed or not self.trouble.has_failed_requests():
             _edit(self.cluster, self.wanted, self.chance, most=self.tiers)
-            if self.chance.random() < 0.05:  # noqa: PLR2004  one in twenty rounds
+            if self.chance.random() < 0.05:
                 self.trouble.disturb_watches()
             if time.monotonic() >= next_kill:
                 self._running[0].process.kill()
@@ -252,7 +243,7 @@ def _edit(cluster: BenchCluster, wanted: dict[str, int], chance: random.Random, 
     if name not in wanted:
         cluster.call("POST", TIERS, tier(name, replicas=replicas))
         wanted[name] = replicas
-    elif chance.random() < 0.25:  # noqa: PLR2004  one in four edits
+    elif chance.random() < 0.25:
         cluster.call("DELETE", f"{TIERS}/{name}")
         del wanted[name]
     else:
@@ -313,7 +304,7 @@ def _without(cluster: BenchCluster, trouble: Trouble, folder: Path, *, name: str
     port = free_port()
     with operator(cluster, folder, f"--liveness=http://127.0.0.1:{port}") as process:
         with suppress(TimeoutError):
-            until(lambda: _status(port, "/healthz") == 200, seconds=120)  # noqa: PLR2004  it answers
+            until(lambda: _status(port, "/healthz") == 200, seconds=120)
         cluster.call("POST", TIERS, tier(name))
         with suppress(TimeoutError):
             until(lambda: _is_named(cluster, name, trouble.forbidden) or _is_ready(cluster, name), seconds=seconds)
