@@ -25,9 +25,7 @@ from kvtier_operator.plan import make_unchecked_plan
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "connectors.md"
-ON_GPU: Final = tuple(
-    ROOT / f"e2e/backends/results/{day}-h200/backends.json" for day in ("2026-11-22", "2026-11-23")
-)
+ON_GPU: Final = tuple(ROOT / f"e2e/backends/results/{day}-h200/backends.json" for day in ("2026-11-22", "2026-11-23"))
 """Later ones count before earlier ones. In the first, engines started while another replica was measured, and LMCache
 was loaded with a shim, for it was built for another PyTorch."""
 ON_CPU: Final = Path(__file__).with_name("results") / "cpu.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers, readers and the janitor on one directory, killed at random: a short run of ``e2e/bench/janitor.py stress``."""
+"""Writers, readers and the janitor on one directory, killed at random: a short ``e2e/bench/janitor.py stress``."""
 
 from __future__ import annotations
 
