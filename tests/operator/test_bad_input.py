@@ -120,7 +120,7 @@ def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "at", "says"),
     [
-        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; did you mean spec.engine?"),
+        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
         ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
         ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
         ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),

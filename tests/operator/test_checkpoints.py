@@ -15,7 +15,7 @@ from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.checkpoints import LARGEST_BLOCK_TOKENS, STEP_TOKENS
 from kvtier_operator.plan.decisions import checkpoints_of, kv_of
-from kvtier_operator.plan.kv import KvCache
+from kvtier_operator.plan.model_layout import ModelLayout
 
 REF = TierRef(namespace=TIER.namespace, name=TIER.name, uid="0")
 WINDOWED = ("google/gemma-3-27b-it", "google/gemma-2-9b-it", "openai/gpt-oss-20b", "openai/gpt-oss-120b")
@@ -94,7 +94,7 @@ def test_the_places_change_no_block_and_so_no_generation(model: str) -> None:
 def test_the_plan_says_from_where_a_prompt_goes_on_and_what_it_costs(model: str) -> None:
     plan = plan_of(model)
     kv = kv_of(plan.spec)
-    assert isinstance(kv, KvCache)
+    assert isinstance(kv, ModelLayout)
     notes = " ".join(make_capacity(plan.spec, plan.decisions, None).notes)
     assert "of two prompts, the second goes on from the last" in notes
     assert ("--prefix-cache-retention-interval" in notes) == (not kv.has_states)

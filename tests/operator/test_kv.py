@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_operator.plan import models
-from kvtier_operator.plan.kv import KvCache, KvUnknown, Layout, make_kv, make_layout
+from kvtier_operator.plan import engine_args, models
+from kvtier_operator.plan.model_layout import (
+    EngineLayout,
+    KvUnknown,
+    ModelLayout,
+    make_engine_layout,
+    make_model_layout,
+)
 
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -21,9 +27,9 @@ DENSE: dict[str, Any] = {
 }
 
 
-def kv(config: dict[str, Any], layout: Layout | None = None) -> KvCache:
-    found = make_kv(config, layout or Layout())
-    assert isinstance(found, KvCache), found
+def kv(config: dict[str, Any], layout: EngineLayout | None = None) -> ModelLayout:
+    found = make_model_layout(config, layout or EngineLayout())
+    assert isinstance(found, ModelLayout), found
     return found
 
 
@@ -100,7 +106,7 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
 
 
 def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
-    layout = make_layout([], tensor_parallel=1, is_cpu_build=True)
+    layout = make_engine_layout(engine_args.read([]), tensor_parallel=1, is_cpu_build=True)
     latent = kv({"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, layout)
     assert latent.block_tokens == kv(DENSE, layout).block_tokens == 128
 
@@ -119,25 +125,28 @@ def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without
     ],
 )
 def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
-    assert kv(DENSE, make_layout(args, tensor_parallel=tp, is_cpu_build=False)).token_bytes == token_bytes
+    assert (
+        kv(DENSE, make_engine_layout(engine_args.read(args), tensor_parallel=tp, is_cpu_build=False)).token_bytes
+        == token_bytes
+    )
 
 
 def test_copies_of_heads_are_explained() -> None:
-    found = kv(DENSE, Layout(tensor_parallel=16))
+    found = kv(DENSE, EngineLayout(tensor_parallel=16))
     assert found.formula == "2 x 128 x 16 KV heads (8 heads, each on 2 of 16 ranks) x 2 B"
-    assert kv(DENSE, Layout(tensor_parallel=16, is_canonical=True)).token_bytes == 131072
+    assert kv(DENSE, EngineLayout(tensor_parallel=16, is_canonical=True)).token_bytes == 131072
 
 
 def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
     latent = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert kv(latent, Layout(tensor_parallel=8)).token_bytes == 69120
-    assert kv(latent, Layout(tensor_parallel=8, pipeline_parallel=2)).token_bytes == 8 * 69120
-    assert kv(latent, Layout(kv_dtype="fp8_ds_mla")).layer_bytes == 656
+    assert kv(latent, EngineLayout(tensor_parallel=8)).token_bytes == 69120
+    assert kv(latent, EngineLayout(tensor_parallel=8, pipeline_parallel=2)).token_bytes == 8 * 69120
+    assert kv(latent, EngineLayout(kv_dtype="fp8_ds_mla")).layer_bytes == 656
 
 
 def test_a_single_group_makes_windows_cost_what_full_attention_costs() -> None:
     config = without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6)
-    assert kv(config, Layout(is_single_group=True)).attention_groups == 1
+    assert kv(config, EngineLayout(is_single_group=True)).attention_groups == 1
 
 
 def test_states_make_blocks_large() -> None:
@@ -171,14 +180,14 @@ def test_states_make_blocks_large() -> None:
     ],
 )
 def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
-    found = make_kv(config, Layout())
+    found = make_model_layout(config, EngineLayout())
     assert isinstance(found, KvUnknown)
     assert why in found.why
 
 
 @pytest.mark.parametrize("name", ["turboquant_k8v4", "int8_per_token_head", "nonsense"])
 def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
-    assert isinstance(make_kv(DENSE, Layout(kv_dtype=name)), KvUnknown)
+    assert isinstance(make_model_layout(DENSE, EngineLayout(kv_dtype=name)), KvUnknown)
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -225,7 +234,7 @@ ANY = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from(
 @settings(max_examples=300)
 @given(config=st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=6), base=st.booleans(), tp=st.integers(1, 64))
 def test_no_config_is_too_strange_to_answer(config: dict[str, Any], base: bool, tp: int) -> None:
-    found = make_kv({**(DENSE if base else {}), **config}, Layout(tensor_parallel=tp))
+    found = make_model_layout({**(DENSE if base else {}), **config}, EngineLayout(tensor_parallel=tp))
     assert isinstance(found, KvUnknown) or found.token_bytes >= 1
 
 
@@ -237,7 +246,7 @@ def test_no_config_is_too_strange_to_answer(config: dict[str, Any], base: bool, 
 )
 def test_splitting_never_makes_the_cache_smaller(layers: int, heads: int, head: int, tp: int) -> None:
     config = {"num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": head}
-    whole, split = kv(config), kv(config, Layout(tensor_parallel=tp))
+    whole, split = kv(config), kv(config, EngineLayout(tensor_parallel=tp))
     assert whole.token_bytes == layers * heads * head * 2 * 2
     if heads % tp == 0 or tp % heads == 0:
         assert split.token_bytes >= whole.token_bytes

@@ -28,7 +28,7 @@ from kvtier_operator.plan import (
     nodes,
 )
 from kvtier_operator.plan.capacity import Capacity, make_capacity
-from kvtier_operator.plan.kv import KvCache, Layout, make_kv
+from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot
 
@@ -210,11 +210,11 @@ def test_a_note_that_somebody_spoilt_counts_as_none(text: str) -> None:
     assert decisions.read(text) == decisions.Kept(cpu={}, model={})
 
 
-def kv(name: str, **layout: Any) -> KvCache:
+def kv(name: str, **layout: Any) -> ModelLayout:
     model = models.known(name)
     assert model is not None
-    found = make_kv(model.config, Layout(**layout))
-    assert isinstance(found, KvCache)
+    found = make_model_layout(model.config, EngineLayout(**layout))
+    assert isinstance(found, ModelLayout)
     return found
 
 

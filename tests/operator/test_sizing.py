@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_operator.plan import flags, report
+from kvtier_operator.plan import engine_args, report
 from kvtier_operator.plan.sizing import GIB, make_sizing
 
 
@@ -62,7 +62,7 @@ def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, 
     ],
 )
 def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], engines: int) -> None:
-    assert flags.engines_per_pod(args) == engines
+    assert engine_args.read(args).engines_per_pod == engines
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], en
     ],
 )
 def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str, tuple[str, ...]]) -> None:
-    assert flags.parse(args) == found
+    assert engine_args.read(args).words == found
 
 
 def test_no_term_is_larger_than_a_status_can_hold() -> None:

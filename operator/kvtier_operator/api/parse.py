@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvtier_operator import names
-from kvtier_operator.api import suggestions
 from kvtier_operator.api.rules import RULE_BROKEN
 from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 from kvtier_operator.errors import SpecInvalid
@@ -130,14 +129,6 @@ def _put(document: Mapping[str, Any], path: Sequence[str], value: object) -> dic
     return kept if value is _ABSENT else {**kept, first: value}
 
 
-_UNKNOWN: Final = "is not a field of KVCacheTier; "
-
-
-def unknown_fields(body: Mapping[str, Any]) -> tuple[SpecInvalid, ...]:
-    """Return the fields of a KVCacheTier body that there are not, each with what may be meant."""
-    return tuple(each for each in problems(body) if each.message.startswith(_UNKNOWN))
-
-
 def _path(error: ErrorDetails) -> str:
     """Write the place of an error as the API server does: ``spec.engine.args[0]``."""
     path = "spec"
@@ -154,8 +145,7 @@ def _message(error: ErrorDetails) -> str:
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        meant = suggestions.hint(_path(error))
-        return f"{_UNKNOWN}{meant or 'see kubectl explain kvcachetier.spec'}"
+        return "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}"
     if kind == "string_pattern_mismatch":

@@ -17,11 +17,11 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, canonical, chunks, digest, flags, shares
+from kvtier_operator.plan import backends, canonical, chunks, digest, engine_args, shares
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
-from kvtier_operator.plan.kv import KvUnknown
+from kvtier_operator.plan.model_layout import KvUnknown
 from kvtier_operator.plan.pin import Pin
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
@@ -259,7 +259,7 @@ def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
         # A file in its place is no memory.
         cpu_bytes=0 if connector.is_on_node_disk else decisions.cpu_bytes,
         engine_memory_bytes=spec.engine.memory_bytes,
-        engines_per_pod=flags.engines_per_pod(spec.engine.args),
+        engines_per_pod=engine_args.read(spec.engine.args).engines_per_pod,
         workers_per_engine=spec.engine.tensor_parallel,
         compresses=spec.disk.compresses,
         # Weights pass through this memory, so it says how large they may be where nobody knows the model.

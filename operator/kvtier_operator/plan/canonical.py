@@ -11,9 +11,8 @@ from typing import Final
 
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
-from kvtier_operator.plan import decisions, flags
-from kvtier_operator.plan.kv import KvUnknown
-from kvtier_operator.plan.layers import language_config
+from kvtier_operator.plan import decisions, engine_args
+from kvtier_operator.plan.model_layout import KvUnknown, language_config
 
 _FIELD: Final = "spec.disk.canonicalLayout"
 _PARALLEL: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
@@ -44,11 +43,11 @@ def advise(spec: TierSpec) -> str:
 
 def _obstacle(spec: TierSpec) -> str | None:
     kv, config = decisions.kv_of(spec), language_config(decisions.config_of(spec) or {})
-    found, ranks = flags.parse(spec.engine.args), spec.engine.tensor_parallel
-    split = [flag for flag in _PARALLEL if flags.count(found, flag) > 1]
+    args, ranks = engine_args.read(spec.engine.args), spec.engine.tensor_parallel
+    split = [flag for flag in _PARALLEL if args.count(flag) > 1]
     if split:
         return f"--{split[0]} in spec.engine.args splits blocks in ways of which they cannot be freed"
-    drafts = [flag for flag in _DRAFTS if flag in found]
+    drafts = [flag for flag in _DRAFTS if args.has(flag)]
     if drafts:
         return f"--{drafts[0]} in spec.engine.args may add layers of a draft model, whose heads are others"
     if isinstance(kv, KvUnknown):

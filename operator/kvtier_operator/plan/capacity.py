@@ -10,11 +10,11 @@ from typing import Final
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
-from kvtier_operator.plan import chunks, flags, nodes
+from kvtier_operator.plan import chunks, engine_args, nodes
 from kvtier_operator.plan.checkpoints import Checkpoints
 from kvtier_operator.plan.chunks import Chunking, bytes_of
 from kvtier_operator.plan.decisions import Decisions, checkpoints_of, kv_of
-from kvtier_operator.plan.kv import KvCache, KvUnknown
+from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout
 from kvtier_operator.snapshot import Snapshot
 
 MEMORY_SHARE: Final = 0.92
@@ -76,7 +76,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
     return _with_notes(found, kv, decisions.chunking, _checkpoint_notes(kept, kv, tokens))
 
 
-def _checkpoint_notes(kept: Checkpoints, kv: KvCache, chunk_tokens: int | None) -> tuple[str, ...]:
+def _checkpoint_notes(kept: Checkpoints, kv: ModelLayout, chunk_tokens: int | None) -> tuple[str, ...]:
     """Say from where on a later prompt can go on, and what that costs."""
     if kept.window_interval is not None:
         full = math.ceil(kv.layers.full / kv.layers_per_group) * kv.group_bytes
@@ -101,13 +101,13 @@ def _checkpoint_notes(kept: Checkpoints, kv: KvCache, chunk_tokens: int | None) 
     return ()
 
 
-def formula(kv: KvCache) -> str:
+def formula(kv: ModelLayout) -> str:
     """Write how the bytes of a token come about."""
     groups = f" x {kv.attention_groups} groups" if kv.attention_groups > 1 else ""
     return f"{kv.layers_per_group} layers x {kv.formula}{groups}"
 
 
-def _held(capacity: int, kv: KvCache, tokens: int | None, *, on_disk: bool = False) -> int:
+def _held(capacity: int, kv: ModelLayout, tokens: int | None, *, on_disk: bool = False) -> int:
     if tokens is None:
         return capacity // kv.token_bytes
     return chunks.held_tokens(capacity, kv, chunk_tokens=tokens, on_disk=on_disk)
@@ -129,9 +129,9 @@ def _device_kv(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) 
     memory = nodes.device_memory(spec, None if snapshot is None else snapshot.nodes)
     if memory is None or decisions.weight_bytes is None:
         return None, None
-    found = flags.parse(spec.engine.args)
-    devices = spec.engine.tensor_parallel * flags.count(found, "pipeline-parallel-size")
-    share = _share(flags.last(found, "gpu-memory-utilization"))
+    args = engine_args.read(spec.engine.args)
+    devices = spec.engine.tensor_parallel * args.pipeline_parallel
+    share = args.gpu_memory_utilization or MEMORY_SHARE
     left = max(0, int(devices * (memory * share - WORKING_BYTES)) - decisions.weight_bytes)
     said = (
         f"{devices} x ({quantity.show_bytes(memory)} x {share:g} - {quantity.show_bytes(WORKING_BYTES)}) - "
@@ -140,21 +140,13 @@ def _device_kv(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) 
     return left, said
 
 
-def _share(text: str | None) -> float:
-    try:
-        share = float(text) if text else MEMORY_SHARE
-    except ValueError:
-        return MEMORY_SHARE
-    return share if 0 < share <= 1 else MEMORY_SHARE
-
-
-def _chunk_notes(spec: TierSpec, kv: KvUnknown | KvCache) -> tuple[str, ...]:
-    if spec.disk.block_tokens is not None or isinstance(kv, KvCache):
+def _chunk_notes(spec: TierSpec, kv: KvUnknown | ModelLayout) -> tuple[str, ...]:
+    if spec.disk.block_tokens is not None or isinstance(kv, ModelLayout):
         return ()
     return ("files hold one block of vLLM each, which is small for many models; spec.disk.blockTokens sets more",)
 
 
-def _with_notes(found: Capacity, kv: KvCache, chunking: Chunking, told: tuple[str, ...]) -> Capacity:
+def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, told: tuple[str, ...]) -> Capacity:
     notes = list(told)
     if found.chunk_tokens is None:
         notes.append("how many tokens a file holds is known only to the engine: its blocks hold a state of the model")

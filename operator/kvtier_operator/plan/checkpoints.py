@@ -9,15 +9,14 @@ from. Kept at places in between they cost memory and disk, which is why the plac
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_operator.plan import chunks, flags
+from kvtier_operator.plan import chunks
 from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.kv import KvCache, KvUnknown
-from kvtier_operator.plan.layers import language_config
+from kvtier_operator.plan.engine_args import EngineArgs
+from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout, language_config
 
 LEAST_INTERVAL_TOKENS: Final = 512
 STEP_TOKENS: Final = 2048
@@ -31,8 +30,6 @@ _INTERVAL_FLAG: Final = "prefix-cache-retention-interval"
 _PIECES: Final = "attention_chunk_size"
 _STEP_FLAG: Final = "long-prefill-token-threshold"
 _NO_WINDOWS: Final = ("disable-sliding-window", "disable-hybrid-kv-cache-manager")
-_LENGTH: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM]?)")
-_UNITS: Final[Mapping[str, int]] = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +55,25 @@ class Checkpoints:
 
 
 def choose(
-    kv: KvCache | KvUnknown, chunking: Chunking, *, args: Sequence[str], config: Mapping[str, Any] | None
+    kv: ModelLayout | KvUnknown, chunking: Chunking, *, args: EngineArgs, config: Mapping[str, Any] | None
 ) -> Checkpoints:
     """Return the places that engines keep.
 
     Args:
         kv: what a token takes.
         chunking: the size of files.
-        args: what the user added to the engine's command line.
+        args: the flags of ``spec.engine.args``.
         config: the model's config.json, where that is known.
     """
     if isinstance(kv, KvUnknown) or not (kv.has_states or kv.layers.sliding):
         return Checkpoints()
-    found = flags.parse(args)
-    if _INTERVAL_FLAG in found or _STEP_FLAG in found:
+    if args.has(_INTERVAL_FLAG, _STEP_FLAG):
         return Checkpoints(is_set_by_user=True)
     if kv.has_states:
-        longest = _longest_prompt(found, config)
+        longest = _longest_prompt(args, config)
         return Checkpoints(step_tokens=STEP_TOKENS if longest is None else min(STEP_TOKENS, longest))
     # vLLM refuses an interval where no layer has a window that it keeps apart; one in pieces (Llama 4) is none.
-    is_apart = not any(flag in found for flag in _NO_WINDOWS) and not language_config(config or {}).get(_PIECES)
+    is_apart = not args.has(*_NO_WINDOWS) and not language_config(config or {}).get(_PIECES)
     tokens = chunks.tokens_of(chunking, kv)
     if tokens is None or kv.layers.window is None or not is_apart:
         return Checkpoints()
@@ -88,10 +84,9 @@ def choose(
     return Checkpoints(window_interval=interval, window_share=tail / interval)
 
 
-def _longest_prompt(found: Mapping[str, tuple[str, ...]], config: Mapping[str, Any] | None) -> int | None:
+def _longest_prompt(args: EngineArgs, config: Mapping[str, Any] | None) -> int | None:
     """Return the tokens of the longest prompt: a step may not be longer, or the engine does not start."""
-    match = _LENGTH.fullmatch(flags.last(found, "max-model-len") or "")
-    if match:
-        return max(1, int(float(match[1]) * _UNITS[match[2]]))
+    if args.max_model_len is not None:
+        return args.max_model_len
     known = language_config(config or {}).get("max_position_embeddings")
     return known if isinstance(known, int) and known >= 1 else None

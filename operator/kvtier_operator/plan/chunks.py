@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_operator.plan.kv import KvCache, KvUnknown
+from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout
 
 PAGE_BYTES: Final = 4096
 """Rows of the CPU tier, and so the payloads of files, are whole pages."""
@@ -42,7 +42,7 @@ class Chunking:
         return {} if self.blocks is None else {"blocks_per_chunk": self.blocks}
 
 
-def choose(kv: KvCache | KvUnknown, *, asked_tokens: int | None) -> Chunking:
+def choose(kv: ModelLayout | KvUnknown, *, asked_tokens: int | None) -> Chunking:
     """Return the chunk that a spec gets.
 
     Args:
@@ -63,19 +63,19 @@ def choose(kv: KvCache | KvUnknown, *, asked_tokens: int | None) -> Chunking:
     return Chunking(blocks=blocks)
 
 
-def tokens_of(chunking: Chunking, kv: KvCache) -> int | None:
+def tokens_of(chunking: Chunking, kv: ModelLayout) -> int | None:
     """Return the tokens of one chunk; None where only the engine knows."""
     if chunking.tokens is not None:
         return chunking.tokens
     return None if kv.block_tokens is None else (chunking.blocks or 1) * kv.block_tokens
 
 
-def bytes_of(tokens: int, kv: KvCache) -> int:
+def bytes_of(tokens: int, kv: ModelLayout) -> int:
     """Return the bytes of one chunk in the CPU tier: the payload of one file."""
     return -(-tokens * kv.group_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def held_tokens(capacity_bytes: int, kv: KvCache, *, chunk_tokens: int, on_disk: bool = False) -> int:
+def held_tokens(capacity_bytes: int, kv: ModelLayout, *, chunk_tokens: int, on_disk: bool = False) -> int:
     """Return how many tokens of prompts fit into that many bytes, states left aside."""
     each = bytes_of(chunk_tokens, kv) + (HEADER_BYTES if on_disk else 0)
     return capacity_bytes // (kv.attention_groups * each) * chunk_tokens

@@ -16,10 +16,10 @@ from typing import Any, Final
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.reasons import Refusal
-from kvtier_operator.plan import checkpoints, chunks, digest, flags, models
+from kvtier_operator.plan import checkpoints, chunks, digest, engine_args, models
 from kvtier_operator.plan.checkpoints import Checkpoints
 from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.kv import KvCache, KvUnknown, make_kv, make_layout
+from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout, make_engine_layout, make_model_layout
 
 _VERSION: Final = 1
 
@@ -87,11 +87,11 @@ def read(text: str) -> Kept:
     )
 
 
-def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
+def kv_of(spec: TierSpec) -> ModelLayout | KvUnknown:
     """Return what a token of this tier takes, by its own config or the table of models."""
     engine = spec.engine
-    layout = make_layout(
-        engine.args,
+    layout = make_engine_layout(
+        engine_args.read(engine.args),
         tensor_parallel=engine.tensor_parallel,
         is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
         is_canonical=spec.disk.canonical_layout,
@@ -102,12 +102,12 @@ def kv_of(spec: TierSpec) -> KvCache | KvUnknown:
             why=f"{spec.model.name} is not in the table of known models: paste its config.json, or the fields about "
             "layers and heads, into spec.model.config"
         )
-    return make_kv(config, layout)
+    return make_model_layout(config, layout)
 
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:
     """Return where engines of this tier keep what a later prompt can go on from."""
-    return checkpoints.choose(kv_of(spec), chunking, args=spec.engine.args, config=config_of(spec))
+    return checkpoints.choose(kv_of(spec), chunking, args=engine_args.read(spec.engine.args), config=config_of(spec))
 
 
 def config_of(spec: TierSpec) -> Mapping[str, Any] | None:
@@ -120,7 +120,7 @@ def config_of(spec: TierSpec) -> Mapping[str, Any] | None:
 
 def model_inputs(spec: TierSpec) -> str:
     """Return the digest of the fields that decide how large KV and weights are."""
-    found = flags.parse(spec.engine.args)
+    found = engine_args.read(spec.engine.args).words
     return digest.digest(
         {
             "model": spec.model.name,

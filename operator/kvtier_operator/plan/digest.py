@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvtier_connector.contract import BLOCK_FORMAT_VERSION
 from kvtier_operator.api import TierSpec
-from kvtier_operator.plan import engine_flags, flags
+from kvtier_operator.plan import engine_args
 
 IDENTITY_VERSION: Final = 1
 DIGEST_LENGTH: Final = 16
@@ -32,8 +32,7 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
     The image stands for what only the engine knows (resolved types, group layout): another image never reads the
     blocks of this one.
     """
-    found = {flag: words for flag, words in flags.parse(spec.engine.args).items() if engine_flags.is_identity(flag)}
-    env = {entry["name"]: entry for entry in spec.engine.env if entry["name"] in engine_flags.ENVIRONMENT}
+    env = {entry["name"]: entry for entry in spec.engine.env if entry["name"] in engine_args.ENVIRONMENT}
     return {
         "version": IDENTITY_VERSION,
         "model_name": spec.model.name,
@@ -41,7 +40,7 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
         "engine_image": spec.engine.image,
         "engine_accelerator": spec.engine.accelerator.resource,
         "engine_tensor_parallel": "any" if spec.disk.canonical_layout else spec.engine.tensor_parallel,
-        "engine_flags": {flag: list(found[flag]) for flag in sorted(found)},
+        "engine_flags": engine_args.read(spec.engine.args).identity,
         "engine_env": {name: env[name].get("value", env[name].get("valueFrom")) for name in sorted(env)},
         "engine_chunking": dict(chunking),
         "hash_algorithm": spec.hash.algorithm,

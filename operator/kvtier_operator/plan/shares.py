@@ -8,7 +8,7 @@ from typing import Final
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, digest, flags, nodes
+from kvtier_operator.plan import backends, digest, engine_args, nodes
 from kvtier_operator.plan.decisions import Kept
 from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_mover_bytes
 from kvtier_operator.quantity import show_bytes
@@ -30,7 +30,7 @@ def inputs(spec: TierSpec) -> str:
             "size": spec.cpu.size,
             "fraction": spec.cpu.fraction,
             "memory": engine.memory,
-            "enginesPerPod": flags.engines_per_pod(engine.args),
+            "enginesPerPod": engine_args.read(engine.args).engines_per_pod,
             "resource": engine.accelerator.resource,
             "perPod": engine.accelerator.per_pod,
             "nodeSelector": dict(template.node_selector),
@@ -85,7 +85,7 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
             "spec.cpu.size, which needs no node to be there yet",
         )
     node, left = smallest
-    engines = flags.engines_per_pod(spec.engine.args)
+    engines = engine_args.read(spec.engine.args).engines_per_pod
     each = left * percent // 100 // engines // _UNIT * _UNIT
     passing = backends.passing_bytes(spec.connector)
     movers = (

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass
 
 from kvtier_operator.api import TierSpec
-from kvtier_operator.plan import flags
+from kvtier_operator.plan import engine_args
 from kvtier_operator.plan.decisions import config_of
 from kvtier_operator.proof.api_keys import KeySource, find_key
 from kvtier_operator.proof.canary import TEXT_ALONE, Chunk, Subjects
@@ -76,7 +76,7 @@ def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chun
 
 def _subjects(spec: TierSpec) -> Subjects:
     config = config_of(spec) or {}
-    is_text_only = "language-model-only" in flags.parse(spec.engine.args)
+    is_text_only = engine_args.read(spec.engine.args).has("language-model-only")
     return Subjects(
         # One from the hub is written while the engine starts, so nobody can tell what the engine has read of it.
         adapters=tuple(lora["name"] for lora in spec.model.loras if "claim" in lora["source"]),

@@ -15,7 +15,7 @@ from faulty_mounts import FaultyVolume
 
 from kvtier_demo.model import make_model
 from kvtier_operator.plan import chunks
-from kvtier_operator.plan.kv import KvCache, Layout, make_kv
+from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 
 SCRIPT = Path(__file__).with_name("engine_faults_script.py")
 
@@ -29,8 +29,8 @@ def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[
         load_deadline_seconds=1.5,
         cost_aware=False,  # each hit is to meet the faults
     )
-    kv = make_kv(json.loads((directory / "model/config.json").read_text()), Layout(dtype="float32"))
-    assert isinstance(kv, KvCache)
+    kv = make_model_layout(json.loads((directory / "model/config.json").read_text()), EngineLayout(dtype="float32"))
+    assert isinstance(kv, ModelLayout)
     arguments = [str(each) for each in (directory, volume.control, config, chunks.bytes_of(128, kv))]
     return run_script(SCRIPT, *arguments, log=directory / "engine.log", host=host, timeout_seconds=600)
 

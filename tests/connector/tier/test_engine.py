@@ -34,7 +34,7 @@ from kvtier_connector.store.format import Header, decode_header
 from kvtier_demo.model import make_model
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan import chunks
-from kvtier_operator.plan.kv import KvCache, Layout, make_kv
+from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
 BLOCKS = 15
@@ -185,8 +185,8 @@ def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers
     assert first["cold"]["tokens"] == first["cpu"]["tokens"] == second["base"]["tokens"]
     assert second["metrics"]["vllm:kvtier_disk_read_blocks"] == 2 * BLOCKS  # and those of the salted prompt
     assert second["metrics"]["vllm:kvtier_disk_active"] == 1
-    kv = make_kv(json.loads((runs.directory / "model" / "config.json").read_text()), Layout())
-    assert isinstance(kv, KvCache)
+    kv = make_model_layout(json.loads((runs.directory / "model" / "config.json").read_text()), EngineLayout())
+    assert isinstance(kv, ModelLayout)
     assert runs.identity()["engine.bytes_per_chunk"] == chunks.bytes_of(128, kv)
     assert runs.sizes == {chunks.bytes_of(128, kv) + chunks.HEADER_BYTES}
 

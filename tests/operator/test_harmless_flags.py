@@ -1,58 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of other products, of another level and with a typo: what was meant is named; what is harmless is taken."""
+"""All problems of a spec are listed at once, and flags that repeat the operator's own value are accepted."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from tiers import tier
 
 from kvtier_operator import names
-from kvtier_operator.api import parse, suggestions
+from kvtier_operator.api import parse
 from kvtier_operator.api.parse import problems
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts.engine import deployment
 from kvtier_operator.plan import make_unchecked_plan
-
-
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("spec.modelName", "spec.model.name"),
-        ("spec.storageUri", "spec.model.name, with the weights on a volume of spec.engine.podTemplate"),
-        ("spec.model.uri", "spec.model.name, with the weights on a volume of spec.engine.podTemplate"),
-        ("spec.model.id", "spec.model.name"),
-        ("spec.engine.tensorParallelSize", "spec.engine.tensorParallel"),
-        ("spec.tensor_parallel_size", "spec.engine.tensorParallel"),
-        ("spec.nodeSelector", "spec.engine.podTemplate.nodeSelector"),
-        ("spec.engine.tolerations", "spec.engine.podTemplate.tolerations"),
-        ("spec.image", "spec.engine.image"),
-        ("spec.max_local_cpu_size", "spec.cpu.size"),
-        ("spec.disk.ttl", "spec.disk.budget.ttl"),
-        ("spec.maxBytes", "spec.disk.budget.maxBytes"),
-        ("spec.volume.claim.storageClass", "spec.volume.claim.storageClassName"),
-        ("spec.enigne", "spec.engine"),
-        ("spec.model.revison", "spec.model.revision"),
-        ("spec.kvTransferConfig", "spec.cpu and spec.volume, from which the operator renders it"),
-    ],
-)
-def test_what_was_meant_is_named(path: str, meant: str) -> None:
-    assert suggestions.hint(path) == f"did you mean {meant}?"
-
-
-def test_every_field_that_is_named_is_there() -> None:
-    there = suggestions._fields()
-    for meant in suggestions._KNOWN.values():
-        for path in re.findall(r"spec\.[A-Za-z.]+[A-Za-z]", meant):
-            assert path in there, path
-
-
-def test_a_flag_of_vllm_is_told_where_it_goes() -> None:
-    for path in ("spec.maxModelLen", "spec.engine.max_model_len"):
-        assert suggestions.hint(path) == "it is a flag of vLLM, which goes into spec.engine.args as --max-model-len"
-    assert suggestions.hint("spec.zzz") == ""
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
