@@ -47,15 +47,16 @@ MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
     "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
-    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), adapter (what its LoRA "
-    "adapter holds cannot be told), unwanted (the request does without), weights (they may have been replaced, and no "
+    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), media (the name of a "
+    "picture, sound or video does not stand for one content), adapter (what its LoRA adapter holds cannot be told), "
+    "unwanted (the request does without), weights (they may have been replaced, and no "
     "worker has looked yet), mode, inert, deadline (a load took too long), shutdown, or what was wrong with the file.",
     ("cause",),
 )
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), adapter (what its LoRA "
-    "adapter holds cannot be told), weights (as above), inert, uncounted (the "
+    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), media and adapter (as "
+    "above), weights (as above), inert, uncounted (the "
     "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
     "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
     "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
@@ -195,6 +196,7 @@ UNCOUNTED = "uncounted"
 BREAKER = "breaker"
 NO_TENANT = "tenant"
 NO_ADAPTER = "adapter"
+NO_MEDIA = "media"
 UNWANTED = "unwanted"
 NEW_WEIGHTS = "weights"
 BYPASSED = "mode"

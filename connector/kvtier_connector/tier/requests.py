@@ -37,6 +37,7 @@ from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Verdict
 from kvtier_connector.tier.hints import NO_HINTS, Hints, Problem
+from kvtier_connector.tier.media import Media
 
 logger = init_logger("vllm.kvtier.hints")
 
@@ -78,7 +79,7 @@ def find_tenant(context: ReqContext, source: str) -> str | None:
 class TierRequest:
     """One request. The scheduler's alone; its chunks grow as vLLM notes more of them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords
         self,
         context: ReqContext,
         tokens: Mapping[int, int],
@@ -86,6 +87,7 @@ class TierRequest:
         *,
         locality: Locality | None = None,
         adapter: Reading | None = None,
+        media: Media | None = None,
     ) -> None:
         """Store the settings.
 
@@ -95,12 +97,14 @@ class TierRequest:
             tenant: Whose it is; None where that is unknown.
             locality: What the volume is to requests that name the tiers they load from.
             adapter: The look at its LoRA adapter; None if it has none.
+            media: What its prompt holds beside text; None if that is nothing.
         """
         self.name = context.req_id
         self.hints: Hints = context.get_state(Hints) or NO_HINTS
         """What its client asks for."""
         self._has_tenant = tenant is not None
         self._adapter = adapter
+        self._media = media
         self.verdict: Verdict | None = None
         """What was decided when its prefix was found; None before, and again once it was acted upon."""
         self.on_volume: set[OffloadKey] = set()
@@ -129,14 +133,18 @@ class TierRequest:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether chunks of the same key may have been computed with other contents of its adapter."""
+        """Whether chunks of the same key may have been computed with another adapter, or upon other media."""
+        if self._media is not None and self._media.is_mixed:
+            return True
         return self._adapter is not None and not self.is_pending and self._identity is None
 
     @property
     def refusal(self) -> str | None:
-        """Why the request is kept off the volume, None if it is not: its tenant or its adapter cannot be told."""
+        """Why the request is kept off the volume: its tenant, media or adapter cannot be told. None if it is not."""
         if not self._has_tenant:
             return metrics.NO_TENANT
+        if self._media is not None and self._media.is_mixed:
+            return metrics.NO_MEDIA
         return metrics.NO_ADAPTER if self._adapter is not None and self._identity is None else None
 
     @property
@@ -152,7 +160,7 @@ class TierRequest:
 
     def block_key(self, key: OffloadKey) -> BlockKey:
         """Return the store's name of vLLM's key."""
-        if self._adapter is None:
+        if self._adapter is None and self._media is None:
             return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self.tenant)
         return BlockKey(self._hash(key), get_offload_group_idx(key), self.tenant)
 
@@ -212,8 +220,10 @@ class TierRequest:
         return None if self._adapter is None else self._adapter.identity
 
     def _hash(self, key: OffloadKey) -> bytes:
-        """Return the hash that the volume knows a chunk by: vLLM's, and what its adapter holds."""
+        """Return the hash that the volume knows a chunk by: vLLM's, and what its media and its adapter hold."""
         block_hash = get_offload_block_hash(key)
+        if self._media is not None:
+            block_hash = self._media.hash_of(block_hash, self._ends.get(key))
         return self._identity.hash_of(block_hash) if self._identity else block_hash
 
     def _position(self, key: OffloadKey, group: int) -> int | None:
@@ -283,7 +293,8 @@ class TierRequests:
             tenant = find_tenant(context, self._tenant_source)
             lora: Lora | None = context.get_state(Lora)
             adapter = None if lora is None else self._adapters.read(lora)
-            request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter)
+            media: Media | None = context.get_state(Media)
+            request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter, media=media)
             context.set_state(request)
         return request
 

@@ -34,6 +34,7 @@ from kvtier_connector.fingerprints.packing import Declared
 from kvtier_connector.tier.hints import parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
+from kvtier_connector.tier.media import KnownMedia, Media
 from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.tier.narrowed import Changed, without_handoffs, without_unchanged
 from kvtier_connector.tier.requests import Salt
@@ -69,6 +70,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.volume.stats)
         self._adapters = self.manager.volume.adapters
+        self._known_media = KnownMedia()
         self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
@@ -95,6 +97,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
             status.req_context.set_state(Lora(lora))
+        if request.mm_features:
+            status.req_context.set_state(Media(request.mm_features, self._known_media))
         if self._is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
             self._read_ahead(status)
 

@@ -38,9 +38,10 @@ MOST_SHED = 1 << 16
 AGAIN_SECONDS = 1.0
 LONGEST_AGAIN_SECONDS = 60.0
 """After how long chunks are offered again, doubled each time that it was in vain."""
-_NEVER_AGAIN = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.SHUTDOWN})
+_KEPT_OFF = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.NO_MEDIA})
+_NEVER_AGAIN = _KEPT_OFF | {metrics.SHUTDOWN}
 """Why a chunk was not written where offering it again would change nothing."""
-_UNWANTED = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.BYPASSED, metrics.INERT})
+_UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Why a chunk was not written that was not to be: the end of the engine loses nothing by it."""
 
 _Counters = tuple[metrics.Metric, metrics.Metric, metrics.Metric, metrics.Metric]

@@ -16,7 +16,13 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 from vllm.config import ModelConfig
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -161,14 +167,18 @@ def values_after(value: int, tokens: Iterable[int]) -> Words:
     return np.asarray(found, dtype=np.uint64)
 
 
-def images_of(image: tuple[str, int] | None) -> list[MultiModalFeatureSpec]:
-    """Return an image of this content where a token is, as vLLM describes it to its scheduler."""
+def images_of(image: tuple[str, int] | tuple[str, int, str] | None) -> list[MultiModalFeatureSpec]:
+    """Return an image of this content where a token is, by a client's name for it if there is one, as vLLM does."""
     if image is None:
         return []
-    content, token = image
+    content, token, *name = image
+    pixels = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
     return [
         MultiModalFeatureSpec(
-            data=None, modality="image", identifier=content, mm_position=PlaceholderRange(token, IMAGE_TOKENS)
+            data=MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalSharedField(batch_size=1))}),
+            modality="image",
+            identifier=name[0] if name else content,
+            mm_position=PlaceholderRange(token, IMAGE_TOKENS),
         )
     ]
 
@@ -177,9 +187,12 @@ def seen_by_model(tokens: Sequence[int], images: Sequence[MultiModalFeatureSpec]
     """Return what a model sees: the content of images in the place of the tokens that stand for them."""
     seen = list(tokens)
     for image in images:
+        assert image.data is not None
+        pixels = image.data["pixels"].data
+        assert isinstance(pixels, torch.Tensor)
         begin = image.mm_position.offset
         for number in range(begin, begin + image.mm_position.length):
-            seen[number] += VOCABULARY * (1 + sum(image.identifier.encode()))
+            seen[number] += VOCABULARY * (1 + int(pixels.sum()))
     return seen
 
 

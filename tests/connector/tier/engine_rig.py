@@ -183,7 +183,7 @@ class SimulatedEngine:
         lora: LoRARequest | None = None,
         **params: Any,
     ) -> Request:
-        """Let a request arrive; ``image=(content, token)`` puts an image where that token is, others are parameters."""
+        """Let a request arrive; ``image`` puts one there, see `images_of`; others are parameters."""
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         request = Request(
             name,

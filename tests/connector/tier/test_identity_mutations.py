@@ -34,6 +34,7 @@ from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header, e
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
 from kvtier_connector.tier import requests, site
+from kvtier_connector.tier.media import Media
 from kvtier_connector.tier.spec import KVTierSpec
 from kvtier_connector.tier.tier import SharedVolumeTier
 
@@ -232,6 +233,11 @@ def without_salt(patch: pytest.MonkeyPatch) -> None:
 
 def without_images(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda _request, _start, _end, number: ([], number))
+    without_content(patch)
+
+
+def without_content(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Media, "hash_of", lambda _self, block_hash, _end: block_hash)
 
 
 def without_places(patch: pytest.MonkeyPatch) -> None:
@@ -253,6 +259,11 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], Break]] = {
     "no cache salt": ({"salt": "one"}, {}, without_salt),
     "image": ({"image": ("cat", 0)}, {"image": ("dog", 0)}, without_images),
     "no image": ({"image": ("cat", 0)}, {}, without_images),
+    "content of an image of the same name": (
+        {"image": ("cat", 0, "logo")},
+        {"image": ("dog", 0, "logo")},
+        without_content,
+    ),
     "place of an image": ({"image": ("cat", 8)}, {"image": ("cat", 10)}, without_places),
     "tenant": ({"kvtier_tenant": "alice"}, {"kvtier_tenant": "bob"}, without_tenant),
 }

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a prompt with pictures are found by what the pictures hold, whatever name a client gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine_fleet import Engines
+from engine_parts import images_of, prompt_of
+from engine_rig import SimulatedEngine
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
+
+from kvtier_connector.tier import media
+from kvtier_connector.tier.media import KnownMedia, Media, digest_of
+
+PROMPT = prompt_of(12)
+REST = len(PROMPT) - 12 * 16
+"""Tokens behind the last whole chunk."""
+CAT, DOG_NAMED_CAT = ("cat", 0), ("dog", 0, "cat")
+
+
+def computed(engine: SimulatedEngine, name: str, image: tuple[Any, ...] | None) -> int:
+    """Serve a request, and return how many tokens were computed; the engine checks what it builds upon."""
+    engine.add(name, PROMPT, image=image)
+    engine.run()
+    return engine.computed[name]
+
+
+def item(**fields: Any) -> MultiModalKwargsItem:
+    field = MultiModalSharedField(batch_size=1)
+    return MultiModalKwargsItem({name: MultiModalFieldElem(data, field) for name, data in fields.items()})
+
+
+def test_another_engine_finds_a_picture_by_its_content(engines: Engines) -> None:
+    assert computed(engines.make(), "first", CAT) == len(PROMPT)
+    assert computed(engines.make(), "second", CAT) == REST
+
+
+def test_two_pictures_that_clients_call_the_same_are_kept_apart_across_engines(engines: Engines) -> None:
+    assert computed(engines.make(), "first", ("cat", 0, "logo")) == len(PROMPT)
+    assert computed(engines.make(), "second", ("dog", 0, "logo")) == len(PROMPT)
+    assert computed(engines.make(), "third", ("dog", 0, "logo")) == REST
+
+
+def test_a_picture_called_by_the_hash_of_another_does_not_become_the_other_for_the_fleet(engines: Engines) -> None:
+    assert computed(engines.make(), "liar", DOG_NAMED_CAT) == len(PROMPT)
+    assert computed(engines.make(), "honest", CAT) == len(PROMPT)
+
+
+def test_a_name_seen_with_two_contents_keeps_its_requests_off_the_volume_and_the_cpu_tier(engines: Engines) -> None:
+    engine = engines.make()
+    assert computed(engine, "liar", DOG_NAMED_CAT) == len(PROMPT)
+    files = engines.count()
+    engine.scheduler.reset_prefix_cache()
+    assert computed(engine, "honest", CAT) == len(PROMPT)
+    assert engines.count() == files
+    assert engine.metric("vllm:kvtier_disk_misses", "media") == 1
+    assert computed(engine, "text", None) == len(PROMPT)
+    assert engines.count() == files + 12
+
+
+def test_what_is_computed_after_another_content_came_under_the_name_is_not_stored(engines: Engines) -> None:
+    engine = engines.make()
+    engine.add("honest", PROMPT, image=CAT)
+    # vLLM may encode the picture of the second before that of the first, and uses it for both.
+    engine.add("liar", prompt_of(3, seed=2), image=DOG_NAMED_CAT)
+    engine.run()
+    assert engines.count() == 0
+
+
+def test_the_text_before_a_picture_is_shared_by_prompts_with_other_pictures(engines: Engines) -> None:
+    assert computed(engines.make(), "cat", ("cat", 6 * 16)) == len(PROMPT)
+    reader = engines.make()
+    assert computed(reader, "dog", ("dog", 6 * 16)) == len(PROMPT) - 6 * 16
+    assert computed(engines.make(), "text", None) == len(PROMPT) - 6 * 16
+
+
+def test_a_request_whose_content_cannot_be_read_is_served_without_the_volume(engines: Engines) -> None:
+    engine = engines.make()
+    request = engine.add("elsewhere", PROMPT, image=CAT)
+    (picture,) = images_of(CAT)
+    assert digest_of(picture.data) is not None
+    assert digest_of(None) is None
+    assert digest_of(item(pixels=None)) is None
+    assert digest_of(item(address=4096, monotonic_id=7, signature=[1, 2])) is None
+    assert digest_of(item(pixels=object())) is None
+    known = KnownMedia()
+    picture.data = None
+    assert Media([picture], known).is_mixed
+    engine.abort(request.request_id)
+
+
+def test_type_shape_order_and_names_of_what_was_processed_are_in_the_digest() -> None:
+    ones = torch.ones(2, 8, dtype=torch.bfloat16)
+    contents = [
+        item(pixels=ones),
+        item(pixels=ones.view(torch.int16)),
+        item(pixels=ones.reshape(8, 2)),
+        item(sizes=ones),
+        item(pixels=[ones[0], ones[1]]),
+        item(pixels=ones, sizes=torch.tensor(3)),
+        item(pixels=ones, sizes=3),
+        item(pixels=ones, sizes="3"),
+        item(pixels=torch.empty(0)),
+    ]
+    assert len({digest_of(each) for each in contents}) == len(contents)
+    assert digest_of(item(pixels=ones.clone())) == digest_of(item(pixels=ones))
+
+
+def test_pictures_that_a_session_adds_later_count(engines: Engines) -> None:
+    features = images_of(("cat", 0))
+    found = Media(features, KnownMedia())
+    before = found.hash_of(b"block", 100)
+    features += images_of(("dog", 40))
+    assert found.hash_of(b"block", 40) == before
+    assert found.hash_of(b"block", 41) != before
+    assert found.hash_of(b"block", None) == found.hash_of(b"block", 41)
+    assert engines.count() == 0
+
+
+def test_content_that_vllm_still_has_is_digested_once_and_few_names_are_remembered(monkeypatch: Any) -> None:
+    digested: list[Any] = []
+
+    def note(data: Any) -> bytes | None:
+        digested.append(data)
+        return digest_of(data)
+
+    monkeypatch.setattr(media, "digest_of", note)
+    known = KnownMedia(remembered=2)
+    (cat,), (dog,), (bird,) = images_of(("cat", 0)), images_of(("dog", 0)), images_of(("bird", 0))
+    for each in (cat, dog, cat, cat):
+        known.note(each)
+    assert digested == [cat.data, dog.data]
+    known.note(bird)
+    known.note(dog)
+    assert digested == [cat.data, dog.data, bird.data, dog.data]
