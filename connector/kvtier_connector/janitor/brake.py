@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Callable
 
-from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, NO_FILE, FileSystem
+from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token
+from kvtier_connector.store.layout import partial_path
 from kvtier_connector.store.live import BRAKE_FILE, RELEASED, Brake, encode_brake
 from kvtier_connector.store.mode import Mode
 
@@ -36,10 +37,21 @@ class BrakeWriter:
         return "" if self._written is None else self._written.reason
 
     def ask_time_ns(self) -> int | None:
-        """Ask the volume what time it is, by writing nothing to the file; None where it is not there, or not ours."""
+        """Return the time that the volume gives the file when it is touched; None where it refuses.
+
+        Without the file, one is made for a moment.
+        """
         with contextlib.suppress(OSError):
-            self._fs.touch(self._path)
-            return self._fs.stat(self._path).st_mtime_ns
+            try:
+                self._fs.touch(self._path)
+                return self._fs.stat(self._path).st_mtime_ns
+            except FileNotFoundError:
+                path = partial_path(self._path, new_token())
+                self._fs.close(self._fs.open(path, CREATE_FLAGS))
+                try:
+                    return self._fs.stat(path).st_mtime_ns
+                finally:
+                    self._fs.unlink(path)
         return None
 
     def set(self, reason: str) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What time it is for whoever removes what is old: the earlier of this host's time and the volume's, and any doubt.
+"""Tells the janitor what time it is on the volume, so that ages of files are never differences of two hosts' clocks.
 
-A clock that is ahead by the time to live makes everything look too old. So the time that the volume gives a file counts
-as well, which on a network volume is another host's; and for an hour after a jump of the clock, or after the start of a
-process, which may have missed one, it is doubtful whether that much time has gone by.
+The volume stamps a file that the janitor touches once a minute; between two answers a monotonic clock goes on from the
+last. A volume whose clock jumps ahead would make everything look too old, so such an answer is believed after an hour.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import math
 import time
 from collections.abc import Callable
 
-DIFFERENCE_SECONDS = 300.0
-"""Clocks that differ by less than this are right."""
+JUMP_SECONDS = 300.0
+"""An answer that is ahead of the expected time by more is a jump."""
 HOLD_SECONDS = 3600.0
-"""How long a jump is doubted: time for somebody, or for a time server, to set the clock right."""
+"""How long a jump is not believed: time to set the clock right."""
 HELD = (
     "ttl: nearly all blocks are too old at once, so they stay for an hour in case the clock is wrong: set it right, or "
     "remove them now with kvtier purge --older-than"
@@ -24,7 +23,7 @@ _ASK_SECONDS = 60.0
 
 
 class Clocks:
-    """The clocks of one janitor. Owned by its thread; `time_ns` may be called by any."""
+    """The volume's clock as one janitor knows it. Owned by its thread; `time_ns` may be called by any."""
 
     def __init__(
         self,
@@ -38,72 +37,57 @@ class Clocks:
 
         Args:
             ask: Asks the volume what time it is, in nanoseconds since 1970; None where it does not say.
-            is_starting: Whether to doubt this host's time at first.
-            clock: This host's time, likewise.
+            is_starting: Whether to doubt the first answer for an hour: the clock may have jumped before.
+            clock: This host's time, likewise; it serves until the first answer, and never for an age.
             now: Seconds that never go back or jump.
         """
         self._ask = ask
-        self._clock = clock
         self._now = now
         self._ask_at = now()
-        self._ahead_ns = 0
-        self._difference_seconds = 0.0
-        self._offset_ns = self._offset()
+        self._offset_ns = clock() - int(now() * 1e9)
+        self.is_known = False
+        """Whether the volume has answered; nothing may be removed by its age before."""
         self._started_until = now() + HOLD_SECONDS if is_starting else -math.inf
         self._jumped_until: float | None = None
+        self._jump_seconds = 0.0
 
     def time_ns(self) -> int:
-        """Return nanoseconds since 1970."""
-        return self._clock() - self._ahead_ns
-
-    @property
-    def is_jumped(self) -> bool:
-        """Whether this host's clock jumped ahead within the last hour, and did not go back."""
-        return self._jumped_until is not None
+        """Return the volume's time in nanoseconds since 1970; before the first answer, this host's."""
+        return self._offset_ns + int(self._now() * 1e9)
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether so much time may not have gone by as the clocks say."""
-        return self.is_jumped or self._now() < self._started_until
+        """Whether the process began so lately that its first answer may be wrong."""
+        return self._now() < self._started_until
 
     @property
     def problem(self) -> str:
-        """What is wrong with this host's clock, for people; empty if nothing is known to be."""
-        if self.is_jumped:
-            return (
-                "clock: it jumped ahead: for an hour no generation and no leftover goes, and hardly all blocks by ttl"
-            )
-        if abs(self._difference_seconds) <= DIFFERENCE_SECONDS:
+        """Message about the volume's clock; empty without a problem."""
+        if not self.is_known:
+            return "clock: the volume does not say what time it is, so nothing is removed by its age"
+        if self._jumped_until is None:
             return ""
-        side = "ahead of" if self._difference_seconds > 0 else "behind"
-        return f"clock: this host is {_show(abs(self._difference_seconds))} {side} the volume; the earlier time counts"
+        return (
+            f"clock: the volume's jumped ahead by {_show(self._jump_seconds)}; ages are told without that for an hour"
+        )
 
     def look(self) -> None:
-        """Compare the clocks; the volume is asked once a minute, and after a jump."""
-        self._look_for_a_jump()
+        """Ask the volume, once a minute."""
         if self._now() < self._ask_at:
             return
-        self._ask_at = self._now() + _ASK_SECONDS
-        before_ns = self._clock()
         there_ns = self._ask()
         if there_ns is None:
             return
-        # The answer was made in between, and may have taken its time.
-        difference_ns = max(0, before_ns - there_ns) - max(0, there_ns - self._clock())
-        self._difference_seconds = difference_ns / 1e9
-        self._ahead_ns = difference_ns if self._difference_seconds > DIFFERENCE_SECONDS else 0
-
-    def _look_for_a_jump(self) -> None:
-        offset_ns = self._offset()
-        is_ahead = offset_ns - self._offset_ns > int(DIFFERENCE_SECONDS * 1e9)
-        if is_ahead and self._jumped_until is None:
-            self._jumped_until = self._now() + HOLD_SECONDS
-            self._ask_at = self._now()
-        elif not is_ahead or (self._jumped_until is not None and self._now() >= self._jumped_until):
-            self._offset_ns, self._jumped_until = offset_ns, None
-
-    def _offset(self) -> int:
-        return self._clock() - int(self._now() * 1e9)
+        now = self._now()
+        self._ask_at = now + _ASK_SECONDS
+        offset_ns = there_ns - int(now * 1e9)
+        self._jump_seconds = (offset_ns - self._offset_ns) / 1e9
+        if self.is_known and self._jump_seconds > JUMP_SECONDS:
+            if self._jumped_until is None:
+                self._jumped_until = now + HOLD_SECONDS
+            if now < self._jumped_until:
+                return
+        self._offset_ns, self._jumped_until, self.is_known = offset_ns, None, True
 
 
 def _show(seconds: float) -> str:

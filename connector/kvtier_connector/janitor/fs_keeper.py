@@ -11,6 +11,7 @@ be asked to stop storing, so between two walks the budget may be exceeded by wha
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from pathlib import Path
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.contract_usage import GenerationUsage, Usage
 from kvtier_connector.janitor import vllm_files
+from kvtier_connector.janitor.brake import BrakeWriter
 from kvtier_connector.janitor.budget import Space, make_limits, make_space
+from kvtier_connector.janitor.clocks import Clocks
 from kvtier_connector.janitor.problems import Problems
 from kvtier_connector.janitor.report import Report, Tallies
 from kvtier_connector.janitor.vllm_files import File
@@ -69,13 +72,18 @@ class FsKeeper:
         self.config = config
         self._dir = str(Path(config.tier_dir))
         self._fs = Beneath(fs, self._dir)
-        self._clock = clock
+        brake = BrakeWriter(self._dir, fs=self._fs)
+        self._clocks = Clocks(
+            ask=lambda: brake.ask_time_ns() if may_act() else None, is_starting=False, clock=clock, now=now
+        )
         self._now = now
         self._may_act = may_act
         self._problems = Problems(config.tier, now=now)
         self._space = Space()
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
+        self._spared: set[str] = set()
+        """Paths of files that stayed in the last sweep because they were used."""
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
         self._evicted: defaultdict[str, int] = defaultdict(int)
@@ -120,6 +128,9 @@ class FsKeeper:
         began, seen = self._now(), _Seen()
         generations = self._generations()
         if generations:
+            self._clocks.look()
+            self._problems.state("clock", self._clocks.problem)
+        if generations:
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         for generation in generations:
@@ -129,9 +140,8 @@ class FsKeeper:
         self._count(generations, seen)
         walked = self._now() - began
         self._stuck = {each.path for each in seen.files if each.path in self._stuck}
-        victims = list(self._victims(seen))
         failures: list[OSError] = []
-        yield from self._remove(victims, seen, failures)
+        yield from self._remove(seen, failures)
         yield from self._remove_leftovers(seen, failures)
         self._count(generations, seen)
         self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * walked)
@@ -160,33 +170,37 @@ class FsKeeper:
             each[1] += file.size
             each[2] = max(each[2], file.used_ns)
 
-    def _victims(self, seen: _Seen) -> Iterator[tuple[File, str]]:
-        """Yield what is to go and why: first what is too old or nobody's, then as much as the room takes."""
+    def _victims(self, seen: _Seen, removed: list[File]) -> Iterator[tuple[File, str]]:
+        """Yield what is to go and why, the files that are too old or of no use first.
+
+        Then the least recently used ones, until what the caller adds to `removed` makes enough room.
+        """
         condemned = self._condemned(seen)
         used = sum(each.size for each in seen.files)
-        limits = make_limits(self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=self._clock())
+        limits = make_limits(
+            self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=self._clocks.time_ns()
+        )
+        before_ns = limits.expire_before if limits.expire_before is not None and self._clocks.is_known else 0
+        for file in seen.files:
+            if file.generation in condemned:
+                yield file, "generation"
+            elif file.mtime_ns < before_ns:
+                yield file, "ttl"
+        is_over = bool(limits.high_bytes) and used > limits.high_bytes
+        to_free = used - limits.low_bytes if is_over else 0
+        for_volume = min(limits.wanted_free_bytes, used - limits.floor_bytes)
+        gone = {file.path for file in removed}
+        freed, count = sum(file.size for file in removed), len(removed)
         # Blocks of earlier generations before those of the current one, and among them the least recently used.
         order = sorted(
-            seen.files,
+            (each for each in seen.files if each.path not in gone),
             key=lambda each: (each.path in self._stuck, each.generation == self.config.current, each.used_ns),
         )
-        is_over = bool(limits.high_bytes) and used > limits.high_bytes
-        to_free = max(used - limits.low_bytes if is_over else 0, 0)
-        for_volume = max(min(limits.wanted_free_bytes, used - limits.floor_bytes), 0)
-        freed = 0
         for file in order:
-            if file.generation in condemned:
-                reason = "generation"
-            elif limits.expire_before is not None and file.mtime_ns < limits.expire_before:
-                reason = "ttl"
-            elif freed < to_free:
-                reason = "budget"
-            elif freed < for_volume:
-                reason = "volume"
-            else:
-                continue
-            freed += file.size
-            yield file, reason
+            if freed >= max(to_free, for_volume):
+                return
+            yield file, "budget" if freed < to_free else "volume"
+            freed, count = freed + sum(file.size for file in removed[count:]), len(removed)
 
     def _condemned(self, seen: _Seen) -> set[str]:
         """Return the generations that are neither current, nor among the previous ones to keep, nor in use."""
@@ -194,33 +208,38 @@ class FsKeeper:
         others.sort(key=lambda name: -seen.by_generation[name][2])
         idle_ns = int(self.config.generation_idle_seconds * 1e9)
         gone = others[self.config.keep_previous :]
-        return {name for name in gone if self._clock() - seen.by_generation[name][2] > idle_ns}
+        now_ns = self._clocks.time_ns() if self._clocks.is_known else 0
+        return {name for name in gone if now_ns - seen.by_generation[name][2] > idle_ns}
 
-    def _remove(self, victims: list[tuple[File, str]], seen: _Seen, failures: list[OSError]) -> Iterator[None]:
-        began, is_any = self._now(), False
-        for file, reason in victims:
+    def _remove(self, seen: _Seen, failures: list[OSError]) -> Iterator[None]:
+        began, removed = self._now(), list[File]()
+        spared_before, self._spared = self._spared, set()
+        for file, reason in self._victims(seen, removed):
             if not self._may_act():
                 return
-            if self._is_as_it_was(file) and self._is_unlinked(file, failures):
-                is_any = True
+            if self._may_go(file, reason, spared_before) and self._is_unlinked(file, failures):
+                removed.append(file)
                 each = seen.by_generation[file.generation]
                 each[0] -= 1
                 each[1] -= file.size
                 self._evicted[reason] += 1
                 self._evicted_bytes[reason] += file.size
             yield
-        if is_any:
+        if removed:
             self._tallies.sweeps += 1
-            self._tallies.sweep_seconds, self._tallies.last_sweep = self._now() - began, self._clock() / 1e9
+            self._tallies.sweep_seconds = self._now() - began
+            self._tallies.last_sweep = self._clocks.time_ns() / 1e9
 
-    def _is_as_it_was(self, file: File) -> bool:
-        """Tell whether a file was neither read nor written since it was chosen."""
+    def _may_go(self, file: File, reason: str, spared_before: set[str]) -> bool:
+        """Say whether a file is as it was when it was chosen; a read spares it from making room, once in a row."""
         try:
             found = self._fs.stat(f"{self._dir}/{file.path}")
         except FileNotFoundError:
             return False
-        if max(found.st_mtime_ns, found.st_atime_ns) == file.used_ns:
+        is_read = reason in {"budget", "volume"} and found.st_atime_ns > file.used_ns
+        if found.st_mtime_ns == file.mtime_ns and (not is_read or file.path in spared_before):
             return True
+        self._spared.add(file.path)
         self._tallies.spared_blocks += 1
         return False
 
@@ -239,7 +258,8 @@ class FsKeeper:
 
     def _remove_leftovers(self, seen: _Seen, failures: list[OSError]) -> Iterator[None]:
         """Remove what was being written by an engine that is gone, and empty directories of condemned generations."""
-        before_ns = self._clock() - int(self.config.partial_age_seconds * 1e9)
+        age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
+        before_ns = self._clocks.time_ns() - int(age_seconds * 1e9) if self._clocks.is_known else 0
         for file in seen.partials:
             if file.mtime_ns < before_ns and self._may_act() and self._is_unlinked(file, failures):
                 self._tallies.removed_leftovers["partial"] += 1

@@ -73,7 +73,9 @@ class Keeper:
         self._dir = str(Path(config.tier_dir))
         self._fs = fs = Beneath(fs, self._dir)
         self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
-        ask = ask_volume or (lambda: self._brake.ask_time_ns() if may_act() else None)
+        # A dry run writes nothing to the volume, and removes nothing by this host's time.
+        refused = clock if not is_lasting else lambda: None
+        ask = ask_volume or (lambda: self._brake.ask_time_ns() if may_act() else refused())
         self._clocks = Clocks(ask=ask, is_starting=is_lasting, clock=clock, now=now)
         self._clock = clock = self._clocks.time_ns
         self._now = now
@@ -112,7 +114,14 @@ class Keeper:
         with self._problems.trying("ledger"):
             if (snapshot := load(self.ledger, Path(self._dir), fs=self._fs)) is not None:
                 self._pins = snapshot.pins or None
-                self._news = News(self._dir, self.ledger, fs=self._fs, clock=self._clock, places=snapshot.places)
+                self._news = News(
+                    self._dir,
+                    self.ledger,
+                    fs=self._fs,
+                    clock=self._clock,
+                    places=snapshot.places,
+                    taken_ns=snapshot.taken_ns,
+                )
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
                 if 0 <= age_seconds < self.config.journal_age_seconds and not is_walked_anew:
@@ -153,7 +162,7 @@ class Keeper:
             self._brake_or_let_go()
             with self._problems.trying("tell"):
                 self._news.flush()
-            if not self._clocks.is_jumped:
+            if self._clocks.is_known:
                 self._give_up_generations(may_go_on)
                 self._remove_leftovers(may_go_on)
             self._save_if_due()
@@ -407,7 +416,7 @@ class Keeper:
         before_ns = limits.expire_before
         is_held = before_ns is not None and self._clocks.is_doubtful and expire_most(self.ledger, before_ns)
         self._problems.state("ttl", HELD if is_held else "")
-        if is_held:
+        if is_held or not self._clocks.is_known:
             limits = replace(limits, expire_before=None)
         # Pins that were never read may hold any block, but not against its time to live.
         return limits if self._pins is not None else Limits(expire_before=limits.expire_before)

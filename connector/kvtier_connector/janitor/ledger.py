@@ -230,6 +230,7 @@ class Ledger:
         self._resize(row, size)
         self._set_confirmed(row, is_confirmed=True)
         each["created"] = created_ns
+        each["used"] = max(int(each["used"]), created_ns)
         generation = int(each["generation"])
         self._largest[generation] = max(self._largest.get(generation, 0), size)
         self.changes += 1

@@ -18,7 +18,8 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.records import Op, Record
 
 _MOST_DOUBTFUL = 1 << 16
-_CLOCKS_DIFFER_SECONDS = 300.0
+_FLUSH_SECONDS = 60.0
+"""A record is written at most so long after what it tells of, unless the volume refused it."""
 _LONGEST_RETENTION_SECONDS = 30 * 86_400.0
 _MOST_SILENT_ROUNDS = 20
 """There is one janitor, so it can doubt a silent bell more often than engines do."""
@@ -27,7 +28,7 @@ _MOST_SILENT_ROUNDS = 20
 class News:
     """The journals of one tier. Owned by one thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords with defaults
         self,
         tier_dir: str,
         ledger: Ledger,
@@ -35,13 +36,26 @@ class News:
         fs: FileSystem,
         clock: Callable[[], int] = time.time_ns,
         places: Mapping[str, Mapping[str, int]] | None = None,
+        taken_ns: int = 0,
     ) -> None:
-        """Store the settings; with `places`, journals are read from there, and else from their beginnings."""
+        """Store the settings.
+
+        Args:
+            tier_dir: Directory of the generations.
+            ledger: Learns what the journals tell.
+            fs: The system calls.
+            clock: The volume's time, in nanoseconds since 1970.
+            places: Up to where each journal was read; from its beginning without.
+            taken_ns: When that was, by the same clock.
+        """
         self._tier_dir = tier_dir
         self._ledger = ledger
         self._fs = fs
         self._clock = clock
         self._places = places or {}
+        self._taken_ns = taken_ns
+        self._read_ns: dict[str, int] = {}
+        """When everything in the journals of a generation had been read, by the volume's clock."""
         self._readers: dict[str, JournalReader] = {}
         self._writers: dict[str, JournalWriter] = {}
         self._bells: dict[str, Bell] = {}
@@ -70,17 +84,20 @@ class News:
         for digest in digests:
             generation = self._ledger.generation(digest)
             bell = self._bell(digest)
+            now_ns = self._clock()
             try:
                 reader = self._reader(digest)
                 if not bell.is_ringing() and reader.has_read_all:
                     continue
                 for records in reader.read():
-                    for record in self._ledger.apply(generation, self._believed(records)):
+                    for record in self._ledger.apply(generation, self._timed(digest, records)):
                         if len(self.doubtful) < _MOST_DOUBTFUL:
                             known = self.doubtful.get((digest, record.key), 0)
                             self.doubtful[digest, record.key] = max(known, record.time_ns)
                     if not has_time():
                         return False
+                if reader.has_read_all:
+                    self._read_ns[digest] = now_ns
             except StoreUnavailable as error:
                 failed = error
         if failed is not None:
@@ -114,23 +131,18 @@ class News:
         if (reader := self._readers.pop(digest, None)) is not None:
             self._damaged += reader.damaged
         self._bells.pop(digest, None)
+        self._read_ns.pop(digest, None)
         self._writers.pop(digest, None)
 
     def places(self) -> dict[str, dict[str, int]]:
         """Return up to where each journal was read, by generation."""
         return {digest: reader.places() for digest, reader in self._readers.items()}
 
-    def _believed(self, records: list[Record]) -> list[Record]:
-        """Return the records, none from the future: a clock far ahead must not keep a block for ever."""
+    def _timed(self, digest: str, records: list[Record]) -> list[Record]:
+        """Return the records with times between the last reading and now, whatever the clocks of their writers say."""
         now_ns = self._clock()
-        differ_ns = int(_CLOCKS_DIFFER_SECONDS * 1e9)
-        if all(record.time_ns <= now_ns + differ_ns for record in records):
-            return records
-        longest_ns = int(_LONGEST_RETENTION_SECONDS * 1e9)
-        return [
-            record._replace(time_ns=min(record.time_ns, now_ns + (longest_ns if record.op == Op.RETAINED else 0)))
-            for record in records
-        ]
+        since_ns = self._read_ns.get(digest, self._taken_ns) - int(_FLUSH_SECONDS * 1e9)
+        return [record._replace(time_ns=_bounded(record, since_ns, now_ns)) for record in records]
 
     def _bell(self, digest: str) -> Bell:
         bell = self._bells.get(digest)
@@ -158,3 +170,12 @@ class News:
             writer = JournalWriter(Path(self._tier_dir, digest), fs=self._fs, clock=self._clock)
             self._writers[digest] = writer
         return writer
+
+
+def _bounded(record: Record, since_ns: int, now_ns: int) -> int:
+    if record.op == Op.RETAINED:
+        return min(record.time_ns, now_ns + int(_LONGEST_RETENTION_SECONDS * 1e9))
+    if record.op == Op.STORED:
+        # Its file says when it was written; until it is looked at, the earlier time is the safe one.
+        return min(record.time_ns, now_ns)
+    return min(max(record.time_ns, since_ns), now_ns)

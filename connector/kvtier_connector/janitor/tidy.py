@@ -15,7 +15,6 @@ from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.janitor.ledger import Ledger, Sum
 from kvtier_connector.janitor.removal import remove_directory, remove_empty_tree
-from kvtier_connector.janitor.snapshot import LEDGER_FILE
 from kvtier_connector.janitor.walk import find_tenants, list_own
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import QUARANTINE, TENANTS, is_partial, tenant_directory
@@ -88,9 +87,8 @@ def sweep_beside(fs: FileSystem, tier_dir: str, *, generations: Collection[str],
     removed = 0
     for entry in fs.scandir(tier_dir):
         path = f"{tier_dir}/{entry.name}"
-        is_partial_ledger = entry.name.lstrip(".").startswith(LEDGER_FILE) and is_partial(entry.name)
         is_directory = entry.is_dir(follow_symlinks=False) and entry.name not in generations
-        if not is_partial_ledger and not is_directory:
+        if not is_partial(entry.name) and not is_directory:
             continue
         with contextlib.suppress(FileNotFoundError):
             if fs.stat(path).st_mtime_ns >= before_ns:

@@ -167,6 +167,51 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
     assert path.exists()
     assert keeper.report is not None
     assert keeper.report.spared_blocks == 1
+    sweep(keeper)
+    assert not path.exists()
+    assert keeper.report.usage.blocks == 0
+
+
+def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -> None:
+    files = [volume.store(number, age=1000 - number) for number in range(20)]
+    busy = {str(path) for path in files[:6]}
+
+    class ReadMeanwhile(FileSystem):
+        def stat(self, path: str) -> os.stat_result:
+            if path in busy:
+                os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
+            return super().stat(path)
+
+    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile())
+    sweep(keeper)
+    assert [path for path in files if path.exists()] == [*files[:6], *files[16:]]
+
+
+def test_a_read_keeps_no_file_beyond_its_time_to_live(volume: Volume) -> None:
+    path = volume.store(1, age=7200)
+
+    class ReadMeanwhile(FileSystem):
+        def stat(self, path: str) -> os.stat_result:
+            if path.endswith(".bin"):
+                os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
+            return super().stat(path)
+
+    sweep(FsKeeper(volume.config(ttl_seconds=3600.0), fs=ReadMeanwhile()))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("ahead_seconds", [25 * 3600.0, -25 * 3600.0])
+def test_the_time_of_the_host_makes_nothing_old(volume: Volume, ahead_seconds: float) -> None:
+    young, old = volume.store(1, age=3600), volume.store(2, age=30 * 3600)
+    partial = young.with_name(f"{young.name}_123.tmp")
+    partial.write_bytes(b"x")
+    clock = lambda: time.time_ns() + int(ahead_seconds * 1e9)  # noqa: E731 - one line
+    keeper = FsKeeper(volume.config(ttl_seconds=24 * 3600.0), clock=clock)
+    sweep(keeper)
+    assert (young.exists(), partial.exists(), old.exists()) == (True, True, False)
+    assert keeper.report is not None
+    assert keeper.report.problems == {}
+    assert sorted(path.name for path in volume.dir.iterdir()) == [CURRENT]
 
 
 def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
