@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -70,6 +71,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.volume.stats)
         self._adapters = self.manager.volume.adapters
+        # Of several groups no block can be taken back once its load was reported.
+        self._may_mix_adapters = len(self.config.kv_group_configs) > 1 and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         self._known_media = KnownMedia()
         self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
@@ -182,6 +185,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # Before what was computed with them counts as stored.
         self._adapters.take(getattr(told, "adapters", {}))
         self._adapters.note_failed(connector_output.failed_recving or ())
+        for name in getattr(told, "replaced", ()):
+            if (status := self._req_status.get(name)) is not None:
+                _drop_output_in_flight(status.req)
         super().update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
             if (load := self._ending.pop(name, None)) is not None:
@@ -236,7 +242,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         name = (context := req_status.req_context).req_id
-        if not self._adapters.may_load(name, req_status.req.lora_request):
+        lora = req_status.req.lora_request
+        if (lora is not None and self._may_mix_adapters) or not self._adapters.may_load(name, lora):
             return 0
         if self._waits_for_others(req_status, self._next_key_of(req_status)):
             return None
@@ -384,3 +391,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             state.next_stored_chunk_idx >= tokens // config.tokens_per_chunk
             for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True)
         )
+
+
+def _drop_output_in_flight(request: Request) -> None:
+    """Have vLLM ignore what steps under way sample for a request whose blocks are being taken back.
+
+    vLLM does the same to a request that it preempts; for blocks that could not be loaded it does not, and asynchronous
+    scheduling has begun the next step by now.
+    """
+    if request.num_in_flight_tokens > 0:
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
+        request.num_output_placeholders = 0

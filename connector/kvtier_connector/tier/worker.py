@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.fingerprints.adapters import Orders, Told
 from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
@@ -47,6 +48,8 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
     adapters: dict[int, list[Told]] = field(default_factory=dict)
     """By rank, what is told of adapters."""
     declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
+    """Requests whose adapter was replaced after their load was reported: this step computed upon wrong blocks."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
@@ -59,6 +62,7 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
             {**self.weights, **other.weights},
             {**self.adapters, **other.adapters},
             {**self.declared, **other.declared},
+            self.replaced | other.replaced,
         )
 
 
@@ -94,6 +98,16 @@ class Question:
         return [self._answers[rank] for rank in sorted(self._answers)]
 
 
+@dataclass(slots=True)
+class _Adapted:
+    """A request with an adapter that is loaded and was not computed yet."""
+
+    blocks: set[int] = field(default_factory=set)
+    """GPU blocks that were loaded for it."""
+    is_reported: bool = False
+    """Whether the scheduler knows that the load has ended."""
+
+
 class KVTierWorker(OffloadingConnectorWorker):
     """See the module. Called from one thread, the engine worker's."""
 
@@ -108,6 +122,8 @@ class KVTierWorker(OffloadingConnectorWorker):
         self._weights: dict[int, tuple[int, str | None]] = {}
         """What is to be told of the weights."""
         self._adapters: LoadedAdapters | None = None
+        self._adapted: dict[str, _Adapted] = {}
+        self._replaced: set[str] = set()
         self.declared: Declared | None = None
         """What the scheduler's side must know of this worker; None before the KV caches are there."""
         self._declaring = 0
@@ -133,6 +149,13 @@ class KVTierWorker(OffloadingConnectorWorker):
                 self._weights[self.spec.config.parallel.rank] = (metadata.weights, found)
             if metadata.adapters is not None and self._adapters is not None:
                 self._adapters.obey(metadata.adapters)
+                for name in metadata.adapters.ended:
+                    self._adapted.pop(name, None)
+                self._adapted.update({name: _Adapted() for name in metadata.adapters.begun})
+            for job in metadata.load_jobs.values() if self._adapted else ():
+                if (adapted := self._adapted.get(job.req_id)) is not None:
+                    assert isinstance(job.dst_spec, GPULoadStoreSpec)
+                    adapted.blocks.update(job.dst_spec.block_ids.tolist())
 
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
@@ -141,16 +164,18 @@ class KVTierWorker(OffloadingConnectorWorker):
         told = [] if self._adapters is None else self._adapters.take_told()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
-        if made is None and not weights and not told and declared is None:
+        replaced, self._replaced = self._replaced, set()
+        if made is None and not (weights or told or replaced or declared):
             return None
         made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
         adapters = {rank: told} if told else {}
         declarations = {rank: declared} if declared else {}
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declarations)
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declarations, replaced)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, _ = super().get_finished(finished_req_ids)
+        self._find_replaced()
         if not self._ended:
             return sent, set()
         under_way = set(self._load_jobs.values())
@@ -164,7 +189,22 @@ class KVTierWorker(OffloadingConnectorWorker):
                     self._unwritten.update(unwritten)
                 else:
                     self._failed.add(name)
+            elif (adapted := self._adapted.get(name)) is not None:
+                adapted.is_reported = True
         return sent, received
+
+    def _find_replaced(self) -> None:
+        """Have requests computed anew whose adapter was replaced in place since their load was reported.
+
+        Only the blocks can be taken back by now. With several groups of layers that is not possible, and the scheduler
+        loads no request whose adapter may be replaced.
+        """
+        if self._adapters is None or not self._is_one_group:
+            return
+        for name, adapted in self._adapted.items():
+            if adapted.is_reported and name in self._adapters.refused:
+                self._unwritten |= adapted.blocks
+                self._replaced.add(name)
 
     def take_unwritten(self) -> set[int]:
         """Return the GPU blocks of requests just reported that were not loaded."""

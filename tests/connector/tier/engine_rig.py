@@ -76,6 +76,9 @@ class TierUnderTest(SharedVolumeTier):
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
+    is_checking = True
+    """Whether a step that computes upon other bytes than it should is an error; a test may have it taken back."""
+
     def __init__(
         self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0, is_child: bool = False
     ) -> None:
@@ -384,7 +387,7 @@ class SimulatedEngine:
         """Compare the values from one token on."""
         places = np.arange(first, first + len(wanted))
         held = self.gpu[np.asarray(blocks)[places // BLOCK_TOKENS], places % BLOCK_TOKENS]
-        if not np.array_equal(held, wanted):
+        if self.is_checking and not np.array_equal(held, wanted):
             wrong = int((held != wanted).any(axis=1).argmax())
             kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
             raise AssertionError(f"{name}: token {first + wrong} of {first + len(wanted)} computed holds {kind}")

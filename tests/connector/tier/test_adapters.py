@@ -6,18 +6,21 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_fleet import Engines
 from engine_loras import WEIGHTS
-from engine_parts import Shape, prompt_of
+from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.fingerprints import adapters
 from kvtier_connector.fingerprints.adapters import Adapters, Lora, Told
 from kvtier_connector.store.format import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
+from kvtier_connector.tier.worker import KVTierWorkerMetadata
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16
@@ -175,6 +178,66 @@ def test_a_request_that_was_loaded_is_computed_as_a_whole_when_its_adapter_is_re
     have_copied(reader)
     assert reader.computed["b"] == len(PROMPT)
     assert reader.source_of(None, request_for(adapter)) == "None with second"
+
+
+def reported(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPTER) -> SimulatedEngine:
+    """Return an engine in which the load of a request was reported, and whose next step computes it."""
+    reader = waiting_for_copies(engines, adapter, shape)
+    reader.copies.lag = 0
+    side = reader.side
+    reader.run(lambda: "b" not in {*side._loads, *side._ended, *side._ending})
+    assert reader.computed["b"] == 0
+    return reader
+
+
+@pytest.mark.parametrize("is_within_the_step", [False, True])
+def test_a_request_is_computed_as_a_whole_when_its_adapter_is_replaced_after_its_load_was_reported(
+    engines: Engines, adapter: Path, *, is_within_the_step: bool
+) -> None:
+    reader = reported(engines, adapter)
+    write(adapter, "second")
+    if is_within_the_step:
+        set_active = reader.lora_manager.set_active_adapters
+
+        def replace(*requests: Any) -> None:
+            reader.lora_manager.set_active_adapters = set_active  # type: ignore[method-assign]  # once
+            reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
+            set_active(*requests)
+
+        reader.lora_manager.set_active_adapters = replace  # type: ignore[method-assign]  # it calls the real one
+    else:
+        reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
+    reader.is_checking = False
+    reader.step()
+    reader.is_checking = True
+    reader.run()
+    assert reader.computed["b"] == REST + len(PROMPT)
+    assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
+
+
+def test_what_is_in_flight_for_a_request_whose_adapter_was_replaced_is_dropped(engines: Engines, adapter: Path) -> None:
+    reader = reported(engines, adapter)
+    request = reader.scheduler.requests["b"]
+    # As asynchronous scheduling has it: the next step was begun before this one's output came.
+    request.num_in_flight_tokens, request.num_output_placeholders = 1, 2
+    told = KVConnectorOutput()
+    told.kv_connector_worker_meta = KVTierWorkerMetadata(replaced={"b", "gone"})
+    reader.side.update_connector_output(told)
+    assert (request.num_stale_output_tokens, request.num_output_placeholders) == (1, 0)
+    assert request.drop_stale_output
+
+
+@pytest.mark.parametrize("may_be_replaced", ["0", "1"])
+def test_requests_with_adapters_are_loaded_in_several_groups_only_where_adapters_are_not_replaced(
+    engines: Engines, adapter: Path, monkeypatch: pytest.MonkeyPatch, may_be_replaced: str
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", may_be_replaced)
+    shape = Shape(windows=(None, WINDOW_TOKENS))
+    assert ask(engines.make(shape), "a", request_for(adapter)) == len(PROMPT)
+    reader = engines.make(shape)
+    assert ask(reader, "b", request_for(adapter)) == (len(PROMPT) if may_be_replaced == "1" else REST)
+    assert ask(reader, "none", None) == len(PROMPT)
+    assert ask(engines.make(shape), "model", None) == REST
 
 
 def test_a_request_that_was_loaded_is_computed_with_its_adapter_if_the_files_that_would_replace_it_are_gone(
