@@ -23,10 +23,8 @@ BLOCK_FORMAT_VERSION = 4
 
 GENERATION_PATTERN = r"[A-Za-z0-9_-]{1,64}"
 """What a generation's digest looks like: its directory is called so, and each of its blocks says so."""
-MUST_BE_KNOWN = ("engine.weights",)
-"""Fields of the identity without which no engine reads or writes a block."""
-UNKNOWN = "unknown "
-"""Stands before the name of such a field where an engine says that it cannot tell it, and does without the volume."""
+REPLACED_WEIGHTS = "replaced weights"
+"""Label of ``vllm:kvtier_disk_refused`` while an engine's weights are not those that it started with."""
 EPOCH_PATTERN = r"[a-z0-9]{1,32}"
 """What names other weights than the model's own: it follows the digest and a dot in the name of their directory."""
 TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"

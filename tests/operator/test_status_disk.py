@@ -10,6 +10,7 @@ import pytest
 from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions
 from tiers import tier
 
+from kvtier_connector.contract import REPLACED_WEIGHTS
 from kvtier_connector.contract_usage import GenerationUsage, Usage
 from kvtier_operator import status
 from kvtier_operator.api import parse
@@ -205,18 +206,18 @@ def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> Non
     assert "the rollout replaces it" in found["message"]
 
 
-def test_an_engine_that_cannot_tell_its_weights_is_told_apart_from_a_stranger() -> None:
-    pods = (replace(READY_POD, report=EngineReport(refused=("unknown engine.weights",))),)
+def test_an_engine_whose_weights_were_replaced_is_told_apart_from_a_stranger() -> None:
+    pods = (replace(READY_POD, report=EngineReport(refused=(REPLACED_WEIGHTS,))),)
     found = conditions(changed(pods=pods))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Stranger")
-    assert "its engine cannot tell engine.weights, so" in found["message"]
+    assert "its weights were replaced" in found["message"]
 
 
-def test_blocks_of_replaced_weights_are_no_generation_to_roll_back_to() -> None:
+def test_blocks_of_one_engine_alone_are_no_generation_to_roll_back_to() -> None:
     current = GENERATIONS[0]
-    updated = replace(current, digest=f"{current.digest}.w0123456789abcdef")
+    updated = replace(current, digest=f"{current.digest}.p0123456789abcdef")
     roles = {
         each["digest"]: each["role"] for each in report(view(usage(generations=(*GENERATIONS, updated))))["generations"]
     }
-    assert roles[updated.digest] == "Updated"
+    assert roles[updated.digest] == "Unshared"
     assert "Previous" in roles.values()

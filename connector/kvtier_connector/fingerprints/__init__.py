@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells an engine's KV blocks from all others: its weights, its adapters, and how it lays KV out in memory.
+"""Identifies an engine's KV blocks: its settings, KV layout and weights (`engine`), and its LoRA adapters.
 
-It knows vLLM and torch, and neither the tier nor the volume: what is found here becomes part of the names of blocks.
+The package imports vLLM and torch, but neither the tier nor the volume: its results become part of block names.
 """

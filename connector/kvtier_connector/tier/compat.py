@@ -275,11 +275,12 @@ _OF_THE_WORKER = (
         overridden=(
             "__init__(spec, vllm_config, kv_cache_config)",
             "register_kv_caches(kv_caches)",
+            "handle_preemptions(kv_connector_metadata)",
             "start_kv_transfers(metadata)",
             "get_finished(finished_req_ids)",
             "build_connector_worker_meta()",
         ),
-        read=("_load_jobs", "kv_cache_config", "spec", "vllm_config"),
+        read=("_load_jobs", "_unsubmitted_store_jobs", "kv_cache_config", "spec", "vllm_config"),
     ),
     Reliance(
         f"{_OFFLOAD}.cpu.spec:CPUOffloadingSpec",

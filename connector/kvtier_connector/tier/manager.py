@@ -89,7 +89,7 @@ class KVTierManager(TieringOffloadingManager):
         count = 0
         unknown: OffloadKey | None = None
         # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
-        is_early = request.is_pending or request.is_mixed or self.volume.is_doubting
+        is_early = request.is_pending or request.is_mixed or not self.volume.is_current
         is_plain = not (is_early or (request.verdict and not request.verdict.may_load))
         fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.volume.knower(request)
         for key in keys:
@@ -183,7 +183,7 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if not self.request(req_context).hints.may_store:
+        if not (self.volume.is_current and self.request(req_context).hints.may_store):
             # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
@@ -299,8 +299,8 @@ class KVTierManager(TieringOffloadingManager):
     def _find(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> LookupResult:
         if self.volume.is_unread(key, request):
             return LookupResult.RETRY
-        if request.is_mixed:
-            # vLLM's key does not cover what the adapter held when the chunk came into the CPU tier.
+        if request.is_mixed or not self.volume.is_current:
+            # vLLM's key covers neither the contents of the adapter nor the weights, so the chunk may be of others.
             self.volume.presence(key, request)
             return LookupResult.MISS
         if key not in self._fetches.under_way:

@@ -80,7 +80,8 @@ ACTIVE = Metric(
 REFUSED = Metric(
     "vllm:kvtier_disk_refused",
     "1 when the directory on the shared volume belongs to another model or layout, by the first field of tier.json "
-    "that differs, or `unknown` and the field that the engine cannot tell; the engine then serves without it.",
+    "that differs, or `generation`, or `replaced weights` while the engine's "
+    "weights are not those of its start. The engine then serves without the volume.",
     ("field",),
     is_gauge=True,
 )

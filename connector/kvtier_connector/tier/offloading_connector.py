@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.fingerprints.engine import Declared
 from kvtier_connector.tier.manager import KVTierManager
 from kvtier_connector.tier.scheduler import KVTierScheduler
 from kvtier_connector.tier.spec import KVTierSpec

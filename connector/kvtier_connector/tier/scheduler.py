@@ -31,7 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_connector.fingerprints.adapters import Lora
-from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.fingerprints.engine import Declared
 from kvtier_connector.tier.hints import parse_hints, understood
 from kvtier_connector.tier.loads import Load
 from kvtier_connector.tier.manager import KVTierManager
@@ -75,6 +75,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._may_mix_adapters = len(self.config.kv_group_configs) > 1 and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         self._known_media = KnownMedia()
         self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
+        self._is_reset = False
+        """True from a reset of the caches until a step has the workers compare all weights."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -120,8 +122,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             for group in status.group_states:
                 group.next_stored_chunk_idx = 0
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        # Workers check the adapter of a load before the step that computes with it.
-        is_checked = request.lora_request is not None
+        # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
+        # step that computes with it is told by its GPU blocks, which only models of one group can.
+        is_checked = request.lora_request is not None or len(self.config.kv_group_configs) > 1
         if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
             self._cancel_sync_load(name, tokens)
             return tokens, True
@@ -169,20 +172,22 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 # After a reset vLLM may have it go on in the step that preempts it, and takes its jobs for stores.
                 if name not in preempted:
                     self._hand_over(name, load)
+        waited = frozenset(getattr(self, "_current_batch_sync_loads", ()))
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
-        # A step that computes nothing, and holds nothing back, may lie before the update for which all was reset.
-        is_due = scheduler_output.num_scheduled_tokens or self._waits
-        is_asking = is_due and self.manager.volume.is_doubting and not self._weights.number
-        asked = self._weights.ask() if is_asking else 0
+        # A step that neither computes nor loads may lie before the update of the weights that all was reset for.
+        is_due = scheduler_output.num_scheduled_tokens or jobs[0]
+        asked = self._weights.ask() if self._is_reset and is_due else 0
+        self._is_reset = self._is_reset and not asked
         orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
-        return KVTierMetadata(*jobs, ended, asked, orders, self._declared.number)
+        return KVTierMetadata(*jobs, ended, asked, self._is_reset, waited, orders, self._declared.number)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         # Before what was computed with them counts as stored.
+        self._take_weights(getattr(told, "weights", {}))
         self._adapters.take(getattr(told, "adapters", {}))
         self._adapters.note_failed(connector_output.failed_recving or ())
         for name in getattr(told, "replaced", ()):
@@ -200,8 +205,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if (declared := self._declared.take(getattr(told, "declared", {}))) is not None:
             # Requests wait for this step.
             self.manager.volume.open(declared, 0.0)
-        if (weights := self._weights.take(getattr(told, "weights", {}))) is not None:
-            self.manager.volume.settle_weights(weights)
+
+    def _take_weights(self, told: Mapping[int, tuple[int, bool]]) -> None:
+        """Take in comparisons of the weights, by rank."""
+        volume = self.manager.volume
+        for _, is_original in told.values():
+            volume.note_weights(is_original=is_original)
+        if (answers := self._weights.take(told)) is not None:
+            volume.note_all_weights(are_original=all(answers))
 
     @override
     def has_pending_push_work(self) -> bool:
@@ -234,7 +245,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._weights.drop()
-        self.manager.volume.doubt_weights(is_clean=self.manager.is_gpu_empty())
+        self._is_reset = True
+        self.manager.volume.note_reset(is_clean=self.manager.is_gpu_empty())
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
             self.manager.hold()
@@ -253,9 +265,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             tokens = super()._lookup(req_status, max_num_new_tokens)
         if tokens is not None:
             self._waits.pop(name, None)
-        elif (volume := self.manager.volume).is_doubting:
-            # vLLM's own look-ups, for windows and ends of prompts, do not say what they wait for.
-            self._waits.setdefault(name, lambda: not volume.is_doubting)
         return None if self._waits_for_others(req_status, self._keys_of(req_status, tokens or 0)) else tokens
 
     @override

@@ -34,7 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.fingerprints.adapters import Adapters
-from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.fingerprints.engine import Declared
 from kvtier_connector.movers.rows import shape_of_rows
 from kvtier_connector.movers.tasks import Done, Lane, Looked
 from kvtier_connector.store.breaker import Breaker, Direction
@@ -42,10 +42,10 @@ from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.admission import Admission, why_not
+from kvtier_connector.tier.attachment import Attachment
 from kvtier_connector.tier.drain import Drain
 from kvtier_connector.tier.offers import Offers
 from kvtier_connector.tier.requests import TierRequest, TierRequests
-from kvtier_connector.tier.site import Sites
 from kvtier_connector.tier.transfers import POLL_SECONDS, Parts, Rows
 from kvtier_connector.tier.volume import read_config
 
@@ -150,40 +150,35 @@ class SharedVolumeTier(SecondaryTierManager):
             stats=self.stats,
             drain=self.drain,
         )
-        self._sites = Sites(config, parts, self.fs, generation=generation)
-        self._take_place()
+        self._attachment = Attachment(config, parts, self.fs, generation=generation)
+        self._take_parts()
 
     def open(self, declared: Sequence[Declared], wait_seconds: float = OPEN_WAIT_SECONDS) -> None:
         """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
-        self._sites.open(self._spec, declared, wait_seconds)
-        self._take_place()
-
-    def doubt_weights(self, *, is_clean: bool) -> None:
-        """Read and write nothing until the workers have told of the weights; `is_clean` is whether the GPU is empty."""
-        self._sites.weights.doubt(is_clean=is_clean)
-        self._why_not_loading = metrics.NEW_WEIGHTS
+        self._attachment.open(self._spec, declared, wait_seconds)
+        self._take_parts()
 
     @property
-    def is_doubting(self) -> bool:
-        """Whether the workers are to tell which weights there are."""
-        return self._sites.weights.is_doubted
+    def is_current(self) -> bool:
+        """True while the weights are those that the engine started with."""
+        return self._attachment.is_current
 
-    @property
-    def is_at_home(self) -> bool:
-        """Whether the directory in use is that of the weights: they are known, and there was room to go there."""
-        return not (self.is_doubting or self._sites.is_elsewhere)
+    def note_reset(self, *, is_clean: bool) -> None:
+        """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
+        self._attachment.note_reset(is_clean=is_clean)
 
-    def settle_weights(self, found: Sequence[str | None]) -> None:
-        """Take in what the workers have found, in the order of their ranks, and go where such blocks lie."""
-        if self._sites.settle(found):
-            # Nothing is under way in the directory that is left, but questions.
-            self._take_place()
+    def note_weights(self, *, is_original: bool) -> None:
+        """Take in a comparison of the weights by a worker."""
+        self._attachment.note_weights(is_original=is_original)
 
-    def _take_place(self) -> None:
-        site = self._sites.here
-        self._volume, self._store, self._movers, self._probes = site.volume, site.store, site.movers, site.probes
-        self.transfers = site.transfers
-        """What is under way between the CPU tier and the volume."""
+    def note_all_weights(self, *, are_original: bool) -> None:
+        """Take in a comparison of all weights by all workers, the first one after a reset."""
+        self._attachment.note_all_weights(are_original=are_original)
+
+    def _take_parts(self) -> None:
+        attached = self._attachment
+        self._volume, self._store, self._movers = attached.volume, attached.store, attached.movers
+        self._probes, self.transfers = attached.probes, attached.transfers
 
     @classmethod
     @override
@@ -207,7 +202,7 @@ class SharedVolumeTier(SecondaryTierManager):
         """
         if key in request.missing:
             return Presence.ABSENT
-        if cause := self._why_not_loading or request.read_refusal:
+        if cause := self._why_not_loading_now or request.read_refusal:
             return self._miss(request, cause)
         if self._probes.join(key, request):
             return Presence.UNKNOWN
@@ -219,24 +214,21 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def knower(self, request: TierRequest) -> Callable[[OffloadKey], bool]:
         """Return what says of a chunk whether the request may read it for sure; where it says no, `presence` tells."""
-        if self._why_not_loading or request.read_refusal:
+        if self._why_not_loading_now or request.read_refusal:
             return lambda _: False
         unsure, missing, state, name_of = self._probes.asked, request.missing, self._store.state, request.block_key
         return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
 
     def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
-        """Say whether a chunk of the request waits until its adapter or the weights are known, as `is_asking` tells."""
-        if is_early := self._is_early(request):
+        """Say whether a chunk of the request waits until its adapter is known, as `is_asking` tells."""
+        if request.is_pending:
             self._unread[key] = request
-        return is_early
+        return request.is_pending
 
     def is_asking(self, key: OffloadKey) -> bool:
         """Say whether it is not known yet whether there is the chunk."""
         request = self._unread.get(key)
-        return key in self._probes.asked or (request is not None and self._is_early(request))
-
-    def _is_early(self, request: TierRequest) -> bool:
-        return request.is_pending or (self.is_doubting and request.read_refusal is None)
+        return key in self._probes.asked or (request is not None and request.is_pending)
 
     def count_computed(self, cause: str, chunks: int) -> None:
         """Count chunks that the volume has and that are computed all the same."""
@@ -269,15 +261,9 @@ class SharedVolumeTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         # vLLM calls this in each step, before any lookup of the step.
         self._collect()
-        if self._sites.is_elsewhere and not (self.is_doubting or self._is_closed) and self._sites.follow():
-            self._take_place()
         self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
         is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
-        self._why_not_loading = (
-            why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
-            if self.is_at_home
-            else metrics.NEW_WEIGHTS
-        )
+        self._why_not_loading = why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
         self.transfers.drain()
         if self._volume.refused_field and self.transfers:
             # The directory is somebody else's by now: what waits does not belong there.
@@ -289,7 +275,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if questions := self._probes.send(self.transfers.number):
             self._movers.submit(questions)
         self.requests.tell(self._store, self.row_bytes, is_storing=self.transfers.is_storing)
-        self._unread = {key: request for key, request in self._unread.items() if self._is_early(request)}
+        self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
         self.admission.end_step()
         for request in context.new_req_ids:
             self.admission.begin_compute(request)
@@ -332,7 +318,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
             return None
         self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
-        self._sites.here.observe(now, waiting=self.waiting)
+        self._attachment.observe(now, waiting=self.waiting)
         return self.stats.take()
 
     @override
@@ -345,16 +331,20 @@ class SharedVolumeTier(SecondaryTierManager):
         self._movers.withdraw(list(self._probes.sent))
         self.drain_jobs()
         self.drain.close()
-        self._sites.close()
+        self._attachment.close()
 
     def _why_not_storing(self) -> str | None:
         if self.drain.is_over:
             return metrics.SHUTDOWN
-        if not self.is_at_home:
+        if not self.is_current:
             return metrics.NEW_WEIGHTS
         if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
             return cause
         return metrics.QUEUE_FULL if self.transfers.storing > self._most_storing else None
+
+    @property
+    def _why_not_loading_now(self) -> str | None:
+        return self._why_not_loading if self.is_current else metrics.NEW_WEIGHTS
 
     def _miss(self, request: TierRequest, cause: str) -> Presence:
         """Count a chunk that ends the prefix of a request: once, since vLLM asks again while an earlier one comes."""

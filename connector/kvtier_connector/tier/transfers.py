@@ -39,7 +39,7 @@ AGAIN_SECONDS = 1.0
 LONGEST_AGAIN_SECONDS = 60.0
 """After how long chunks are offered again, doubled each time that it was in vain."""
 _KEPT_OFF = frozenset({metrics.UNREUSED, metrics.NO_TENANT, metrics.NO_ADAPTER, metrics.NO_MEDIA})
-_NEVER_AGAIN = _KEPT_OFF | {metrics.SHUTDOWN}
+_NEVER_AGAIN = _KEPT_OFF | {metrics.NEW_WEIGHTS, metrics.SHUTDOWN}
 """Why a chunk was not written where offering it again would change nothing."""
 _UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Why a chunk was not written that was not to be: the end of the engine loses nothing by it."""
@@ -254,10 +254,6 @@ class Transfers:
         written.count(self._stats, _WRITTEN, self._row_bytes)
         finished, self._finished = self._finished, []
         return finished
-
-    def take_over(self, left: Transfers) -> None:
-        """Report what ended in the directory that is left and was not reported; nothing is under way there."""
-        self._finished += left.take_finished()
 
     def take_stored(self) -> list[OffloadKey]:
         """Return the chunks that came to lie on the volume since the last call."""

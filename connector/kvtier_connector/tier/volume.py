@@ -87,7 +87,6 @@ class Volume:
         self._fs = fs
         self._generation = generation
         self._ownership = identity.Claim(Path(config.root), {}, config.digest, fs=fs)
-        self._unknown = ""
         self.store = SharedStore(
             Path(config.root),
             fs=fs,
@@ -133,10 +132,9 @@ class Volume:
         """Begin to open it, and wait this long at most for the first answer.
 
         Args:
-            claimed: What `tier.json` must say; without what must be known, the directory is not used.
+            claimed: What `tier.json` must say.
             wait_seconds: How long.
         """
-        self._unknown = next((name for name in contract.MUST_BE_KNOWN if claimed.get(name) is None), "")
         self._ownership = identity.Claim(Path(self._config.root), claimed, self._config.digest, fs=self._fs)
         # Before the engine can answer anybody, so that the startup probe waits for all engines of the pod.
         self._tell(lambda: self._report.begin(self.refusal))
@@ -287,16 +285,6 @@ class Volume:
                     f"{self._config.digest}: the spec changed meanwhile; the rollout replaces the pod, or delete it"
                 )
             )
-            return False
-        if self._unknown:
-            self.refused_field = f"{contract.UNKNOWN}{self._unknown}"
-            self._refuse(
-                IdentityMismatch(
-                    f"{self._unknown} cannot be told, so nobody could say whose blocks these are: let the engine load "
-                    "the model from a directory or the hub's cache, or name a fixed revision"
-                )
-            )
-            self._tell(lambda: self._report.serve_without(self.refusal))
             return False
         while not self._closed.is_set():
             if not self.mode.may_load:

@@ -7,7 +7,7 @@ for a whole request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.fingerprints.adapters import Orders, Told
+from kvtier_connector.fingerprints.engine import Declared, LoadedWeights, describe_layout
 from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
-from kvtier_connector.fingerprints.packing import Declared, describe
-from kvtier_connector.fingerprints.weights import LoadedModel
 
 
 @dataclass
@@ -33,7 +32,11 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     ended_loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
     weights: int = 0
-    """Number of the question which weights the workers have; 0 if they are not asked."""
+    """Number of the order to compare all weights with those of the start; 0 without one."""
+    is_reset: bool = False
+    """True from a reset of the caches to the next step that computes: the weights may be absent meanwhile."""
+    waited: Collection[str] = ()
+    """Requests whose loads this step waits for, so that it computes with them."""
     adapters: Orders | None = None
     declared: int = 0
     """The same of what they declare of themselves: nobody has passed on what they did before the first step."""
@@ -41,13 +44,14 @@ class KVTierMetadata(OffloadingConnectorMetadata):
 
 @dataclass
 class KVTierWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's, with the digests of the weights that were asked for, and of adapters."""
+    """vLLM's, with news of the weights and of adapters."""
 
-    weights: dict[int, tuple[int, str | None]] = field(default_factory=dict)
-    """By rank, the number of the question and the answer; so is what they declare."""
+    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """By rank, the number of the order (0: without one), and True if the weights are those of the start."""
     adapters: dict[int, list[Told]] = field(default_factory=dict)
     """By rank, what is told of adapters."""
     declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
+    """By rank, the number of the question and the declaration."""
     replaced: set[str] = field(default_factory=set)
     """Requests whose adapter was replaced after their load was reported: this step computed upon wrong blocks."""
 
@@ -118,9 +122,14 @@ class KVTierWorker(OffloadingConnectorWorker):
         """Requests of which no further piece comes, with their GPU blocks that stay unwritten."""
         self._unwritten: set[int] = set()
         self._failed: set[str] = set()
-        self._model: LoadedModel | None = None
-        self._weights: dict[int, tuple[int, str | None]] = {}
-        """What is to be told of the weights."""
+        self._weights: LoadedWeights | None = None
+        """None before the KV caches are there."""
+        self._answered = 0
+        """Number of the order to compare all weights that was obeyed last, and is not reported; 0 without one."""
+        self._is_told = False
+        """True once the scheduler's side was told that the weights have changed."""
+        self._waited: set[int] = set()
+        """GPU blocks that this step loads and computes with."""
         self._adapters: LoadedAdapters | None = None
         self._adapted: dict[str, _Adapted] = {}
         self._replaced: set[str] = set()
@@ -133,10 +142,26 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        self._model = LoadedModel()
-        self._adapters = LoadedAdapters(self._model.holder, self.spec.config.parallel.rank)
-        backends, layout = describe(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
-        self.declared = Declared(backends, layout, self._model.digest())
+        self._weights = LoadedWeights(has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
+        self._adapters = LoadedAdapters(self._weights.holder, self.spec.config.parallel.rank)
+        backends, layout = describe_layout(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
+        self.declared = Declared(backends, layout, self._weights.digest)
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        # vLLM calls it before each forward pass. A store is submitted with the step after the one that computed it, so
+        # that this check is later than its computing, and earlier than its report.
+        if isinstance(kv_connector_metadata, KVTierMetadata) and self._weights is not None:
+            if kv_connector_metadata.weights:
+                self._answered = kv_connector_metadata.weights
+                self._weights.check_all()
+            elif not kv_connector_metadata.is_reset and self._has_transfers(kv_connector_metadata):
+                self._weights.check()
+        super().handle_preemptions(kv_connector_metadata)
+
+    def _has_transfers(self, metadata: KVTierMetadata) -> bool:
+        orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs, self._load_jobs, self._ended)
+        return any(orders)
 
     @override
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -144,9 +169,9 @@ class KVTierWorker(OffloadingConnectorWorker):
         if isinstance(metadata, KVTierMetadata):
             self._ended.update(metadata.ended_loads)
             self._declaring = metadata.declared or self._declaring
-            if metadata.weights:
-                found = None if self._model is None else self._model.digest()
-                self._weights[self.spec.config.parallel.rank] = (metadata.weights, found)
+            if metadata.waited:
+                jobs = (job for job in metadata.load_jobs.values() if job.req_id in metadata.waited)
+                self._waited = {int(block) for job in jobs for block in job.dst_spec.block_ids}
             if metadata.adapters is not None and self._adapters is not None:
                 self._adapters.obey(metadata.adapters)
                 for name in metadata.adapters.ended:
@@ -160,7 +185,7 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
-        weights, self._weights = self._weights, {}
+        weights = self._tell_of_weights(is_reporting=made is not None)
         told = [] if self._adapters is None else self._adapters.take_told()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
@@ -170,19 +195,34 @@ class KVTierWorker(OffloadingConnectorWorker):
         made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
         adapters = {rank: told} if told else {}
         declarations = {rank: declared} if declared else {}
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, weights, adapters, declarations, replaced)
+        news = {rank: weights} if weights else {}
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, news, adapters, declarations, replaced)
+
+    def _tell_of_weights(self, *, is_reporting: bool) -> tuple[int, bool] | None:
+        """Return the news of the weights, if any; a change is told no later than the stores that end after it."""
+        answered, self._answered = self._answered, 0
+        if self._weights is None or not (answered or is_reporting):
+            return None
+        has_changed = self._weights.has_changed
+        is_news = has_changed and not self._is_told
+        self._is_told = has_changed
+        return (answered, not has_changed) if answered or is_news else None
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, _ = super().get_finished(finished_req_ids)
         self._find_replaced()
-        if not self._ended:
+        waited, self._waited = self._waited, set()
+        if not (self._ended or waited):
             return sent, set()
+        has_changed = self._weights is None or self._weights.has_changed
+        if has_changed:
+            self._unwritten |= waited
         under_way = set(self._load_jobs.values())
         received = {name for name in self._ended if name not in under_way}
         for name in received:
             unwritten = self._ended.pop(name)
-            if self._adapters is not None and name in self._adapters.refused:
+            if has_changed or (self._adapters is not None and name in self._adapters.refused):
                 self._failed.add(name)
             elif unwritten:
                 if self._is_one_group:

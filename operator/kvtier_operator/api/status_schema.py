@@ -139,9 +139,9 @@ class GenerationUsage(ApiModel):
 
     digest: Annotated[StrictStr, Field(max_length=64)]
     """Digest of its identity, and the name of its directory."""
-    role: Literal["Current", "Previous", "Updated"] | None = None
-    """`Current` is what engines use; `Previous` ones stay for a rollback, see `spec.generations`; `Updated` ones hold
-    blocks of weights that were replaced in running engines, and go an hour after the last engine used them."""
+    role: Literal["Current", "Previous", "Unshared"] | None = None
+    """`Current` is what engines use; `Previous` ones stay for a rollback, see `spec.generations`; `Unshared` ones
+    hold blocks of one engine whose weights cannot be told, and go an hour after its last use of them."""
     used_bytes: Amount | None = None
     """Bytes that its blocks take, to about a percent."""
     blocks: Amount | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_connector.contract import UNKNOWN
+from kvtier_connector.contract import REPLACED_WEIGHTS
 from kvtier_connector.contract_usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
@@ -112,13 +112,12 @@ def engines_own_the_directory(look: Look) -> Problem | None:
             "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
             "replaces it; if it stays, delete the pod",
         )
-    if all(field.startswith(UNKNOWN) for field in fields):
-        told = ", ".join(field.removeprefix(UNKNOWN) for field in fields)
+    if fields == [REPLACED_WEIGHTS]:
         return Problem(
             reason=Reason.STRANGER,
-            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its engine cannot tell "
-            f"{told}, so nobody could say whose blocks these are. Have it load the model from a directory with weight "
-            "files or from the hub's cache, or name a commit in spec.model.revision",
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its weights were replaced "
+            "while it ran. Delete the pod to have an engine of the model's own weights, or set "
+            "spec.disk.mode: Bypass while weights are replaced again and again",
         )
     return Problem(
         reason=Reason.STRANGER,
@@ -250,7 +249,7 @@ def with_roles(counted: Iterable[Mapping[str, Any]], *, current: str) -> list[di
 
 
 def _role(digest: str, current: str) -> str:
-    return "Current" if digest == current else "Updated" if "." in digest else "Previous"
+    return "Current" if digest == current else "Unshared" if "." in digest else "Previous"
 
 
 MOST_GENERATIONS: Final = 64

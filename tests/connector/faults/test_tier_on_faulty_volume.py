@@ -164,7 +164,7 @@ def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
 def test_an_engine_ends_although_the_volume_hangs(
     engines: Rigs, faulty_volume: FaultyVolume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.site.CLOSE_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier_connector.tier.attachment.CLOSE_WAIT_SECONDS", 0.2)
     engines.write(keys(4))
     rig = make(engines, known=4)
     context = rig.request("r")

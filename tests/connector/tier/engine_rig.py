@@ -163,12 +163,17 @@ class SimulatedEngine:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""
         return self.model
 
-    def update_weights(self, seed: int, *, is_reset: bool = True) -> None:
-        """Replace the weights in place as vLLM does: all caches are reset first."""
-        if is_reset:
+    def update_weights(self, seed: int, *, resets_connector: bool = True, by_data: bool = False) -> None:
+        """Replace the weights in place and reset the caches: all of them first, or the GPU's alone afterwards.
+
+        With `by_data` the write counts no version of the tensor.
+        """
+        if resets_connector:
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         with torch.no_grad():
-            self.model.weight.fill_(float(seed))
+            (self.model.weight.data if by_data else self.model.weight).fill_(float(seed))
+        if not resets_connector:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self._values.clear()
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ What is told is the name of a prompt to ask for (`PROMPTS`, or ``adapter``: the 
     salted=LABEL, adapter=LABEL, ...   the same under another name in the answers
     reset                              empty the GPU's cache, not the CPU tier
     rekey                              encrypt with the key k2; done once a new block is
-    update                             replace the weights in place as vLLM does, with the caches reset first
+    empty                              empty the CPU tier as well
+    update                             replace the weights in place, and empty the GPU's cache
     blocks                             wait until the volume has as many blocks as were computed so far
     damage                             wait for that, and flip a byte of each that came since it was waited for before
 """
@@ -42,6 +43,7 @@ class Engine:
         self.directory = directory
         self._before = len(self._files())
         self.computed = 0
+        self._is_storing = True
         self.answers: dict[str, Any] = {}
         self._waited_for: set[Path] = set()
         self._probes = itertools.count(1000)
@@ -73,20 +75,20 @@ class Engine:
         else:
             (answer,) = ask(self.llm, [PROMPTS[name]], salt=SALT if name == "salted" else "")
         self.answers[label] = {"seconds": round(time.perf_counter() - started, 3), **answer}
-        self.computed += (len(PROMPT) - answer["cached_tokens"]) // CHUNK_TOKENS
+        if self._is_storing:
+            self.computed += (len(PROMPT) - answer["cached_tokens"]) // CHUNK_TOKENS
 
     def reset(self) -> None:
         assert self.llm.reset_prefix_cache()
 
+    def empty(self) -> None:
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+
     def update(self) -> None:
         self.blocks()
-        before = set((self.directory / "volume").iterdir())
-        assert self.llm.reset_prefix_cache(reset_connector=True)
+        self._is_storing = False
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.directory / "updated")})
-        # The engine looks at its weights with the first step that computes, and has no directory until then.
-        self._probe(
-            lambda file: not before.intersection(file.parents), "the engine writes to a directory of its update"
-        )
+        self.reset()
 
     def blocks(self) -> None:
         wait_until(lambda: len(self._files()) >= self._before + self.computed, f"{self.computed} more blocks")

@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from waiting import until
 
 from kvtier_connector import contract
-from kvtier_connector.fingerprints.packing import Declared
+from kvtier_connector.fingerprints.engine import Declared
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey

@@ -192,7 +192,7 @@ def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_
 
 
 def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.site.CLOSE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.tier.attachment.CLOSE_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(is_read_of(key(0), key(1)))
     rig = rigs.make(fs=fs)

@@ -18,7 +18,7 @@ import pytest
 from engine_fleet import Engines
 from engine_parts import prompt_of
 from engine_rig import SimulatedEngine
-from rig import DECLARED, TOKENS_PER_BLOCK, offloading_config, wait_until
+from rig import DECLARED, TOKENS_PER_BLOCK, offloading_config
 from test_adapters import request_for, write
 from test_facts import DIFFERENCES, engine_config
 from vllm.v1.core import kv_cache_utils
@@ -26,17 +26,16 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, O
 from vllm.v1.request import Request
 
 from kvtier_connector.errors import IdentityMismatch
-from kvtier_connector.fingerprints import adapters, facts
-from kvtier_connector.fingerprints.weights import Weights
+from kvtier_connector.fingerprints import adapters, engine
+from kvtier_connector.fingerprints.engine import LoadedWeights
 from kvtier_connector.store import sealing, verify
 from kvtier_connector.store.blockstore import BlockStore, Hit
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header, encode_header, misplaced
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
-from kvtier_connector.tier import requests, site
+from kvtier_connector.tier import attachment, requests
 from kvtier_connector.tier.media import Media
 from kvtier_connector.tier.spec import KVTierSpec
-from kvtier_connector.tier.tier import SharedVolumeTier
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -67,7 +66,7 @@ DECLARATIONS = {
     "layout": replace(DECLARED, layout="another"),
 }
 VARIABLES = {"layout_env": ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"), "hash_seed": ("PYTHONHASHSEED", "77")}
-RESOLVED = {fact.removeprefix(facts.PREFIX): {name: value} for name, (fact, value) in DIFFERENCES.items()}
+RESOLVED = {fact.removeprefix(engine.PREFIX): {name: value} for name, (fact, value) in DIFFERENCES.items()}
 
 
 def claimed(change: str | None) -> dict[str, Any]:
@@ -76,20 +75,20 @@ def claimed(change: str | None) -> dict[str, Any]:
         if change in VARIABLES:
             patch.setenv(*VARIABLES[change])
         if change == "block_format":
-            patch.setattr(facts, "FORMAT_VERSION", 99)
+            patch.setattr(engine, "FORMAT_VERSION", 99)
         spec = KVTierSpec(SETTINGS.get(change or "", offloading_config)())
         spec.engine_config = engine_config(**RESOLVED.get(change or "", {}))
         size = 8192 if change == "bytes_per_chunk" else 4096
-        return facts.engine_facts(spec, [DECLARATIONS.get(change or "", DECLARED)], bytes_per_chunk=size)
+        return engine.engine_facts(spec, [DECLARATIONS.get(change or "", DECLARED)], bytes_per_chunk=size)
 
 
-FACTS = sorted(name.removeprefix(facts.PREFIX) for name in claimed(None))
+FACTS = sorted(name.removeprefix(engine.PREFIX) for name in claimed(None))
 
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_every_fact_keeps_an_engine_out_that_differs_in_it_and_no_other_fact_would(fact: str, tmp_path: Path) -> None:
     ours, theirs = claimed(None), claimed(fact)
-    name = f"{facts.PREFIX}{fact}"
+    name = f"{engine.PREFIX}{fact}"
     claim(tmp_path / "d1gest", ours, "d1gest")
     with pytest.raises(IdentityMismatch) as refused:
         claim(tmp_path / "d1gest", theirs, "d1gest")
@@ -310,39 +309,25 @@ def test_what_an_adapter_is_called_where_it_lies_and_what_it_holds_are_in_the_na
     assert computes_all(reader, "second", lora=lora) is is_whole
 
 
-def without_epoch(patch: pytest.MonkeyPatch) -> None:
-    def settle(weights: Weights, _: str | None) -> None:
-        weights.is_doubted = False
-
-    patch.setattr(Weights, "settle", settle)
-
-
-def without_doubt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedVolumeTier, "doubt_weights", lambda _, **__: None)
-
-
-@pytest.mark.parametrize("leave_out", [None, without_epoch, without_doubt])
-def test_blocks_of_replaced_weights_are_found_only_without_the_epoch_or_the_doubt(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, leave_out: Break | None
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_blocks_of_replaced_weights_are_found_only_where_the_change_is_not_noticed(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, is_noticed: bool
 ) -> None:
-    if leave_out is not None:
-        leave_out(monkeypatch)
-    engine = engines.make()
-    assert computes_all(engine, "first")
-    engine.update_weights(7)
-    engine.add("settling", OTHER)
-    engine.run()
-    wait_until(lambda: engine.metric("vllm:kvtier_disk_active") == 1, "the engine has a directory")
-    assert computes_all(engine, "second") is (leave_out is None)
+    if not is_noticed:
+        monkeypatch.setattr(LoadedWeights, "has_changed", False)
+    replica = engines.make()
+    assert computes_all(replica, "first")
+    replica.update_weights(7)
+    assert computes_all(replica, "second") is is_noticed
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_engine_with_other_weights_reads_only_without_their_fingerprint(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
 ) -> None:
-    tell = facts.engine_facts
+    tell = engine.engine_facts
     if not is_known:
-        monkeypatch.setattr(site, "engine_facts", lambda *a, **k: {**tell(*a, **k), "engine.weights": "some"})
+        monkeypatch.setattr(attachment, "engine_facts", lambda *a, **k: {**tell(*a, **k), "engine.weights": "some"})
     assert computes_all(engines.make(), "first")
     stranger = engines.make(weights=5)
     if not is_known:

@@ -194,10 +194,10 @@ class Machine(RuleBasedStateMachine):
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.engine.lora_manager.add_adapter(request_for(self.directory / adapter, adapter, inplace=True))
 
-    @rule(seed=st.integers(0, 2))
-    def replace_weights(self, seed: int) -> None:
+    @rule(seed=st.integers(0, 2), connector=st.booleans(), data=st.booleans())
+    def replace_weights(self, seed: int, connector: bool, data: bool) -> None:
         if self.may_reset():
-            self.engine.update_weights(seed)
+            self.engine.update_weights(seed, resets_connector=connector, by_data=data)
 
     @rule(connector=st.booleans())
     def reset(self, connector: bool) -> None:
@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
         TRIED["preemptions"] += engine.preemptions
         TRIED["blocks read"] += int(engine.metric("vllm:kvtier_disk_read_blocks"))
         TRIED["blocks written"] += int(engine.metric("vllm:kvtier_disk_written_blocks"))
-        TRIED["engines refused"] += bool(engine.tier._sites.here.volume.refused_field)
+        TRIED["engines refused"] += bool(engine.tier._attachment.volume.refused_field)
 
     def may_reset(self) -> bool:
         """Say whether vLLM can take the blocks of every request: not yet of one that is being loaded."""

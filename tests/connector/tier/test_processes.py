@@ -31,7 +31,7 @@ from kvtier_connector.movers.rows import Region
 from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.shared import SharedStore
-from kvtier_connector.tier import site
+from kvtier_connector.tier import attachment
 
 
 def movers() -> list[int]:
@@ -147,12 +147,12 @@ def test_movers_that_die_cost_no_breaker_and_threads_serve_until_they_are_back(
     rigs.write(keys(40))
     gate = rigs.root.parent / GATE
     gate.touch()
-    real = site._movers_settings
+    real = attachment._movers_settings
 
     def settings(config: contract.ConnectorConfig) -> MoversSettings:
         return replace(real(config), file_system="mover_fs:DyingWhileShutFs", retry_seconds=0.3)
 
-    monkeypatch.setattr(site, "_movers_settings", settings)
+    monkeypatch.setattr(attachment, "_movers_settings", settings)
     rig = rigs.make(io_processes=2)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 40, "the volume is walked")
     counts: set[float] = set()
@@ -255,38 +255,6 @@ def test_an_engine_on_one_processor_has_a_mover_for_loads_while_others_store(
     rig.offload(keys(4))
     assert rig.serve(keys(4)).hit_blocks == 4
     assert rig.metric("vllm:kvtier_disk_io_processes") == 3
-
-
-def test_an_engine_without_a_descriptor_left_for_the_directory_of_new_weights_serves_without_and_tries_again(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = rigs.make()
-    rig.offload(keys(2))
-    rig.tier.doubt_weights(is_clean=True)
-    rig.manager.reset_cache()
-    with monkeypatch.context() as full:
-        full.setattr(os, "memfd_create", exhausted)
-        rig.tier.settle_weights(["others"])
-        assert rig.tier._sites.here.volume.root == str(rigs.root), "nothing was left for nothing"
-        assert rig.serve(keys(2), max_steps=5).hit_blocks == 0, "blocks of other weights are not read"
-        rig.offload(keys(2))
-        rig.manager.reset_cache()
-        assert len([*rigs.root.parent.rglob("*.kvb")]) == 2, "nor written among them"
-        rig.end_step()
-
-    def has_moved() -> bool:
-        rig.end_step()
-        return rig.tier.root != str(rigs.root)
-
-    wait_until(has_moved, "the directory of the weights is used")
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the directory of the weights is open")
-    assert rig.serve(keys(2)).hit_blocks == 0
-    rig.offload(keys(2))
-    assert sorted(len([*each.rglob("*.kvb")]) for each in rigs.root.parent.iterdir() if each.is_dir()) == [2, 2]
-
-
-def exhausted(*_: object, **__: object) -> None:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def refuse(*_: object, **__: object) -> None:

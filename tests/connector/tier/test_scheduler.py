@@ -318,9 +318,6 @@ def test_after_a_reset_no_row_is_written_while_a_piece_of_before_may_still_be_re
     reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == 12)
     fs.open_gate()
     reader.connector.reset_cache()
-    declared = reader.worker.get_handshake_metadata()
-    assert declared is not None
-    reader.tier.settle_weights([declared.weights])
     read = reader.metric("vllm:kvtier_disk_read_blocks")
     reader.add("next", LATER)
     for _ in range(20):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks are read for just the weights that computed them, also where the weights of a running engine are replaced."""
+"""An engine whose weights are replaced while it runs leaves the volume, and never serves or stores a wrong block."""
 
 from __future__ import annotations
 
-import errno
-import os
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +14,11 @@ from engine_fleet import Engines
 from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier_connector.fingerprints.weights import LoadedModel, Weights, can_change_unseen, join
-from kvtier_connector.store import identity
-from kvtier_connector.tier.offloading_connector import KVTierConnector
+from kvtier_connector.contract import REPLACED_WEIGHTS
+from kvtier_connector.fingerprints.engine import LoadedWeights
 from kvtier_connector.tier.worker import KVTierWorkerMetadata
 
 PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
@@ -34,248 +32,272 @@ def ask(engine: SimulatedEngine, name: str, prompt: list[int] = PROMPT) -> int:
     return computed
 
 
-def settle(engine: SimulatedEngine) -> None:
-    """Have the engine compute something, and wait until it has its directory."""
-    ask(engine, f"settle {engine.steps}", OTHER)
-    wait_until(lambda: engine.metric("vllm:kvtier_disk_active") == 1, "the engine has a directory")
-    ask(engine, f"settled {engine.steps}", prompt_of(3, seed=3))
+def blocks_of(engines: Engines) -> int:
+    return len(list(engines.rigs.root.parent.rglob("*.kvb")))
 
 
-def directories(engines: Engines) -> list[str]:
-    return sorted(path.name for path in engines.rigs.root.parent.iterdir() if path.is_dir())
+def reset_all(engine: SimulatedEngine) -> None:
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
 
-def test_an_engine_whose_weights_were_replaced_never_reads_blocks_of_the_old_ones(
-    engines: Engines, writer: SimulatedEngine
+def is_away(engine: SimulatedEngine) -> bool:
+    return engine.metric("vllm:kvtier_disk_refused", REPLACED_WEIGHTS) == 1
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["in-place", "by-data"])
+@pytest.mark.parametrize("resets_connector", [False, True], ids=["default-reset", "full-reset"])
+def test_replaced_weights_neither_read_old_blocks_nor_store_under_their_names(
+    engines: Engines, caplog: pytest.LogCaptureFixture, *, resets_connector: bool, by_data: bool
 ) -> None:
     engine = engines.make()
     assert ask(engine, "a") == len(PROMPT)
-    engine.update_weights(7)
-    assert ask(engine, "b") == len(PROMPT)
-    settle(engine)
-    assert ask(engine, "c") <= len(PROMPT)
+    before = blocks_of(engines)
+    engine.update_weights(7, resets_connector=resets_connector, by_data=by_data)
+    assert ask(engine, "b") == len(PROMPT), "the CPU tier and the volume hold blocks of the old weights"
+    assert ask(engine, "c", OTHER) == len(OTHER)
+    assert blocks_of(engines) == before
+    assert is_away(engine)
+    assert engine.metric("vllm:kvtier_disk_active") == 0
+    assert len([message for message in caplog.messages if "weights of this engine were replaced" in message]) == 1
+    fresh = engines.make()
+    assert ask(fresh, "d", OTHER) == len(OTHER)
+    assert ask(fresh, "e") == len(PROMPT) - HITS
+    engine.assert_nothing_is_left()
 
 
-def test_what_an_updated_engine_stores_is_read_by_no_engine_with_the_model_s_own_weights(engines: Engines) -> None:
-    updated = engines.make()
-    updated.update_weights(7)
-    settle(updated)
-    assert ask(updated, "a") == len(PROMPT)
-    (own, epoch) = directories(engines)
-    assert epoch.startswith(f"{own}.w")
-    wait_until(lambda: list((engines.rigs.root.parent / epoch / "blocks").rglob("*.kvb")), "blocks of the new weights")
-    document = identity.read(engines.rigs.root.parent / epoch)
-    assert document is not None
-    assert document["digest"] == epoch
-    restarted = engines.make()
-    assert ask(restarted, "b") == len(PROMPT)
-
-
-def test_engines_with_the_same_update_share_its_blocks(engines: Engines) -> None:
-    first, second = engines.make(), engines.make()
-    for engine in (first, second):
-        engine.update_weights(7)
-        settle(engine)
-    assert ask(first, "a") == len(PROMPT)
-    second.wait_until_known(12)
-    assert ask(second, "b") == len(PROMPT) - HITS
-
-
-def test_a_reset_after_which_the_weights_are_as_before_costs_no_block_on_the_volume(
-    engines: Engines,
-) -> None:
-    engine = engines.make()
-    assert ask(engine, "a") == len(PROMPT)
-    engine.update_weights(0)
-    settle(engine)
-    assert ask(engine, "b") == len(PROMPT) - HITS
-    assert len(directories(engines)) == 1
-
-
-def test_an_engine_comes_back_to_its_first_blocks_with_its_first_weights(engines: Engines) -> None:
-    engine = engines.make()
-    assert ask(engine, "a") == len(PROMPT)
-    for seed in (7, 0):
-        engine.update_weights(seed)
-        settle(engine)
-    engine.wait_until_known(12)
-    assert ask(engine, "b") == len(PROMPT) - HITS
-
-
-def test_a_request_after_a_reset_waits_for_the_look_and_then_reads_what_the_volume_has(
+def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_new_ones(
     engines: Engines, writer: SimulatedEngine
 ) -> None:
     engine = engines.make()
     engine.wait_until_known(engines.count())
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.step()
-    engine.step()
-    assert engine.tier.is_doubting, "a step that computes nothing may lie before the update"
+    engine.copies.lag = float("inf")
     engine.add("a", prompts.PROMPT)
-    engine.step()
-    assert not engine.tier.is_doubting, "the request that waits is what the workers are asked for"
-    assert engine.computed["a"] == 0
-    assert engine.metric("vllm:kvtier_disk_read_blocks") == 0
+    engine.run(lambda: engine.copies.waiting > 0)
+    with torch.no_grad():
+        engine.model.weight.fill_(7)
+    engine.copies.lag = 0
     engine.run()
-    assert engine.computed["a"] == prompts.REST
-    assert engine.metric("vllm:kvtier_disk_misses", "weights") == 0
+    assert engine.computed["a"] == len(prompts.PROMPT)
 
 
-@pytest.mark.parametrize("windows", [(64,), (None, 64)], ids=["windows-alone", "windows-beside"])
-def test_requests_of_a_model_with_windows_have_the_workers_asked_too(
+@pytest.mark.parametrize("windows", [(None,), (64,), (None, 64)], ids=["full", "windows", "both"])
+def test_an_engine_comes_back_with_its_first_weights_after_a_full_reset(
     engines: Engines, windows: tuple[int | None, ...]
 ) -> None:
     shape = Shape(windows=windows)
-    engines.make(shape).ask("writer", prompts.PROMPT)
     engine = engines.make(shape)
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.step()
-    engine.add("a", prompts.PROMPT)
-    engine.run(lambda: not engine.tier.is_doubting)
-    engine.run()
+    assert ask(engine, "a") == len(PROMPT)
+    engine.update_weights(7)
+    assert ask(engine, "b") == len(PROMPT)
+    engine.update_weights(0)
+    ask(engine, "settling", OTHER)
+    assert not is_away(engine)
+    assert engine.metric("vllm:kvtier_disk_active") == 1
+    assert ask(engine, "c") < len(PROMPT)
 
 
-def test_a_request_that_reads_nothing_does_not_wait_for_the_look(engines: Engines, writer: SimulatedEngine) -> None:
+@pytest.mark.parametrize("resets", [(), (False,)], ids=["no-reset", "default-reset"])
+def test_an_engine_stays_away_while_its_caches_may_hold_blocks_of_other_weights(
+    engines: Engines, resets: tuple[bool, ...]
+) -> None:
+    engine = engines.make()
+    assert ask(engine, "a") == len(PROMPT)
+    engine.update_weights(7, resets_connector=False)
+    assert ask(engine, "b", OTHER) == len(OTHER)
+    with torch.no_grad():
+        engine.model.weight.fill_(0)
+    for _ in resets:
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    ask(engine, "c", prompt_of(5, seed=4))
+    assert is_away(engine)
+    assert ask(engines.make(), "d", OTHER) == len(OTHER)
+
+
+def test_a_full_reset_under_a_running_request_brings_no_engine_back(engines: Engines) -> None:
+    engine = engines.make()
+    engine.update_weights(7)
+    engine.add("runs on", PROMPT, answer=40)
+    engine.run(lambda: engine.computed["runs on"] == len(PROMPT))
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "the GPU holds its blocks"
+    with torch.no_grad():
+        engine.model.weight.fill_(0)
+    engine.abort("runs on")
+    ask(engine, "a", OTHER)
+    assert is_away(engine)
+    reset_all(engine)
+    ask(engine, "b", OTHER)
+    assert not is_away(engine)
+
+
+def test_a_reset_that_leaves_the_weights_as_they_are_costs_no_block(engines: Engines, writer: SimulatedEngine) -> None:
     engine = engines.make()
     engine.wait_until_known(engines.count())
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.add("a", prompts.PROMPT, kvtier_load=False)
+    reset_all(engine)
     engine.step()
-    assert engine.computed["a"] == len(prompts.PROMPT)
-    engine.run()
+    assert ask(engine, "a", prompts.PROMPT) == prompts.REST
+    assert engine.metric("vllm:kvtier_disk_misses", "weights") == 0
 
 
-def test_an_answer_to_an_earlier_question_is_not_believed(engines: Engines) -> None:
+def test_all_weights_are_compared_with_the_first_step_that_computes_after_a_reset(engines: Engines) -> None:
     engine = engines.make()
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.add("a", PROMPT)
+    reset_all(engine)
+    idle: Any = engine.step().kv_connector_metadata
+    assert (idle.weights, idle.is_reset) == (0, True), "weights may be absent until the engine computes again"
+    engine.add("a", PROMPT, kvtier_load=False)
     first: Any = engine.scheduler.schedule().kv_connector_metadata
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    reset_all(engine)
     second: Any = engine.scheduler.schedule().kv_connector_metadata
-    assert (first.weights, second.weights) == (1, 2)
-    for question, is_doubting in ((1, True), (2, False)):
-        told = KVTierWorkerMetadata(weights={0: (question, "weights")})
+    assert (first.weights, second.weights, second.is_reset) == (1, 2, False)
+    for number, is_original in ((1, False), (1, True), (2, True)):
+        told = KVTierWorkerMetadata(weights={0: (number, is_original)})
         engine.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-        assert engine.tier.is_doubting is is_doubting
+        assert engine.tier.is_current is (number == 2), "an answer of before the reset brings no engine back"
 
 
-def test_weights_that_nobody_can_look_at_are_shared_with_nobody() -> None:
-    weights = Weights("original", is_shared=True)
-    assert weights.epoch == ""
-    weights.settle(None)
-    alone = weights.epoch
-    assert alone.startswith("p")
-    weights.settle(None)
-    assert weights.epoch not in {"", alone}
-    weights.settle("original")
-    assert weights.epoch == ""
-    unknown = Weights(None, is_shared=True)
-    unknown.settle("found")
-    assert unknown.epoch.startswith("p")
-
-
-def test_an_engine_that_can_be_given_weights_without_a_reset_shares_its_blocks_with_nobody() -> None:
-    alone = Weights("original", is_shared=False)
-    assert alone.epoch.startswith("p")
-    alone.settle("original")
-    assert alone.epoch.startswith("p")
-
-    def config(**changes: Any) -> Any:
-        extension = changes.pop("worker_extension_cls", "")
-        return SimpleNamespace(
-            weight_transfer_config=changes.get("weight_transfer_config"),
-            parallel_config=SimpleNamespace(worker_extension_cls=extension),
-        )
-
-    assert not can_change_unseen(config())
-    assert can_change_unseen(config(weight_transfer_config=object()))
-    assert can_change_unseen(config(worker_extension_cls="trainer.Extension"))
+def test_steps_without_transfers_compare_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines.make()
+    engine.add("a", PROMPT, answer=30)
+    engine.run(lambda: engine.computed["a"] == len(PROMPT))
+    for _ in range(5):
+        engine.step()
+    checks: list[int] = []
+    monkeypatch.setattr(LoadedWeights, "check", lambda _: checks.append(engine.steps))
+    for _ in range(5):
+        engine.step()
+    assert checks == []
 
 
 class Holder:
     """Has a model, as vLLM's workers do."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, **options: bool) -> None:
         self.model = model
-        self.look = self._look()
+        self.weights = self._look(**options)
 
     def get_model(self) -> torch.nn.Module:
         return self.model
 
-    def _look(self) -> LoadedModel:
-        return LoadedModel()
+    def _look(self, **options: bool) -> LoadedWeights:
+        return LoadedWeights(**options)
+
+    def has_changed(self, *, is_whole: bool = False) -> bool:
+        if is_whole:
+            self.weights.check_all()
+        else:
+            self.weights.check()
+        return self.weights.has_changed
+
+
+class Scaled(torch.nn.Module):
+    """A layer with all that vLLM keeps of one: weights, saved scales, and tables that are computed anew."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(300).to(dtype), requires_grad=False)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        self.register_buffer("cos_sin_cache", torch.ones(8), persistent=False)
+
+
+CHANGES: dict[str, Callable[[Scaled], object]] = {
+    "no_grad": lambda model: model.weight.mul_(2),
+    "data of one word": lambda model: model.weight.data[0].add_(1),
+    "data": lambda model: model.weight.data.mul_(2),
+    "storage": lambda model: setattr(model.weight, "data", model.weight.data * 2),
+    "parameter": lambda model: setattr(model, "weight", torch.nn.Parameter(model.weight.detach() * 2)),
+    "buffer": lambda model: model.get_buffer("layer_scalar").mul_(2),
+    "data of a buffer": lambda model: model.get_buffer("layer_scalar").data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_change_of_weights_or_saved_buffers_shows(change: str, *, is_inference: bool) -> None:
+    holder = Holder(model := Scaled())
+    assert not holder.has_changed()
+    with torch.inference_mode(is_inference), torch.no_grad():
+        CHANGES[change](model)
+    assert holder.has_changed()
+    assert holder.has_changed(is_whole=True)
+
+
+def test_what_is_written_as_it_was_and_what_is_computed_anew_is_no_change() -> None:
+    holder = Holder(model := Scaled())
+    with torch.no_grad():
+        model.weight.add_(0)
+        model.get_buffer("cos_sin_cache").mul_(2)
+    assert not holder.has_changed()
+    model.weight.data.add_(1)
+    assert holder.has_changed()
+    model.weight.data.sub_(1)
+    assert holder.has_changed(), "only a comparison of all weights takes it back"
+    assert not holder.has_changed(is_whole=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_a_change_of_any_weight_shows(dtype: torch.dtype) -> None:
+def test_a_comparison_of_all_weights_sees_every_byte(dtype: torch.dtype) -> None:
     model = torch.nn.ParameterDict(
         {name: torch.nn.Parameter(torch.arange(15).to(dtype), requires_grad=False) for name in ("one", "two")}
     )
     holder = Holder(model)
-    seen = [holder.look.digest()]
     for name in ("one", "two"):
         for place in range(15):
             model[name].data.view(torch.uint8)[place] ^= 1
-            seen.append(holder.look.digest())
-    swapped = model["one"].data[[1, 0, *range(2, 15)]]
-    model["one"].data.copy_(swapped)
-    seen.append(holder.look.digest())
-    assert None not in seen
-    assert len(set(seen)) == len(seen)
+            assert holder.has_changed(is_whole=True)
+            model[name].data.view(torch.uint8)[place] ^= 1
+            assert not holder.has_changed(is_whole=True)
+    model["one"].data.copy_(model["one"].data[[1, 0, *range(2, 15)]])
+    assert holder.has_changed(is_whole=True)
 
 
-def test_weights_of_a_draft_model_count_and_what_cannot_be_read_is_unknown() -> None:
+def test_weights_of_a_draft_model_count_and_unreadable_ones_have_changed() -> None:
     holder = Holder(torch.nn.Linear(2, 2))
-    before = holder.look.digest()
+    before = holder.weights.digest
+    assert before is not None
     holder.drafter = SimpleNamespace(model=torch.nn.Linear(2, 2))  # type: ignore[attr-defined]  # as vLLM's runner has
-    assert holder.look.digest() != before
-    holder.model = torch.nn.Linear(2, 2, device="meta")
-    assert holder.look.digest() is None
-    assert join(["a", None]) is None
-    assert join([]) is None
-    assert join(["a", "b"]) != join(["b", "a"])
+    assert holder.has_changed(is_whole=True)
+    unreadable = Holder(torch.nn.Linear(2, 2, device="meta"))
+    assert unreadable.weights.digest is None
+    assert unreadable.has_changed()
 
 
-def test_a_weight_that_a_kernel_keeps_elsewhere_makes_them_unknown() -> None:
-    weights = {"one": torch.ones(4), "packed": torch.empty(0)}
-    model = torch.nn.ParameterDict(
-        {name: torch.nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
-    )
-    assert Holder(model).look.digest() is None
+def test_experts_that_vllm_moves_between_ranks_do_not_count() -> None:
+    experts = torch.nn.Linear(2, 2)
+    experts.get_expert_weights = list  # type: ignore[assignment]  # as vLLM's layers of experts have
+    model = torch.nn.ModuleDict({"experts": experts, "router": torch.nn.Linear(2, 2)})
+    moving, fixed = Holder(model, has_moving_experts=True), Holder(model)
+    experts.weight.data.mul_(2)
+    assert (moving.has_changed(), fixed.has_changed()) == (False, True)
+    model["router"].weight.data.mul_(2)
+    assert moving.has_changed()
 
 
-def test_weights_that_can_be_told_neither_by_files_nor_by_a_look_are_no_tier(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_weights_that_a_kernel_packs_anew_have_changed_for_good() -> None:
+    layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.float32)
+    layer.weight.requires_grad_(requires_grad=False)
+    weight = layer.weight.detach().clone()
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.numel() == 0, "vLLM's CPU build packs it"
+    holder = Holder(layer)
+    assert holder.weights.digest is None
+    assert not holder.has_changed()
+    assert not holder.has_changed(is_whole=True)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert holder.has_changed()
+    assert holder.has_changed(is_whole=True)
+
+
+def test_weights_that_neither_files_nor_a_digest_identify_are_shared_with_no_engine(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LoadedModel, "digest", lambda self: None)
-    engine = engines.make()
-    assert isinstance(engine.connector, KVTierConnector)
+    monkeypatch.setattr(LoadedWeights, "digest", None)
+    monkeypatch.setattr("kvtier_connector.fingerprints.engine.fingerprint_files", lambda *_: None)
+    engine, other = engines.make(), engines.make()
     assert ask(engine, "a") == len(PROMPT)
-    assert engine.metric("vllm:kvtier_disk_refused", "unknown engine.weights") == 1
-    assert engine.metric("vllm:kvtier_disk_active") == 0
-    assert not engines.rigs.root.exists()
-
-
-def test_an_engine_answers_while_it_has_no_descriptors_for_the_directory_of_new_weights(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = engines.make()
-    assert ask(engine, "before") == len(PROMPT)
-    with monkeypatch.context() as full:
-        full.setattr(os, "memfd_create", exhausted)
-        engine.update_weights(7)
-        assert ask(engine, "first") == len(PROMPT), "blocks of other weights are not read"
-        assert ask(engine, "second", OTHER) == len(OTHER)
-        assert len([message for message in caplog.messages if "no room" in message]) == 1
-
-    def has_moved() -> bool:
-        ask(engine, f"then {engine.steps}", OTHER)
-        return engine.tier.root != str(engines.rigs.root)
-
-    wait_until(has_moved, "the directory of the weights is used")
-    settle(engine)
-    assert Path(engine.tier.root).name in directories(engines), "it has the directory of its weights"
-
-
-def exhausted(*_: object, **__: object) -> None:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    wait_until(lambda: blocks_of(engines) == len(PROMPT) // 16, "its blocks are written")
+    reset_all(engine)
+    assert ask(engine, "b") == len(PROMPT) - HITS
+    assert ask(other, "c") == len(PROMPT)
+    names = {path.name for path in engines.rigs.root.parent.iterdir() if path.is_dir()}
+    assert len(names) == 2
+    assert all(name.startswith(f"{engines.rigs.root.name}.p") for name in names)

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One directory on the volume as an engine uses it, with the movers of its blocks: an engine leaves it as a whole.
+"""An engine's attachment to its directory on the volume: the block store, the movers, and the state of the weights.
 
-Made and left by the scheduler's thread. What is left is closed on a thread of its own, which a volume that hangs may
-hold up.
+The scheduler's thread makes, uses and closes it.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, get_offload_group_idx
 
-from kvtier_connector.contract import MUST_BE_KNOWN, ConnectorConfig
-from kvtier_connector.fingerprints.facts import engine_facts
-from kvtier_connector.fingerprints.packing import Declared
-from kvtier_connector.fingerprints.weights import Weights, can_change_unseen, join
+from kvtier_connector.contract import REPLACED_WEIGHTS, ConnectorConfig
+from kvtier_connector.fingerprints.engine import Declared, engine_facts
 from kvtier_connector.movers.engine import Movers
 from kvtier_connector.movers.mover import MoversSettings
 from kvtier_connector.movers.rows import Region
@@ -29,21 +24,20 @@ from kvtier_connector.movers.sizing import FEWEST
 from kvtier_connector.movers.tasks import MOST_PROBED, Lane, Task
 from kvtier_connector.store.breaker import Direction, State
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import BlockKey, Home
+from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, BlockKey, Home
 from kvtier_connector.store.mode import Mode
 from kvtier_connector.tier import metrics
 from kvtier_connector.tier.requests import TierRequest
 from kvtier_connector.tier.transfers import Parts, Transfers
 from kvtier_connector.tier.volume import Volume
 
-logger = init_logger("vllm.kvtier.site")
+logger = init_logger("vllm.kvtier.attachment")
 
 CLOSE_WAIT_SECONDS = 5.0
-RETRY_SECONDS = 1.0
-"""After which a directory that there was no room for is tried again."""
 PROBE_DEADLINE_SECONDS = 2.0
 """A probe is a few system calls; a volume that needs longer for them is slower than computing."""
 
+_WEIGHTS = "engine.weights"
 _NO_PREFIX = -1
 """Stands for the group of chunks that are no prefix."""
 _STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
@@ -106,31 +100,91 @@ class Probes:
         return [(key, self._waiting.pop(key)) for key in self._sent.pop(task)]
 
 
-class Site:
+class Attachment:
     """See the module."""
 
     def __init__(self, config: ConnectorConfig, parts: Parts, fs: FileSystem, *, generation: str) -> None:
-        """Prepare; `volume.start` and `movers.start` begin."""
-        self._parts = parts
-        self.volume = Volume(config, fs, generation=generation)
+        """Prepare the generation's directory; `open` begins to use it."""
+        self._config, self._parts, self._fs, self._generation = config, parts, fs, generation
+        self.is_current = True
+        """True while the weights are those that the engine started with: the names of blocks stand for them."""
+        self._is_clean = False
+        """True if the last reset of the caches left nothing of earlier weights on the GPU."""
+        self._attach(config)
+
+    def _attach(self, config: ConnectorConfig) -> None:
+        self.volume = Volume(config, self._fs, generation=self._generation)
         self.store = self.volume.store
-        rows = parts.rows
+        rows = self._parts.rows
         self.movers = Movers(
             _movers_settings(config),
             store=self.store,
-            breaker=parts.breaker,
+            breaker=self._parts.breaker,
             rows=rows.view,
             regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
-            fs=fs,
+            fs=self._fs,
         )
-        self.transfers = Transfers(self.movers, self.store, parts)
+        self.transfers = Transfers(self.movers, self.store, self._parts)
         self.probes = Probes()
+
+    def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
+        """Begin to use the directory, and wait this long at most for the volume's first answer.
+
+        Weights that neither files nor a digest identify get a directory that no other engine uses.
+        """
+        config = self._config
+        revision = str(config.identity.get("model_revision", "main"))
+        facts = engine_facts(spec, declared, bytes_per_chunk=self._parts.rows.length, revision=revision)
+        if facts[_WEIGHTS] is None and self._generation in {"", config.digest}:
+            alone = f"p{uuid.uuid4().hex}"[:MAX_EPOCH_CHARACTERS]
+            name = str(Home(config.digest, alone))
+            logger.warning(
+                "kvtier %s: neither files nor a digest identify the weights of this engine: its blocks lie in %s, "
+                "which no other engine reads",
+                config.tier,
+                name,
+            )
+            facts[_WEIGHTS], self._generation = alone, ""
+            self.movers.close(0.0)
+            self._attach(replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}"))
+        self.movers.start()
+        self.volume.start({**config.identity, **facts}, wait_seconds)
+
+    def note_reset(self, *, is_clean: bool) -> None:
+        """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
+        self._is_clean = is_clean
+
+    def note_weights(self, *, is_original: bool) -> None:
+        """Take in a comparison of the weights by a worker.
+
+        The engine comes back only after a comparison of all weights that follows a clean reset: the GPU and the CPU
+        tier may hold blocks of other weights until then.
+        """
+        if not is_original and self.is_current:
+            self.is_current = False
+            logger.error(
+                "kvtier %s: the weights of this engine were replaced. It loads and stores no blocks until it restarts, "
+                "or has its first weights again after reset_prefix_cache(reset_running_requests=True, "
+                "reset_connector=True)",
+                self._config.tier,
+            )
+
+    def note_all_weights(self, *, are_original: bool) -> None:
+        """Take in a comparison of all weights by all workers, the first one after a reset."""
+        self.note_weights(is_original=are_original)
+        if are_original and not self.is_current and self._is_clean:
+            self.is_current = True
+            # A gauge stays as it was set last.
+            self._parts.stats.set(metrics.REFUSED, 0, label=REPLACED_WEIGHTS)
+            logger.warning("kvtier %s: the weights are those of the start again: blocks are used", self._config.tier)
 
     def observe(self, now: float, *, waiting: int) -> None:
         """Set the metrics that change without an event; `waiting` requests wait for room in the CPU tier."""
         stats, volume, transfers, movers = self._parts.stats, self.volume, self.transfers, self.movers
         breaker, admission, row_bytes = self._parts.breaker, self._parts.admission, self._parts.rows.length
-        stats.set(metrics.ACTIVE, int(volume.is_readable))
+        stats.set(metrics.ACTIVE, int(volume.is_readable and self.is_current))
+        if not self.is_current:
+            stats.set(metrics.REFUSED, 1, label=REPLACED_WEIGHTS)
         if volume.refused_field:
             stats.set(metrics.REFUSED, 1, label=volume.refused_field)
         stats.set(metrics.KEY_MISSING, int(not volume.has_key))
@@ -162,103 +216,6 @@ class Site:
         self.volume.close(deadline - time.monotonic())
         if not is_ended:
             logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
-
-
-class Sites:
-    """The directories that an engine uses, one after the other: another one when its weights were replaced."""
-
-    def __init__(self, config: ConnectorConfig, parts: Parts, fs: FileSystem, *, generation: str) -> None:
-        """Prepare the generation's own directory; `open` begins."""
-        self._config = config
-        self._parts = parts
-        self._fs = fs
-        self._generation = generation
-        self._facts: dict[str, Any] = {}
-        self._left: list[threading.Thread] = []
-        self._problem = ""
-        """Why the directory could not be left the last time."""
-        self._next_try = 0.0
-        self._epoch = ""
-        """Of the weights that the directory in use is of."""
-        self.weights = Weights(None, is_shared=True)
-        self.here = Site(config, parts, fs, generation=generation)
-        """The one in use."""
-
-    def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
-        """Begin to use a directory, and wait this long at most for the volume's first answer."""
-        config: VllmConfig | None = getattr(spec, "engine_config", None)
-        before = self.weights
-        self.weights = Weights(join([each.weights for each in declared]), is_shared=not can_change_unseen(config))
-        if before.is_doubted:
-            # What was declared is of the start, and they may have been replaced since.
-            self.weights.doubt(is_clean=before.is_clean)
-        revision = str(self._config.identity.get("model_revision", "main"))
-        self._facts = engine_facts(spec, declared, bytes_per_chunk=self._parts.rows.length, revision=revision)
-        if self.weights.epoch:
-            self._move()
-        self._start(wait_seconds)
-
-    def settle(self, found: Sequence[str | None]) -> bool:
-        """Take in which weights the workers have found; return whether that leads to another directory."""
-        self.weights.settle(join(found))
-        return self.follow()
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the directory in use is that of other weights, for want of room for the movers of theirs."""
-        return self.weights.epoch != self._epoch
-
-    def follow(self) -> bool:
-        """Go to the directory of the weights, if it is another one; return whether that was possible."""
-        if not self.is_elsewhere or time.monotonic() < self._next_try:
-            return False
-        try:
-            self._move()
-        except OSError as error:
-            if self._problem != str(error):
-                logger.error("kvtier %s: no room for other weights' directory: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
-            self._problem = str(error)
-            # To try takes milliseconds, which each step would wait for.
-            self._next_try = time.monotonic() + RETRY_SECONDS
-            return False
-        self._problem = ""
-        logger.warning("kvtier %s: other weights than before: blocks go to %s", self._config.tier, self._name)
-        self._start(0.0)
-        return True
-
-    def close(self) -> None:
-        """Stop within seconds."""
-        self.here.close()
-        for thread in self._left:
-            thread.join(CLOSE_WAIT_SECONDS)
-
-    @property
-    def _name(self) -> str:
-        return str(Home(self._config.digest, self.weights.epoch))
-
-    def _move(self) -> None:
-        """Leave the directory for the one of these weights; raise OSError where there is no room for its movers."""
-        root = f"{self._config.root.rstrip('/').rpartition('/')[0]}/{self._name}"
-        config = replace(self._config, digest=self._name, root=root)
-        # One that was started for another generation is refused with any weights.
-        generation = "" if self._generation == self._config.digest else self._generation
-        left, self.here = self.here, Site(config, self._parts, self._fs, generation=generation)
-        self._epoch = self.weights.epoch
-        leaving = threading.Thread(target=left.close, name="kvtier-leaving", daemon=True)
-        leaving.start()
-        if left.volume.refused_field:
-            # A gauge stays as it was set last.
-            self._parts.stats.set(metrics.REFUSED, 0, label=left.volume.refused_field)
-        self._left = [*(thread for thread in self._left if thread.is_alive()), leaving]
-        self.here.transfers.take_over(left.transfers)
-
-    def _start(self, wait_seconds: float) -> None:
-        self.here.movers.start()
-        claimed = {**self._config.identity, **self._facts, "engine.epoch": self.weights.epoch}
-        if self.weights.is_mixed:
-            # What the GPU holds is of several, so nobody can say of which a block is.
-            claimed.update(dict.fromkeys(MUST_BE_KNOWN))
-        self.here.volume.start(claimed, wait_seconds)
 
 
 def _movers_settings(config: ConnectorConfig) -> MoversSettings:
