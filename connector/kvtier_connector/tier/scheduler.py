@@ -139,8 +139,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.begin(request, source)
         if num_external_tokens == 0:
             return
-        if request.lora_request is not None:
-            self._adapters.begin(name, request.lora_request)
         status = self._req_status[name]
         load = self.manager.load_of(name)
         (job_id,) = status.transfer_jobs
@@ -149,6 +147,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.manager.note_copying(len(load.keys))
             self.manager.release_load(name, is_handed_over=True)
             return
+        self._adapters.begin(name, request.lora_request)
         job = self._current_batch_load_jobs.pop(job_id)
         del self._jobs[job_id]
         status.transfer_jobs.clear()

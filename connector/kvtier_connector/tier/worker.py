@@ -20,9 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvtier_connector.fingerprints.adapters import Orders, Told
+from kvtier_connector.fingerprints.adapters import LoadedAdapters, Orders, Told
 from kvtier_connector.fingerprints.engine import Declared, LoadedWeights, describe_layout
-from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
 
 
 @dataclass
@@ -53,7 +52,8 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
     declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
     """By rank, the number of the question and the declaration."""
     replaced: set[str] = field(default_factory=set)
-    """Requests whose adapter was replaced after their load was reported: this step computed upon wrong blocks."""
+    """Requests whose weights or adapter were replaced after their load was reported: this step computed upon wrong
+    blocks."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
@@ -103,13 +103,13 @@ class Question:
 
 
 @dataclass(slots=True)
-class _Adapted:
-    """A request with an adapter that is loaded and was not computed yet."""
+class _Loaded:
+    """A request that is being loaded, or was and was not computed yet."""
 
     blocks: set[int] = field(default_factory=set)
     """GPU blocks that were loaded for it."""
     is_reported: bool = False
-    """Whether the scheduler knows that the load has ended."""
+    """True once the scheduler knows that the load has ended."""
 
 
 class KVTierWorker(OffloadingConnectorWorker):
@@ -131,7 +131,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         self._waited: set[int] = set()
         """GPU blocks that this step loads and computes with."""
         self._adapters: LoadedAdapters | None = None
-        self._adapted: dict[str, _Adapted] = {}
+        self._loaded: dict[str, _Loaded] = {}
         self._replaced: set[str] = set()
         self.declared: Declared | None = None
         """What the scheduler's side must know of this worker; None before the KV caches are there."""
@@ -160,8 +160,8 @@ class KVTierWorker(OffloadingConnectorWorker):
         super().handle_preemptions(kv_connector_metadata)
 
     def _has_transfers(self, metadata: KVTierMetadata) -> bool:
-        orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs, self._load_jobs, self._ended)
-        return any(orders)
+        orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs)
+        return any(orders) or bool(self._load_jobs or self._ended or self._loaded)
 
     @override
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -175,12 +175,12 @@ class KVTierWorker(OffloadingConnectorWorker):
             if metadata.adapters is not None and self._adapters is not None:
                 self._adapters.obey(metadata.adapters)
                 for name in metadata.adapters.ended:
-                    self._adapted.pop(name, None)
-                self._adapted.update({name: _Adapted() for name in metadata.adapters.begun})
-            for job in metadata.load_jobs.values() if self._adapted else ():
-                if (adapted := self._adapted.get(job.req_id)) is not None:
+                    self._loaded.pop(name, None)
+                self._loaded.update({name: _Loaded() for name in metadata.adapters.begun})
+            for job in metadata.load_jobs.values() if self._loaded else ():
+                if (loaded := self._loaded.get(job.req_id)) is not None:
                     assert isinstance(job.dst_spec, GPULoadStoreSpec)
-                    adapted.blocks.update(job.dst_spec.block_ids.tolist())
+                    loaded.blocks.update(job.dst_spec.block_ids.tolist())
 
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
@@ -229,21 +229,23 @@ class KVTierWorker(OffloadingConnectorWorker):
                     self._unwritten.update(unwritten)
                 else:
                     self._failed.add(name)
-            elif (adapted := self._adapted.get(name)) is not None:
-                adapted.is_reported = True
+            elif (loaded := self._loaded.get(name)) is not None:
+                loaded.is_reported = True
         return sent, received
 
     def _find_replaced(self) -> None:
-        """Have requests computed anew whose adapter was replaced in place since their load was reported.
+        """Have requests computed anew whose weights or adapter were replaced since their load was reported.
 
-        Only the blocks can be taken back by now. With several groups of layers that is not possible, and the scheduler
-        loads no request whose adapter may be replaced.
+        Only the blocks can be taken back by then, which models of one group of layers can. With several groups, the
+        scheduler loads no request whose adapter may be replaced.
         """
-        if self._adapters is None or not self._is_one_group:
+        reported = {name: loaded for name, loaded in self._loaded.items() if loaded.is_reported}
+        if not reported or self._adapters is None or self._weights is None or not self._is_one_group:
             return
-        for name, adapted in self._adapted.items():
-            if adapted.is_reported and name in self._adapters.refused:
-                self._unwritten |= adapted.blocks
+        has_changed = self._weights.has_changed
+        for name, loaded in reported.items():
+            if has_changed or name in self._adapters.refused:
+                self._unwritten |= loaded.blocks
                 self._replaced.add(name)
 
     def take_unwritten(self) -> set[int]:

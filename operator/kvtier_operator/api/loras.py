@@ -16,6 +16,7 @@ MOST_LORAS: Final = 64
 
 _ADAPTER: Final = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._/]*$")
 _PATH: Final = re.compile(r"^[^/\s,=]+(/[^/\s,=]+)*$")
+_NAMED: Final = re.compile(r"^[^@]*@[0-9a-f]{64}$")
 _FLAGS: Final = re.compile(r"^--(enable[-_]lora|lora[-_]modules|max[-_]lora[-_]rank)([=.]|$)")
 
 IS_ADAPTER: Final = Rule(
@@ -32,14 +33,24 @@ IS_PATH: Final = Rule(
     check=lambda path: _PATH.fullmatch(path) is not None and ".." not in path.split("/"),
 )
 
+IS_DIGEST: Final = Rule(
+    cel=rf"!self.contains('@') || self.matches('{_NAMED.pattern}')",
+    message="must end in '@' and 64 hexadecimal digits, if it has an '@': the SHA-256 of adapter_config.json and the "
+    "weight file, one after the other",
+    check=lambda path: "@" not in path or _NAMED.search(path) is not None,
+)
+
 
 class LoraSource(ApiModel):
     """Where the files of an adapter are."""
 
     claim: ObjectName | None = None
     """PersistentVolumeClaim in the same namespace that holds the adapter; engines mount it read-only."""
-    path: Annotated[StrictStr, StringConstraints(min_length=1, max_length=256), Checked((IS_PATH,))] | None = None
-    """Directory on the claim with `adapter_config.json` and the weights; the root of the claim if left out."""
+    path: (
+        Annotated[StrictStr, StringConstraints(min_length=1, max_length=256), Checked((IS_PATH, IS_DIGEST))] | None
+    ) = None
+    """Directory on the claim with `adapter_config.json` and the weights; the root of the claim if left out. A name that
+    ends in `@` and the SHA-256 of both files names one state of the adapter: give changed weights another."""
     hub: Word | None = None
     """Name of the adapter on the Hugging Face hub, downloaded at each start with the token of `tokenSecretRef`. The
     newest revision is taken: replicas that start at different times may get different ones, and then share no block."""

@@ -16,7 +16,7 @@ from engine_parts import Shape, prompt_of
 from test_adapters import ask, request_for, waiting_for_copies, write
 
 from kvtier_connector.fingerprints import adapters
-from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
+from kvtier_connector.fingerprints.adapters import LoadedAdapters
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,8 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from kvtier_connector.fingerprints import loaded_adapters
-from kvtier_connector.fingerprints.adapters import Orders, Told
-from kvtier_connector.fingerprints.loaded_adapters import LoadedAdapters
+from kvtier_connector.fingerprints import adapters
+from kvtier_connector.fingerprints.adapters import LoadedAdapters, Orders, Told
 
 
 def real_loader() -> tuple[Any, LoadedAdapters]:
@@ -94,12 +94,27 @@ def test_weights_in_memory_stay_what_was_told_of_them_though_their_file_is_writt
     assert again is not model
 
 
+def test_a_path_that_names_its_contents_is_checked_and_keeps_other_contents_off_the_volume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, loaded = real_loader()
+    made = write_real(tmp_path / "made", 1.0)
+    contents = b"".join((made / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
+    place = made.rename(tmp_path / f"math@{hashlib.sha256(contents).hexdigest()}")
+    manager._load_adapter(request_for(place))
+    assert [told.digest is None for told in loaded.take_told()] == [False]
+    write_real(place, 1.0, alpha=32)
+    manager._load_adapter(request_for(place))
+    assert [told.digest is None for told in loaded.take_told()] == [True]
+    assert "are not those that its path" in caplog.text
+
+
 @pytest.fixture
 def digested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the adapters that were digested so far."""
     found: list[Any] = []
-    take_away = loaded_adapters._take_away
-    monkeypatch.setattr(loaded_adapters, "_take_away", lambda model: (found.append(model), take_away(model))[1])
+    take_away = adapters._take_away
+    monkeypatch.setattr(adapters, "_take_away", lambda model: (found.append(model), take_away(model))[1])
     return found
 
 

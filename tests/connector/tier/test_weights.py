@@ -11,7 +11,7 @@ import prompts
 import pytest
 import torch
 from engine_fleet import Engines
-from engine_parts import Shape, prompt_of
+from engine_parts import Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -78,6 +78,26 @@ def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_ne
     engine.copies.lag = 0
     engine.run()
     assert engine.computed["a"] == len(prompts.PROMPT)
+
+
+def test_a_request_whose_load_was_reported_is_computed_as_a_whole_if_the_weights_are_replaced_then(
+    engines: Engines, writer: SimulatedEngine
+) -> None:
+    engine = engines.make()
+    engine.wait_until_known(engines.count())
+    engine.add("a", prompts.PROMPT)
+    side = engine.side
+    engine.run(lambda: bool(side._loads or side._ending))
+    engine.run(lambda: "a" not in {*side._loads, *side._ended, *side._ending})
+    assert engine.computed["a"] == 0
+    with torch.no_grad():
+        engine.model.weight.fill_(7)
+    engine.is_checking = False
+    engine.step()
+    engine.is_checking = True
+    engine.run()
+    assert engine.computed["a"] == prompts.REST + len(prompts.PROMPT)
+    assert engine.answers["a"] == answer_of(prompts.PROMPT, 1, salt=engine.source_of(None, None))
 
 
 @pytest.mark.parametrize("windows", [(None,), (64,), (None, 64)], ids=["full", "windows", "both"])
