@@ -102,7 +102,7 @@ def test_objects_of_kubernetes_are_kept_as_they_were_written() -> None:
     assert list(template.tolerations) == engine["podTemplate"]["tolerations"]
     assert list(template.volumes) == engine["podTemplate"]["volumes"]
     assert list(template.volume_mounts) == engine["podTemplate"]["volumeMounts"]
-    assert list(template.topology_spread_constraints) == engine["podTemplate"]["topologySpreadConstraints"]
+    assert template.pod_fields()["topologySpreadConstraints"] == engine["podTemplate"]["topologySpreadConstraints"]
     assert template.affinity == engine["podTemplate"]["affinity"]
     assert template.security_context == engine["podTemplate"]["securityContext"]
 

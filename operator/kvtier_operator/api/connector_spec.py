@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
-from kvtier_operator.api.containers import Anything
+from kvtier_operator.api.pod_template import Anything
 from kvtier_operator.api.rules import ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from kvtier_operator import quantity
-from kvtier_operator.api import containers, reserved_flags
-from kvtier_operator.api.containers import IntOrText
-from kvtier_operator.api.pod_template import PodTemplate, Variable
+from kvtier_operator.api import reserved_flags
+from kvtier_operator.api.pod_template import ENGINE, IntOrText, PodTemplate, Variable, amounts, of_engine
 from kvtier_operator.api.rules import ApiModel, Checked, Keyed, Pasted, Rule
 from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, LabelKey, ObjectName, Word
 
@@ -179,15 +178,14 @@ class Engine(ApiModel):
         Rule(
             cel="!has(self.accelerator) || !has(self.accelerator.resource) || !has(self.podTemplate) || "
             "!has(self.podTemplate.containers) || self.podTemplate.containers.all(each, "
-            f"each.name != '{containers.ENGINE}' || !has(each.resources) || "
+            f"each.name != '{ENGINE}' || !has(each.resources) || "
             "!((has(each.resources.requests) && self.accelerator.resource in each.resources.requests) || "
             "(has(each.resources.limits) && self.accelerator.resource in each.resources.limits)))",
-            message=f"the accelerator among the resources of the container {containers.ENGINE} is not yours to set "
+            message=f"the accelerator among the resources of the container {ENGINE} is not yours to set "
             "here: set spec.engine.accelerator.perPod",
             check=lambda engine: (
                 not any(
-                    engine.accelerator.resource
-                    in containers.amounts(containers.of_engine(engine.pod_template.containers), kind)
+                    engine.accelerator.resource in amounts(of_engine(engine.pod_template.containers), kind)
                     for kind in ("requests", "limits")
                 )
             ),

@@ -1,77 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.engine.env`` and ``spec.engine.podTemplate``: what a user may add to the engine pods. Pure.
+"""``spec.engine.env`` and ``spec.engine.podTemplate``: objects of Kubernetes' API that are merged into the pods. Pure.
 
-These are objects of Kubernetes' own API, copied into the pod as they are. The schema here goes as deep as a typing
-mistake is likely; below that, any field is kept and the API server judges it when the pods are made.
+The schema declares the fields that the operator reads or owns, and keeps every other field as it is. The API server
+judges those: the operator applies the Deployment as a strict dry run before it changes anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from kvtier_operator.api.containers import Anything, Containers, InitContainers, PortionName
 from kvtier_operator.api.rules import ApiModel, Checked, Keyed, Pasted, Rule
 from kvtier_operator.api.scalars import LabelKey, LabelValue, ObjectName
 
+ENGINE: Final = "engine"
+"""Name of the engine's own container."""
+
+Anything = Mapping[str, Any]
+"""An object that the schema does not describe."""
+
+IntOrText = Annotated[
+    Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 63)] | Annotated[StrictStr, Field(max_length=64)],
+    WithJsonSchema({"x-kubernetes-int-or-string": True}),
+]
+"""A number with or without a unit; Kubernetes takes at most 64 bits."""
+
 _Text = Annotated[StrictStr, Field(max_length=1024)]
 _Labels = Annotated[Mapping[LabelKey, LabelValue], Field(max_length=64)]
+_Amounts = Annotated[Mapping[LabelKey, IntOrText], Field(max_length=32)]
+_PartName = Annotated[StrictStr, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
 
-class KeyOf(ApiModel):
-    """One key of a Secret or ConfigMap."""
+class _Open(ApiModel):
+    """An object of Kubernetes' API with some of its fields declared."""
 
-    name: ObjectName
-    """Name of the Secret or ConfigMap."""
-    key: Annotated[StrictStr, Field(min_length=1, max_length=253)]
-    """Key in it."""
-    optional: StrictBool | None = None
-    """Whether the pod may start without it."""
-
-
-class PodField(ApiModel):
-    """One field of the pod."""
-
-    api_version: _Text | None = None
-    """Version of the API that the path is written for; `v1` if left out."""
-    field_path: _Text
-    """Path of the field, such as `status.podIP`."""
-
-
-class ContainerResource(ApiModel):
-    """One resource of the container."""
-
-    container_name: _Text | None = None
-    """Name of the container; the engine's own if left out."""
-    resource: _Text
-    """Resource, such as `limits.memory`."""
-    divisor: _Text | None = None
-    """Unit of the value, as a quantity; `1` if left out."""
-
-
-class VariableSource(ApiModel):
-    """Where the value of an environment variable comes from: exactly one of these."""
-
-    secret_key_ref: KeyOf | None = None
-    """A key of a Secret."""
-    config_map_key_ref: KeyOf | None = None
-    """A key of a ConfigMap."""
-    field_ref: PodField | None = None
-    """A field of the pod."""
-    resource_field_ref: ContainerResource | None = None
-    """A resource of the container."""
-
-    rules = (
-        Rule(
-            cel="[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef), has(self.resourceFieldRef)]"
-            ".filter(given, given).size() == 1",
-            message="give exactly one of secretKeyRef, configMapKeyRef, fieldRef and resourceFieldRef",
-            check=lambda source: len(source.to_manifest()) == 1,
-        ),
-    )
+    model_config = ConfigDict(extra="allow")
 
 
 class Variable(ApiModel):
@@ -81,153 +47,90 @@ class Variable(ApiModel):
     """Name of the variable."""
     value: Annotated[StrictStr, Field(max_length=32768)] | None = None
     """Value; empty if left out. Exactly as vLLM reads it, so numbers need quotes."""
-    value_from: VariableSource | None = None
-    """Where the value comes from instead."""
-
-    rules = (Rule.not_both("value", "value_from"),)
+    value_from: Anything | None = None
+    """Source of the value instead, as in a Pod."""
 
 
-class Toleration(ApiModel):
-    """A taint that the pods put up with."""
-
-    key: _Text | None = None
-    """Key of the taint; every key if left out, and then `operator` is `Exists`."""
-    operator: Literal["Exists", "Equal"] | None = None
-    """How the value is compared; `Equal` if left out."""
-    value: _Text | None = None
-    """Value of the taint."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; every effect if left out."""
-    toleration_seconds: Annotated[StrictInt, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
-    """Seconds until a pod leaves a node with a NoExecute taint; it stays if left out."""
-
-
-class Affinity(ApiModel):
-    """Which nodes and which other pods the pods prefer or need; the fields are those of a Pod."""
-
-    node_affinity: Anything | None = None
-    """Rules about nodes."""
-    pod_affinity: Anything | None = None
-    """Pods to be near to."""
-    pod_anti_affinity: Anything | None = None
-    """Pods to keep away from."""
-
-
-class SpreadConstraint(ApiModel):
-    """How evenly the pods spread over zones or nodes."""
-
-    max_skew: Annotated[StrictInt, Field(ge=1)]
-    """How many pods more than the emptiest a zone may have."""
-    topology_key: LabelKey
-    """Node label whose values are the zones, such as `topology.kubernetes.io/zone`."""
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
-    """What happens to a pod that would break it."""
-    label_selector: Anything | None = None
-    """The pods that count."""
-    match_label_keys: Annotated[tuple[LabelKey, ...], Field(max_length=16)] | None = None
-    """Labels of the pod itself that also select the pods that count."""
-    min_domains: Annotated[StrictInt, Field(ge=1, le=(1 << 31) - 1)] | None = None
-    """Zones that must exist."""
-    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
-    """Whether nodes outside the node affinity count."""
-    node_taints_policy: Literal["Honor", "Ignore"] | None = None
-    """Whether tainted nodes count."""
-
-
-class SecretName(ApiModel):
-    """A Secret by name."""
+class Named(_Open):
+    """An entry of a list; the fields beside its name are those of a Pod."""
 
     name: ObjectName
-    """Name of the Secret."""
+    """Name of the entry."""
 
 
-class PodVolume(ApiModel):
-    """A volume of the pod; the fields beside `name` are those of a Pod."""
-
-    # Thirty kinds of volume, more with every release: the pod's own schema knows them.
-    model_config = ConfigDict(extra="allow")
-
-    name: PortionName
-    """Name of the volume, which `volumeMounts` refer to."""
-
-
-class VolumeMount(ApiModel):
-    """Where the engine sees a volume."""
+class VolumeMount(_Open):
+    """Where the engine sees a volume; the other fields are those of a Pod."""
 
     name: _Text
     """Name of an entry of `volumes`."""
     mount_path: Annotated[StrictStr, Field(min_length=1, max_length=1024, pattern=r"^/[^:]*$")]
     """Directory in the container."""
-    sub_path: _Text | None = None
-    """Directory inside the volume; its root if left out."""
-    sub_path_expr: _Text | None = None
-    """The same with `$(VARIABLE)` references."""
-    read_only: StrictBool | None = None
-    """Whether the engine may not write."""
-    recursive_read_only: Literal["Disabled", "IfPossible", "Enabled"] | None = None
-    """Whether what is mounted below is read-only too."""
-    mount_propagation: Literal["None", "HostToContainer", "Bidirectional"] | None = None
-    """Whether mounts made later show on the other side."""
 
 
-OWN_MOUNTS: Final = re.compile(
-    r"^/+(tmp(/+kvtier(/.*)?)?|dev/+shm|((var/+lib|etc|opt)/+kvtier(-keys|-loras)?(/.*)?)?)?/*$"
-)
-"""Mount paths that the operator takes."""
+class Resources(_Open):
+    """Resources of a container."""
 
-ABOVE_OWN_MOUNTS: Final = re.compile(r"^/+(dev|var(/+lib)?|etc|opt)/*$")
-"""What lies above them: a volume there hides what every container needs, and one that is read-only has no room for
-ours."""
-
-DETOURS: Final = re.compile(r"(^|/)[.][.]?(/|$)")
-"""Parts of a path by which it has more spellings than one."""
-
-OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
-"""Volumes that the operator gives the pods."""
-
-OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$")
-"""Labels that the operator sets on every pod."""
-
-MOUNTS_ARE_PLAIN: Final = Rule(
-    cel=f"self.all(mount, !mount.mountPath.matches('{DETOURS.pattern}'))",
-    message="a mountPath has a part that is . or ..: write the directory itself",
-    check=lambda mounts: not any(DETOURS.search(mount["mountPath"]) for mount in mounts),
-)
-
-MOUNTS_ARE_FREE: Final = Rule(
-    cel=f"self.all(mount, !mount.mountPath.matches(r'{OWN_MOUNTS.pattern}'))",
-    message="a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, /var/lib/kvtier, /etc/kvtier, /etc/kvtier-keys, "
-    "/opt/kvtier and /opt/kvtier-loras are the operator's; mount somewhere else, such as /tmp/hf for the model cache "
-    "or /mnt",
-    check=lambda mounts: not any(OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
-)
-
-MOUNTS_ARE_BESIDE: Final = Rule(
-    cel=f"self.all(mount, !mount.mountPath.matches('{ABOVE_OWN_MOUNTS.pattern}'))",
-    message="a mountPath is too high: in /dev, /var, /var/lib, /etc and /opt are directories of the operator and of "
-    "the image; mount below, such as /opt/models",
-    check=lambda mounts: not any(ABOVE_OWN_MOUNTS.match(mount["mountPath"]) for mount in mounts),
-)
-
-LABELS_ARE_FREE: Final = Rule(
-    cel=f"self.all(key, !key.matches(r'{OWN_LABELS.pattern}'))",
-    message="labels under kvtier.dev/ and app.kubernetes.io/{name,instance,component,managed-by} are the operator's, "
-    "which finds its pods by them; choose another key",
-    check=lambda labels: not any(OWN_LABELS.match(key) for key in labels),
-)
-
-VOLUME_NAMES_ARE_FREE: Final = Rule(
-    cel=f"self.all(volume, !volume.name.matches('{OWN_VOLUMES.pattern}'))",
-    message="the volume names blocks, config, connector, shm, scratch and kvtier-… are the operator's; choose another",
-    check=lambda volumes: not any(OWN_VOLUMES.match(volume["name"]) for volume in volumes),
-)
+    requests: _Amounts | None = None
+    """Amounts that the node sets aside, by resource."""
+    limits: _Amounts | None = None
+    """Most that it may use. Extended resources, such as `rdma/hca`, are given here."""
 
 
-class PodSecurityContext(ApiModel):
-    """Who the pods run as; the fields beside these are those of a Pod."""
+class Probe(_Open):
+    """A probe; the other fields are those of a container."""
 
-    # What there is besides, such as seLinuxOptions and sysctls, is for the pod's own schema to judge.
-    model_config = ConfigDict(extra="allow")
+    period_seconds: Annotated[StrictInt, Field(ge=0, le=86400)] | None = None
+    """Seconds between tries."""
+    failure_threshold: Annotated[StrictInt, Field(ge=0, le=86400)] | None = None
+    """Tries in a row that must fail. Times `periodSeconds`, that of `startupProbe` is what a start may take."""
+    exec: Anything | None = None
+    """Command. Not for the engine."""
+    http_get: Anything | None = None
+    """Request. Not for the engine."""
+    tcp_socket: Anything | None = None
+    """Port. Not for the engine."""
+    grpc: Anything | None = None
+    """Service. Not for the engine."""
+
+
+class Lifecycle(_Open):
+    """Hooks of a container; the other fields are those of a container."""
+
+    pre_stop: Anything | None = None
+    """Run before the container ends. Not for the engine, which the operator drains there."""
+
+
+class Container(_Open):
+    """A container, or what is merged into the engine's; the other fields are those of a container."""
+
+    name: _PartName
+    """Name of the container. `engine` is the engine itself."""
+    image: _Text | None = None
+    """Image. Not for the engine."""
+    command: Annotated[tuple[Annotated[StrictStr, Field(max_length=32768)], ...], Field(max_length=128)] | None = None
+    """Command. Not for the engine."""
+    args: Annotated[tuple[Annotated[StrictStr, Field(max_length=32768)], ...], Field(max_length=128)] | None = None
+    """Arguments. Not for the engine."""
+    env: Annotated[tuple[Anything, ...], Field(max_length=128)] | None = None
+    """Environment. Not for the engine."""
+    volume_mounts: Annotated[tuple[Anything, ...], Field(max_length=32)] | None = None
+    """Volumes that it sees. Not for the engine."""
+    resources: Resources | None = None
+    """Resources."""
+    startup_probe: Probe | None = None
+    """Until it succeeds, the other probes wait."""
+    readiness_probe: Probe | None = None
+    """While it fails, the pod gets no requests."""
+    liveness_probe: Probe | None = None
+    """When it fails, the container is restarted."""
+    lifecycle: Lifecycle | None = None
+    """Hooks."""
+    security_context: Anything | None = None
+    """Merged into the operator's own, which satisfies the restricted Pod Security Standard."""
+
+
+class PodSecurityContext(_Open):
+    """User of the pods; the other fields are those of a Pod."""
 
     run_as_user: Annotated[StrictInt, Field(ge=0, le=(1 << 31) - 1)] | None = None
     """Number of the user; 10001 if left out."""
@@ -245,26 +148,131 @@ class PodSecurityContext(ApiModel):
     )
 
 
-class ResourceClaim(ApiModel):
-    """Devices that dynamic resource allocation finds for a pod: exactly one of the two names beside its own."""
+_MEMORY: Final = "set spec.engine.memory and spec.cpu.size, which shared memory is derived from, too"
+_STORAGE: Final = "set spec.engine.ephemeralStorage"
+_PROBED: Final = "the operator sets the request of the probe; set periodSeconds, timeoutSeconds or failureThreshold"
 
-    name: PortionName
-    """Name of the claim within the pod, which `resources.claims` of a container refers to."""
-    resource_claim_name: ObjectName | None = None
-    """ResourceClaim that all pods share."""
-    resource_claim_template_name: ObjectName | None = None
-    """ResourceClaimTemplate that each pod gets a claim of its own from."""
+REFUSED: Final[Mapping[tuple[str, ...], str]] = {
+    ("image",): "set spec.engine.image",
+    ("command",): "the operator starts vLLM; set spec.engine.args, or another spec.engine.image",
+    ("args",): "set spec.engine.args, where flags are checked and become part of the cache identity",
+    ("env",): "set spec.engine.env",
+    ("volumeMounts",): "set spec.engine.podTemplate.volumeMounts",
+    ("resources", "requests", "cpu"): "set spec.engine.cpu",
+    ("resources", "requests", "memory"): _MEMORY,
+    ("resources", "limits", "memory"): _MEMORY,
+    ("resources", "requests", "ephemeral-storage"): _STORAGE,
+    ("resources", "limits", "ephemeral-storage"): _STORAGE,
+    **{
+        (f"{probe}Probe", handler): _PROBED
+        for probe in ("startup", "readiness", "liveness")
+        for handler in ("exec", "httpGet", "tcpSocket", "grpc")
+    },
+    ("lifecycle", "preStop"): "the operator drains the engine there before it ends",
+}
+"""Paths in the entry `engine` that the operator owns, and the field to set instead."""
 
-    rules = (Rule.exactly_one("resource_claim_name", "resource_claim_template_name"),)
+
+def of_engine(containers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the entry that is merged into the engine's container."""
+    return next((each for each in containers if each["name"] == ENGINE), {})
 
 
-class PodTemplate(ApiModel):
+def amounts(container: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return the ``requests`` or ``limits`` of a container, by resource."""
+    return (container.get("resources") or {}).get(kind) or {}
+
+
+def _refusal(path: tuple[str, ...], instead: str) -> Rule:
+    """Return the rule that the engine's entry has nothing at a path."""
+
+    def check(containers: Sequence[Mapping[str, Any]]) -> bool:
+        found: Any = of_engine(containers)
+        for key in path:
+            if key not in found:
+                return True
+            found = found[key]
+        return False
+
+    is_amount = path[0] == "resources"
+    fields = path[:-1] if is_amount else path
+    given = [f"has(each.{'.'.join(fields[:end])})" for end in range(1, len(fields) + 1)]
+    given += [f"'{path[-1]}' in each.{'.'.join(fields)}"] if is_amount else []
+    return Rule(
+        cel=f"self.all(each, each.name != '{ENGINE}' || !({' && '.join(given)}))",
+        message=f"{'.'.join(path)} of the container {ENGINE} is not yours to set here: {instead}",
+        check=check,
+    )
+
+
+def _names_are_free(key: str, pattern: re.Pattern[str], message: str) -> Rule:
+    return Rule(
+        cel=f"self.all(each, !each.{key}.matches(r'{pattern.pattern}'))",
+        message=message,
+        check=lambda items: not any(pattern.search(item[key]) for item in items),
+    )
+
+
+_OWN_CONTAINERS: Final = re.compile(r"^(install-connector|kvtier-.*)$")
+OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
+OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$")
+OWN_MOUNTS: Final = re.compile(
+    r"^/+(tmp(/+kvtier(/.*)?)?|dev/+shm|((var/+lib|etc|opt)/+kvtier(-keys|-loras|-compiled)?(/.*)?)?)?/*$"
+)
+_ABOVE_OWN_MOUNTS: Final = re.compile(r"^/+(dev|var(/+lib)?|etc|opt)/*$")
+_DETOURS: Final = re.compile(r"(^|/)[.][.]?(/|$)")
+
+_CONTAINER_NAMES: Final = _names_are_free(
+    "name", _OWN_CONTAINERS, "the container names install-connector and kvtier-… are the operator's; choose another"
+)
+_VOLUME_NAMES: Final = _names_are_free(
+    "name",
+    OWN_VOLUMES,
+    "the volume names blocks, config, connector, shm, scratch and kvtier-… are the operator's; choose another",
+)
+_MOUNT_RULES: Final = (
+    _names_are_free("mountPath", _DETOURS, "a mountPath has a part that is . or ..: write the directory itself"),
+    _names_are_free(
+        "mountPath",
+        OWN_MOUNTS,
+        "a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, and what begins with kvtier in /var/lib, /etc and /opt "
+        "are the operator's; mount somewhere else, such as /tmp/hf for the model cache or /mnt",
+    ),
+    _names_are_free(
+        "mountPath",
+        _ABOVE_OWN_MOUNTS,
+        "a mountPath is too high: in /dev, /var, /var/lib, /etc and /opt are directories of the operator and of the "
+        "image; mount below, such as /opt/models",
+    ),
+)
+_LABELS: Final = Rule(
+    cel=f"self.all(key, !key.matches(r'{OWN_LABELS.pattern}'))",
+    message="labels under kvtier.dev/ and app.kubernetes.io/{name,instance,component,managed-by} are the operator's, "
+    "which finds its pods by them; choose another key",
+    check=lambda labels: not any(OWN_LABELS.match(key) for key in labels),
+)
+_INIT_IMAGES: Final = Rule(
+    cel=f"self.all(each, each.name != '{ENGINE}' && has(each.image))",
+    message=f"every init container needs an image, and another name than {ENGINE}",
+    check=lambda containers: all(each["name"] != ENGINE and "image" in each for each in containers),
+)
+_IMAGES: Final = Rule(
+    cel=f"self.all(each, each.name == '{ENGINE}' || has(each.image))",
+    message=f"every container needs an image, but for {ENGINE}, which is the engine itself",
+    check=lambda containers: all(each["name"] == ENGINE or "image" in each for each in containers),
+)
+
+_Names = Annotated[tuple[Annotated[dict[str, Any], Pasted(Named)], ...], Field(max_length=32), Keyed("name")]
+_Containers = Annotated[tuple[Annotated[dict[str, Any], Pasted(Container)], ...], Field(max_length=16), Keyed("name")]
+
+
+class PodTemplate(_Open):
     """What the engine pods have beside what the operator gives them; lists of named things are merged by name.
 
-    The fields are those of a Pod.
+    The fields are those of a Pod, also those that are not listed here.
     """
 
-    labels: Annotated[_Labels, Checked((LABELS_ARE_FREE,))] = Field(default_factory=dict)
+    labels: Annotated[_Labels, Checked((_LABELS,))] = Field(default_factory=dict)
     """More labels of the pods."""
     annotations: Annotated[Mapping[LabelKey, Annotated[StrictStr, Field(max_length=16384)]], Field(max_length=64)] = (
         Field(default_factory=dict)
@@ -272,30 +280,18 @@ class PodTemplate(ApiModel):
     """More annotations of the pods."""
     node_selector: _Labels = Field(default_factory=dict)
     """Labels that a node must have."""
-    tolerations: Annotated[tuple[Annotated[dict[str, Any], Pasted(Toleration)], ...], Field(max_length=64)] = ()
+    tolerations: Annotated[tuple[dict[str, Any], ...], Field(max_length=64)] = ()
     """Taints that the pods put up with."""
-    affinity: Annotated[dict[str, Any], Pasted(Affinity)] | None = None
-    """Which nodes and which other pods the pods prefer or need."""
-    topology_spread_constraints: Annotated[
-        tuple[Annotated[dict[str, Any], Pasted(SpreadConstraint)], ...], Field(max_length=16)
-    ] = ()
-    """How evenly the pods spread over zones or nodes."""
+    affinity: Annotated[Mapping[str, Anything], Field(max_length=8)] | None = None
+    """Nodes and other pods that the pods prefer or need."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods; the cluster's default if left out."""
-    runtime_class_name: ObjectName | None = None
-    """RuntimeClass of the pods, such as `nvidia`; the cluster's default if left out."""
     scheduler_name: ObjectName | None = None
     """Scheduler that places the pods; the cluster's default if left out."""
     service_account_name: ObjectName | None = None
     """ServiceAccount of the pods, which you make, such as one that a cloud's workload identity knows. Left out, the
     operator makes one without any right."""
-    automount_service_account_token: StrictBool | None = None
-    """Whether the pods get a token for the Kubernetes API; not if left out."""
-    resource_claims: Annotated[
-        tuple[Annotated[dict[str, Any], Pasted(ResourceClaim)], ...],
-        Field(max_length=16),
-        Keyed("name"),
-    ] = ()
+    resource_claims: _Names = ()
     """Devices that dynamic resource allocation finds for the pods. For the engine's accelerators, also set
     `accelerator.resource` to `claim`."""
     termination_grace_period_seconds: Annotated[StrictInt, Field(ge=45, le=3600)] | None = None
@@ -305,60 +301,33 @@ class PodTemplate(ApiModel):
     host_network: StrictBool | None = None
     """Whether the pods use the network of the node: one engine for each node then, at port 8000. Breaks the restricted
     Pod Security Standard, so the namespace must allow it."""
-    dns_policy: Literal["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"] | None = None
-    """Who resolves names for the pods; `ClusterFirstWithHostNet` with `hostNetwork`, otherwise `ClusterFirst` if left
-    out."""
-    dns_config: Anything | None = None
-    """More about how names are resolved."""
-    share_process_namespace: StrictBool | None = None
-    """Whether the containers of a pod see each other's processes."""
-    init_containers: InitContainers = ()
+    init_containers: Annotated[_Containers, Checked((_CONTAINER_NAMES, _INIT_IMAGES))] = ()
     """More containers that run before the engine, after the operator's own; with `restartPolicy: Always`, beside it."""
-    containers: Containers = ()
+    containers: Annotated[
+        _Containers, Checked((_CONTAINER_NAMES, *(_refusal(*each) for each in REFUSED.items()), _IMAGES))
+    ] = ()
     """More containers of the pods. The entry named `engine` is merged into the engine's own container: resources,
     thresholds of its probes, security context."""
-    image_pull_secrets: Annotated[
-        tuple[Annotated[dict[str, Any], Pasted(SecretName)], ...],
-        Field(max_length=16),
-        Keyed("name"),
-    ] = ()
+    image_pull_secrets: _Names = ()
     """Secrets with the registry's credentials."""
     security_context: Annotated[dict[str, Any], Pasted(PodSecurityContext)] | None = None
-    """Security context of the pods, such as `fsGroup` for the volume's permissions; laid over the operator's own, which
-    satisfies the restricted Pod Security Standard."""
-    volumes: Annotated[
-        tuple[Annotated[dict[str, Any], Pasted(PodVolume)], ...],
-        Field(max_length=32),
-        Keyed("name"),
-        Checked((VOLUME_NAMES_ARE_FREE,)),
-    ] = ()
+    """Security context of the pods, such as `fsGroup` for the volume's permissions; merged into the operator's own,
+    which satisfies the restricted Pod Security Standard."""
+    volumes: Annotated[_Names, Checked((_VOLUME_NAMES,))] = ()
     """More volumes of the pods."""
     volume_mounts: Annotated[
         tuple[Annotated[dict[str, Any], Pasted(VolumeMount)], ...],
         Field(max_length=32),
         Keyed("mountPath"),
-        Checked((MOUNTS_ARE_PLAIN, MOUNTS_ARE_FREE, MOUNTS_ARE_BESIDE)),
+        Checked(_MOUNT_RULES),
     ] = ()
     """Where the engine sees those volumes."""
 
-    rules = (
-        Rule(
-            cel="!has(self.volumeMounts) || self.volumeMounts.all(mount, has(self.volumes) && "
-            "self.volumes.exists(volume, volume.name == mount.name))",
-            message="every volumeMounts[].name must be the name of an entry of volumes",
-            check=lambda pod: (
-                {mount["name"] for mount in pod.volume_mounts} <= {volume["name"] for volume in pod.volumes}
-            ),
-            field=".volumeMounts",
-        ),
-    )
-
     def pod_fields(self) -> dict[str, Any]:
-        """Return what is given of a pod's own fields; containers, volumes and what belongs to them are left out."""
+        """Return the given fields of a pod, without those that are merged into the operator's own."""
         return {field: value for field, value in self.to_manifest().items() if value and field not in _MERGED}
 
 
 _MERGED: Final = frozenset(
     {"labels", "annotations", "securityContext", "containers", "initContainers", "volumes", "volumeMounts"}
 )
-"""Fields that are laid over what the operator gives the pods."""

@@ -17,11 +17,11 @@ from pydantic_core import PydanticCustomError
 from kvtier_operator import quantity
 from kvtier_operator.api import backend_rules
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
-from kvtier_operator.api.containers import Anything
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
 from kvtier_operator.api.events_spec import KvEvents
 from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
+from kvtier_operator.api.pod_template import Anything
 from kvtier_operator.api.routing_spec import Routing
 from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, Checked, Rule
 from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvtier_connector.contract import SUPPORTED_VLLM, vllm_release
 from kvtier_operator import names, quantity
-from kvtier_operator.api import containers
+from kvtier_operator.api import pod_template
 from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.reserved_flags import HARMLESS
@@ -121,7 +121,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 def _startup_seconds(plan: TierPlan) -> int:
     """Return what a start may take: what we expect, or what the user's threshold of the probe allows."""
-    probe = containers.of_engine(plan.spec.engine.pod_template.containers).get("startupProbe") or {}
+    probe = pod_template.of_engine(plan.spec.engine.pod_template.containers).get("startupProbe") or {}
     allowed = probe.get("failureThreshold", 0) * probe.get("periodSeconds", _PROBE_PERIOD_SECONDS)
     return int(max(plan.sizing.startup_seconds, allowed + probe.get("initialDelaySeconds", 0)))
 
@@ -165,7 +165,7 @@ def _pod(plan: TierPlan) -> Manifest:
         **({"dnsPolicy": "ClusterFirstWithHostNet"} if template.host_network else {}),
         **template.pod_fields(),
     }
-    beside = [pod_settings.of_user(each) for each in template.containers if each["name"] != containers.ENGINE]
+    beside = [pod_settings.of_user(each) for each in template.containers if each["name"] != pod_template.ENGINE]
     return {
         **ours,
         "initContainers": [
@@ -173,7 +173,7 @@ def _pod(plan: TierPlan) -> Manifest:
             *rendered.init,
             *(pod_settings.of_user(each) for each in template.init_containers),
         ],
-        "containers": [_engine_container(plan, rendered, containers.of_engine(template.containers)), *beside],
+        "containers": [_engine_container(plan, rendered, pod_template.of_engine(template.containers)), *beside],
         "volumes": _volumes(plan, rendered),
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvtier_operator.api import containers
+from kvtier_operator.api import pod_template
 from kvtier_operator.api.pod_template import PodTemplate
 from kvtier_operator.parts import pod_settings
 from kvtier_operator.parts.overlay import lay_over
@@ -51,9 +51,9 @@ def objections(template: PodTemplate) -> Iterator[str]:
         if strange := sorted(volume.keys() - _VOLUMES - {"name"}):
             yield f"{strange[0]} of the volume {volume['name']}"
     pod = pod_settings.security_context(template)
-    added = containers.of_engine(template.containers)
-    engine = lay_over({"name": containers.ENGINE, "securityContext": pod_settings.hardened(added)}, added)
-    beside = [each for each in template.containers if each["name"] != containers.ENGINE]
+    added = pod_template.of_engine(template.containers)
+    engine = lay_over({"name": pod_template.ENGINE, "securityContext": pod_settings.hardened(added)}, added)
+    beside = [each for each in template.containers if each["name"] != pod_template.ENGINE]
     for container in (engine, *map(pod_settings.of_user, (*beside, *template.init_containers))):
         for objection in _of_container(container, pod):
             yield f"{objection} of the container {container['name']}"

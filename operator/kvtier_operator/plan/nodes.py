@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier_operator import quantity
-from kvtier_operator.api import TierSpec, containers
+from kvtier_operator.api import TierSpec, pod_template
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.names import TierName, TierRef
 from kvtier_operator.snapshot import Node, Nodes, Usage
@@ -69,7 +69,7 @@ def countables(spec: TierSpec) -> dict[str, int]:
     """Return the accelerators and the other extended resources that one pod asks for."""
     found = Counter(spec.engine.accelerator.of_plugin)
     for container in spec.engine.pod_template.containers:
-        for resource, amount in containers.amounts(container, "limits").items():
+        for resource, amount in pod_template.amounts(container, "limits").items():
             # A slash tells what device plugins offer from memory, CPUs and the like.
             if "/" in resource and quantity.is_quantity(str(amount)):
                 found[resource] += quantity.parse_bytes(str(amount))
@@ -80,13 +80,13 @@ def beside(spec: TierSpec) -> tuple[int, int]:
     """Return the bytes of memory and the thousandths of a CPU that the user's own containers ask for in each pod."""
     template = spec.engine.pod_template
     sidecars = [
-        *(each for each in template.containers if each["name"] != containers.ENGINE),
+        *(each for each in template.containers if each["name"] != pod_template.ENGINE),
         *(each for each in template.init_containers if each.get("restartPolicy") == "Always"),
     ]
     memory, millis = 0, 0
     for each in sidecars:
         # Kubernetes sets aside what may be used at most where nothing else is asked for.
-        asked = {**containers.amounts(each, "limits"), **containers.amounts(each, "requests")}
+        asked = {**pod_template.amounts(each, "limits"), **pod_template.amounts(each, "requests")}
         known = {name: str(amount) for name, amount in asked.items() if quantity.is_quantity(str(amount))}
         memory += quantity.parse_bytes(known.get("memory", "0"))
         millis += quantity.parse_millis(known.get("cpu", "0"))
