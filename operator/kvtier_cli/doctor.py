@@ -150,23 +150,17 @@ def _release(deployment: names.Manifest, image: str) -> str:
 
 
 def _held(where: targets.Where) -> Iterator[Finding]:
-    """Tell of an operator outside the cluster by the Lease that it holds in the namespace."""
-    leases = where.person.cluster.list(
-        names.COORDINATION, names.LEASE_KIND, namespace=where.asked_namespace, selector=""
-    )
-    holders = {
-        each["spec"]["holderIdentity"]
-        for each in leases
-        if each["metadata"]["name"].startswith("kvtier-tiers") and (each.get("spec") or {}).get("holderIdentity")
-    }
-    if holders:
-        message = f"none is installed; {', '.join(sorted(holders))} holds the tiers of {where.asked_namespace}"
+    """Tell of an operator outside the cluster by what the tiers of the namespace say."""
+    tiers = where.person.tiers(where.asked_namespace)
+    seen = [(each.get("status") or {}).get("observedGeneration") == each["metadata"]["generation"] for each in tiers]
+    if seen and all(seen):
+        message = f"none is installed; one that runs elsewhere has looked at each tier of {where.asked_namespace}"
         yield Finding(what="operator", state="ok", message=message)
         return
     yield Finding(
         what="operator",
         state="missing",
-        message=f"none is installed, and none holds the tiers of {where.asked_namespace}",
+        message=f"none is installed, and none has looked at each tier of {where.asked_namespace}",
         remedy="helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
     )
 

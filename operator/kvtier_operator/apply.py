@@ -14,13 +14,14 @@ from typing import Any, Final, NamedTuple
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, KindMissing
+from kvtier_operator.errors import ClusterError, ClusterUnavailable, KindMissing
 from kvtier_operator.jobs import read_preflight
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.ownership import added_by_others, stands
+from kvtier_operator.kube.ownership import stands
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import claim, preflight, routing
 from kvtier_operator.parts.connector_config import with_live_settings
+from kvtier_operator.parts.engine import deployment
 from kvtier_operator.plan import Refusal, TierPlan
 from kvtier_operator.problems import Preflight, Problem, State, View, unknown
 from kvtier_operator.snapshot import Live, Snapshot
@@ -78,6 +79,22 @@ def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, done: Done
         done.failures.append(error)
 
 
+def try_engines(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> ClusterError | None:
+    """Return why the engines of a plan cannot be applied; None where they run already, or where they can."""
+    key = names.engine_key(plan.tier)
+    live = snapshot.live.get(key)
+    if plan.pin is not None or key in snapshot.foreign or key.kind in snapshot.unreadable:
+        return None
+    wanted = deployment(plan)
+    if live is not None and stands(wanted, live.content):
+        return None
+    try:
+        cluster.try_apply(wanted, over=None if live is None else live.uid)
+    except ClusterError as error:
+        return error
+    return None
+
+
 _LEAVES_NOTHING: Final = claim.UNUSABLE | {Reason.OBJECT_NOT_OURS}
 """Refusals of what others need; any other one leaves a part as it was, and that serves."""
 
@@ -112,54 +129,7 @@ def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot
             return False
         if live is None or not _is_as_before(live, applied):
             done.written.append(key)
-        try:
-            _take_back(cluster, manifest, live, applied, done)
-        except ClusterError as error:
-            done.failures.append(error)
     return True
-
-
-_TAKEN_BACK: Final = {
-    "ConfigMap": ("/data/", "/binaryData/"),
-    "Deployment": ("/spec/",),
-    "PodDisruptionBudget": ("/spec/",),
-    "Service": ("/spec/selector/",),
-}
-"""Where nobody else has any business, by kind. Providers of load balancers write into Services, and providers of
-credentials into ServiceAccounts."""
-
-_PODS: Final = "/spec/template/"
-
-
-def _take_back(cluster: Cluster, manifest: Manifest, before: Live | None, applied: Manifest, done: Done) -> None:
-    """Remove what others have added; from engines where they are replaced anyway, for that is not worth a restart."""
-    key = names.key_of(applied)
-    is_janitor = applied["metadata"]["labels"].get(names.LABEL_COMPONENT) == names.COMPONENT_JANITOR
-    are_replaced = is_janitor or (before is not None and _template(before.content) != _template(applied))
-    for tries_left in reversed(range(3)):
-        pointers = [
-            each.pointer
-            for each in added_by_others(applied)
-            if each.pointer.startswith(_TAKEN_BACK.get(key.kind, ()))
-            and (are_replaced or not each.pointer.startswith(_PODS))
-        ]
-        if not pointers:
-            return
-        try:
-            cleaned = cluster.remove_fields(applied, pointers)
-        except ClusterConflict:
-            # A controller was first, as it is after each write; a later pass would not find the engines replaced.
-            if not tries_left:
-                raise
-            applied = cluster.apply(manifest, over=applied["metadata"]["uid"])
-            continue
-        if key not in done.written and cleaned["metadata"]["resourceVersion"] != applied["metadata"]["resourceVersion"]:
-            done.written.append(key)
-        return
-
-
-def _template(manifest: Mapping[str, Any]) -> object:
-    return (manifest.get("spec") or {}).get("template")
 
 
 def apply_preflight(
@@ -177,6 +147,10 @@ def apply_preflight(
     Raises:
         ClusterError: the Job could not be read or written.
     """
+    if snapshot.claim is not None and snapshot.claim.is_terminating and not plan.spec.paused:
+        # Its pod, ended or not, holds the claim.
+        _delete_job(cluster, plan, names.preflight_key(plan.tier), done, why="the claim was deleted")
+        return Preflight(state=State.WAITING)
     storage = status.get("storage") or {}
     known = preflight.remembered(plan.spec, snapshot, storage)
     if known is not None and known.state is State.OFF:

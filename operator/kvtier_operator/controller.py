@@ -19,8 +19,7 @@ from kvtier_operator.kube.cache import NODES, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import KubernetesCluster
 from kvtier_operator.kube.health import Health
-from kvtier_operator.kube.namespace_leases import NamespaceLeases
-from kvtier_operator.kube.workqueue import Done, WorkQueue
+from kvtier_operator.kube.workqueue import Done, Priority, WorkQueue
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
 from kvtier_operator.proof.api_keys import read_key
@@ -44,8 +43,12 @@ STUCK_SECONDS: Final = 600.0
 DEAF_SECONDS: Final = 300.0
 """For how long a kind may not be followed though nothing forbids it."""
 
-LET_GO_SECONDS: Final = 5.0
-"""How long the Leases of namespaces may take to be given back; the others run out."""
+
+def _is_edit_of_serving(tier: Manifest) -> bool:
+    """Tell whether a tier whose engines serve was edited since its status was written."""
+    status = tier.get("status") or {}
+    is_edited = status.get("observedGeneration") != tier["metadata"].get("generation")
+    return is_edited and bool(status.get("readyReplicas"))
 
 
 class Operator:
@@ -54,19 +57,17 @@ class Operator:
     Threads: kopf's and those of the informers only add keys; the queue's threads do the work.
     """
 
-    def __init__(  # noqa: PLR0913  what it is wired to
+    def __init__(
         self,
         settings: Settings,
         *,
         cluster: KubernetesCluster,
         metrics: OperatorMetrics,
         health: Health | None = None,
-        leases: NamespaceLeases | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """Store what a pass needs; `start_reading` and `begin` start everything."""
         self._settings = settings
-        self._leases = leases
         self._cluster = cluster
         self._metrics = metrics
         self._clock = clock
@@ -75,6 +76,7 @@ class Operator:
             cluster,
             self._told,
             namespaces=settings.namespaces,
+            list_seconds=settings.resync_seconds,
         )
         self._wait_for_nodes: set[TierName] = set()
         # A Role in a few namespaces gives no right to look at nodes.
@@ -127,13 +129,15 @@ class Operator:
         self._has_begun = True
         self._asker.start()
         self._queue.start()
-        if self._leases is not None:
-            self._leases.start(self._queue.add)
         self._queue.add(EVERY_TIER)
 
     def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
         """Take in what the watch of the tiers tells."""
         self._cache.heard(tier, is_deleted=is_deleted)
+        if not is_deleted and _is_edit_of_serving(tier):
+            metadata = tier["metadata"]
+            key = TierName(namespace=metadata["namespace"], name=metadata["name"])
+            self._queue.add(key, priority=Priority.EDIT_OF_SERVING)
 
     def end(self) -> None:
         """Look after no tier any more; passes that run may end."""
@@ -144,8 +148,6 @@ class Operator:
             logger.warning("Stopped while a pod was being asked; the next operator asks again.")
         if not self._queue.close(timeout=self._settings.stop_seconds):
             logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
-        if self._leases is not None:
-            self._leases.close(timeout=LET_GO_SECONDS)
 
     def _stuck_queue(self) -> str | None:
         overdue = self._queue.seconds_overdue()
@@ -207,10 +209,8 @@ class Operator:
             proofs=self._proofs,
             attempt=attempt,
             probes=self._probes,
-            may_work=lambda body: self._may_work(key, body),
+            may_work=self._may_work,
         )
-        if self._leases is not None and not outcome.exists:
-            self._leases.forget(key)
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
         if not outcome.exists:
             self._cache.unfollow(key)
@@ -224,12 +224,10 @@ class Operator:
             return Done(retry_after=outcome.failure.retry_after)
         return Done(is_gone=not outcome.exists, again_after=outcome.again_after, recheck_after=outcome.recheck_after)
 
-    def _may_work(self, key: TierName, body: Manifest) -> bool:
+    def _may_work(self, body: Manifest) -> bool:
         spec = body.get("spec")
         wanted = spec.get("operatorClassName") if isinstance(spec, Mapping) else None
-        if (wanted or "") != self._settings.operator_class:
-            return False
-        return self._leases is None or self._leases.admits(key)
+        return (wanted or "") == self._settings.operator_class
 
     def _count(self, outcome: Outcome, seconds: float) -> None:
         ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"

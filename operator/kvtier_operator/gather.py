@@ -14,7 +14,6 @@ from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SpecInvalid
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.ownership import added_by_others
 from kvtier_operator.mounts import is_held_up, mount_problem
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.proof.asker import Address
@@ -124,13 +123,7 @@ class _Reading:
 
 def _live(found: Manifest) -> Live:
     metadata = found["metadata"]
-    added = added_by_others(found) if found["kind"] == "Deployment" else ()
-    return Live(
-        uid=metadata["uid"],
-        resource_version=metadata["resourceVersion"],
-        content=found,
-        added=tuple(map(str, (each for each in added if each.pointer.startswith("/spec/template/")))),
-    )
+    return Live(uid=metadata["uid"], resource_version=metadata["resourceVersion"], content=found)
 
 
 def read_neighbours(tiers: Iterable[Manifest], tier: TierRef) -> tuple[Neighbour, ...]:

@@ -32,7 +32,7 @@ operator that waits for the lead serves them, too, and `process_*` of itself. Da
 [monitoring.md](monitoring.md). Written by `make generate`; do not edit.
 
 At rest the operator looks at each tier once in 600 s (`settings.resyncSeconds` of the chart), in memory: it sends the
-API server nothing but the renewals of its Leases. It learns of changes by watching.
+API server nothing but the renewals of its Lease. It learns of changes by watching.
 
 | Metric | Kind | Labels | Meaning |
 |---|---|---|---|
@@ -104,12 +104,6 @@ TIER_ENGINES: Final = Metric(
 LEADER: Final = Metric(
     name="kvtier_operator_leader", kind="gauge", help="1 while this operator acts, 0 while it waits for the Lease."
 )
-NAMESPACES: Final = Metric(
-    name="kvtier_operator_namespaces",
-    kind="gauge",
-    help="Namespaces with tiers of this operator's class: worked (it holds their Lease) or waiting (another one does).",
-    labels=("state",),
-)
 BUILD: Final = Metric(
     name="kvtier_operator_build_info",
     kind="gauge",
@@ -128,7 +122,6 @@ METRICS: Final = (
     TIER_CONDITION,
     TIER_ENGINES,
     LEADER,
-    NAMESPACES,
     BUILD,
 )
 
@@ -193,7 +186,6 @@ class OperatorMetrics:
         self._age = self._gauge(QUEUE_AGE)
         self._requests = self._counter(REQUESTS)
         self._leader = self._gauge(LEADER)
-        self._namespaces = self._gauge(NAMESPACES)
         self._gauge(BUILD).labels(version=__version__).set(1)
         for outcome in ("ok", "failed", "gone", "left"):
             self._passes.labels(outcome=outcome)
@@ -236,11 +228,6 @@ class OperatorMetrics:
         """Ask these whenever the metrics are read."""
         self._depth.set_function(depth)
         self._age.set_function(overdue_seconds)
-
-    def watch_namespaces(self, counts: Callable[[], tuple[int, int]]) -> None:
-        """Ask whenever the metrics are read in how many namespaces it works, and in how many it waits."""
-        self._namespaces.labels(state="worked").set_function(lambda: counts()[0])
-        self._namespaces.labels(state="waiting").set_function(lambda: counts()[1])
 
     def set_leader(self, *, is_leader: bool) -> None:
         """Show whether this operator acts."""

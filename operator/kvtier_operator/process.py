@@ -16,22 +16,18 @@ from typing import Final
 
 from kvtier_operator import names
 from kvtier_operator.controller import Operator
-from kvtier_operator.errors import ClusterForbidden, KindMissing, SettingsInvalid
+from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SettingsInvalid
 from kvtier_operator.handlers import serve
-from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.client import KubernetesCluster, connect
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.health import Health
-from kvtier_operator.kube.leadership import REQUEST_SECONDS, Leadership, own_identity
-from kvtier_operator.kube.namespace_leases import NamespaceLeases
+from kvtier_operator.kube.leadership import REQUEST_SECONDS, Leadership
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 MOST_OPEN_FILES: Final = 4096
-
-NAMESPACE_LEASE_FACTOR: Final = 5
-"""There may be hundreds of them, and who follows within an installation does not wait for them: renewed more seldom."""
 
 
 def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
@@ -52,15 +48,17 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda *_: stop.set())
         leadership = stack.enter_context(_campaign(settings, metrics)) if settings.leader_elect else None
-        leases = _namespace_leases(settings, metrics, leadership)
-        cluster = connect(may_write=leases.may_write, on_answer=metrics.count_request)
+        cluster = connect(
+            may_write=leadership.is_leader if leadership is not None else lambda: True, on_answer=metrics.count_request
+        )
+        if leadership is None:
+            _refuse_another(cluster, settings)
         try:
             check_access(cluster, settings.namespaces)
         except ClusterForbidden as error:
             # Whoever grants it need not start this process again; until then it says that it is not ready.
             logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
-        health.ready_if("namespace-leases", leases.problem)
-        operator = Operator(settings, cluster=cluster, metrics=metrics, health=health, leases=leases)
+        operator = Operator(settings, cluster=cluster, metrics=metrics, health=health)
         if leadership is not None and not leadership.wait(stop):
             return 0
         metrics.set_leader(is_leader=True)
@@ -121,17 +119,28 @@ def _campaign(settings: Settings, metrics: OperatorMetrics) -> Iterator[Leadersh
         leadership.close()
 
 
-def _namespace_leases(settings: Settings, metrics: OperatorMetrics, leadership: Leadership | None) -> NamespaceLeases:
-    leases = NamespaceLeases(
-        connect(timeout_seconds=(REQUEST_SECONDS, REQUEST_SECONDS), on_answer=metrics.count_request),
-        identity=own_identity() if leadership is None else leadership.installation,
-        operator_class=settings.operator_class,
-        seconds=settings.lease_seconds * NAMESPACE_LEASE_FACTOR,
-        is_kept=leadership is not None,
-        may_campaign=leadership.is_leader if leadership is not None else lambda: True,
-    )
-    metrics.watch_namespaces(leases.counts)
-    return leases
+def _refuse_another(cluster: KubernetesCluster, settings: Settings) -> None:
+    """Refuse to run beside an operator that is installed in the cluster: both would write to the same tiers.
+
+    Raises:
+        SettingsInvalid: one is installed for the same class of tiers.
+    """
+    selector = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=kvtier"
+    try:
+        found = cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
+    except ClusterError:
+        return  # without the right to look, the person who runs it has to know
+    for each in found:
+        containers = each["spec"]["template"]["spec"]["containers"]
+        words = [word for container in containers for word in container.get("args") or ()]
+        option = "--operator-class="
+        theirs = next((word.removeprefix(option) for word in words if word.startswith(option)), "")
+        if theirs == settings.operator_class and each["spec"].get("replicas", 1):
+            name = f"{each['metadata']['namespace']}/{each['metadata']['name']}"
+            raise SettingsInvalid(
+                f"the operator {name} works on these tiers: scale its Deployment to 0, or give this one a class of its "
+                "own (--operator-class, spec.operatorClassName)"
+            )
 
 
 def _open_many_files() -> None:

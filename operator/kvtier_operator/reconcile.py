@@ -26,6 +26,7 @@ from kvtier_operator.apply import (
     apply_parts,
     apply_pool,
     apply_preflight,
+    try_engines,
 )
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, gather
@@ -234,8 +235,10 @@ def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
     asked: Asked,
     view: status.View,
     sources: _Sources,
+    *,
+    rejected: ClusterError | None = None,
 ) -> _Act:
-    """Plan what the spec asks for and apply it."""
+    """Plan what the spec asks for and apply it; `rejected` is why that is not the spec as it is stored."""
     snapshot = view.snapshot
     assert snapshot is not None
     plan = make_plan(
@@ -261,6 +264,17 @@ def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
         chunking=decided.chunking,
     )
     done = Done(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
+    if rejected is not None:
+        done.failures.append(rejected)
+    elif not spec.paused and (refusal := try_engines(cluster, plan, snapshot)) is not None:
+        # Nothing else moves to a spec that no engine can follow: what runs goes on as it is.
+        runs = _applicable(body, snapshot, asked, sources)
+        again = None if runs is None else decide(runs, view.tier, snapshot, may_assume=True, is_running=True)
+        if runs is not None and isinstance(again, Decisions):
+            view = replace(view, spec=runs)
+            return _carry_out(cluster, body, runs, again, asked, view, sources, rejected=refusal)
+        done.failures.append(refusal)
+        return _concluded(view, done)
     try:
         view = replace(view, preflight=apply_preflight(cluster, plan, snapshot, body.get("status") or {}, done))
     except ClusterError as error:

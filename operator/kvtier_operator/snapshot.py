@@ -24,8 +24,6 @@ class Live:
     resource_version: str
     content: Manifest = field(default_factory=dict, repr=False)
     """The object as it was read."""
-    added: tuple[str, ...] = ()
-    """Fields of its pods that somebody else has added, with who it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,6 +226,6 @@ def test_a_report_holds_what_support_needs_and_nothing_secret(
 def test_the_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     found = {each["what"]: each for each in answer(capsys, "doctor")}
     assert (found["cluster"]["state"], found["definition"]["state"]) == ("ok", "ok")
-    assert "holds the tiers of default" in found["operator"]["message"]
+    assert "has looked at each tier of default" in found["operator"]["message"]
     missing = {each["what"]: each for each in answer(capsys, "doctor", "-n", "kube-system", code=1)}
     assert (missing["operator"]["state"], "kvtier run" in missing["operator"]["remedy"]) == ("missing", True)

@@ -6,16 +6,16 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tiers import NAMESPACE, merge
 
 from kvtier_operator import names
-from kvtier_operator.errors import ClusterConflict, ClusterError
+from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterRejected
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
-READS = frozenset({"get", "list", "events"})
+READS = frozenset({"get", "list", "events", "try"})
 
 
 class FakeCluster:
@@ -29,6 +29,7 @@ class FakeCluster:
         self.posted: list[Manifest] = []
         self._told: dict[str, list[Manifest]] = {}
         self.fail: tuple[int, ClusterError] | None = None
+        self.refuse: Callable[[Manifest], str] | None = None
         for manifest in objects:
             self.put(manifest)
 
@@ -98,6 +99,8 @@ class FakeCluster:
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         key = names.key_of(manifest)
         self._count("apply", key)
+        if self.refuse is not None and (why := self.refuse(manifest)):
+            raise ClusterRejected(why)
         live = self._objects.get(key)
         if over != (None if live is None else live["metadata"]["uid"]):
             raise ClusterConflict(f"cannot apply {key}: another incarnation stands there")
@@ -108,8 +111,10 @@ class FakeCluster:
         self._applied[key] = copy.deepcopy(manifest)
         return copy.deepcopy(self._objects[key])
 
-    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
-        raise AssertionError(f"nobody else writes here, yet {list(pointers)} of {names.key_of(live)} are to go")
+    def try_apply(self, manifest: Manifest, *, over: str | None) -> None:
+        self._count("try", names.key_of(manifest))
+        if self.refuse is not None and (why := self.refuse(manifest)):
+            raise ClusterRejected(why)
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
         self._count("delete", key)

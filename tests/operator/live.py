@@ -21,7 +21,6 @@ from kvtier_operator.controller import Operator
 from kvtier_operator.handlers import serve
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.health import Health
-from kvtier_operator.kube.namespace_leases import NamespaceLeases
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
@@ -202,13 +201,11 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
     defaults = {"namespaces": (NAMESPACE,), "settle_seconds": 0.02, "resync_seconds": 30.0}
     settings = Settings(**{**defaults, **changes})
     metrics, stop = OperatorMetrics(), threading.Event()
-    leases = NamespaceLeases(connect(), identity="test", operator_class="", seconds=60.0, is_kept=False)
     operator = Operator(
         settings,
-        cluster=connect(on_answer=metrics.count_request, may_write=leases.may_write),
+        cluster=connect(on_answer=metrics.count_request),
         metrics=metrics,
         health=health,
-        leases=leases,
     )
     failures: list[BaseException] = []
 

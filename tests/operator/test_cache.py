@@ -20,7 +20,7 @@ from kvtier_operator.kube.cache import NODES, TIERS, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.informer import Informer, Scope
-from kvtier_operator.kube.shelf import Shelf, WatchCheck, Watched
+from kvtier_operator.kube.shelf import Shelf, Watched
 from kvtier_operator.names import ObjectKey, TierName
 
 CONFIGS = Watched(api_version="v1", kind="ConfigMap")
@@ -233,36 +233,6 @@ def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(sh
         assert informer.trouble() == (0.0, "")
         until(lambda: informer.refusal() is None)
     assert told.names == ["c", ""]
-
-
-def test_what_only_a_list_told_is_counted_until_the_watch_tells_of_it_or_it_is_gone(shelf: Shelf) -> None:
-    now = 0.0
-    check = WatchCheck(shelf, clock=lambda: now)
-    check.heard(config(1), is_deleted=False)
-    check.seen(config(1))
-    assert check.trouble() == (0.0, "")
-    for name in ("c", "d"):
-        check.seen(config(2, name=name, uid=name, a="b"))
-    now = 9.0
-    assert check.trouble() == (9.0, f"kopf has not told that {NAMESPACE}/c changed")
-    check.heard(config(2, uid="c", a="b"), is_deleted=False)
-    assert check.trouble() == (9.0, f"kopf has not told that {NAMESPACE}/d changed")
-    check.complete(SCOPE, frozenset({"c"}), "3")
-    assert (check.trouble(), data(shelf, "d")) == ((0.0, ""), None)
-    check.seen(config(4, uid="c", a="c"))
-    check.gone(config(5, uid="c"))
-    assert (check.trouble(), data(shelf)) == ((0.0, ""), None)
-
-
-def test_a_list_from_before_it_was_deleted_brings_nothing_back(shelf: Shelf) -> None:
-    check = WatchCheck(shelf)
-    check.heard(config(1), is_deleted=False)
-    check.heard(config(2), is_deleted=True)
-    check.seen(config(1))
-    check.complete(SCOPE, frozenset({"u"}), "1")
-    assert data(shelf) is None
-    check.seen(config(3, uid="after", a="b"))
-    assert data(shelf) == {"a": "b"}
 
 
 @contextmanager

@@ -78,8 +78,7 @@ def test_when_the_leader_is_killed_the_one_that_waited_goes_on(api: ApiServerThr
         audit = list(api.server.audit)[since:]
         return sum(call.verb == "watch" and call.path.endswith("/kvcachetiers") for call in audit)
 
-    # The second of them shows whether the first has missed something.
-    until(lambda: watches() == 2, seconds=SLOW)
+    until(lambda: watches() == 1, seconds=SLOW)
     before = len(api.server.audit)
     second = spawn()
     until(lambda: waits(api, before), seconds=SLOW)
@@ -132,3 +131,25 @@ def test_a_leader_that_cannot_renew_ends_and_writes_nothing_more(api: ApiServerT
     until(lambda: holder(kubectl), seconds=SLOW)
     is_cut.set()
     assert first.wait(SLOW) == 1
+
+
+def test_an_operator_is_not_run_beside_one_that_is_installed_for_the_same_tiers(
+    api: ApiServerThread, tmp_path: Path
+) -> None:
+    labels = {"app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "kvtier"}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": [{"name": "operator", "image": "o", "args": []}]},
+    }
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
+    metadata = {"name": "kvtier-operator", "namespace": NAMESPACE, "labels": labels}
+    api.create({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
+    command = [sys.executable, "-m", "kvtier_cli", "run", "-n", NAMESPACE]
+    environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SLOW, check=False)
+    assert refused.returncode != 0
+    assert f"the operator {NAMESPACE}/kvtier-operator works on these tiers: scale its Deployment to 0" in refused.stderr
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(
+            [*command, "--operator-class=mine"], env=environment, capture_output=True, timeout=10, check=False
+        )

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster
 from test_reconcile import CHILDREN, run
-from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, JANITOR_SERVICE, LEASE, TIER_KEY, merge, tier
+from tiers import (
+    CONFIG,
+    DEPLOYMENT,
+    JANITOR,
+    JANITOR_CONFIG,
+    JANITOR_SERVICE,
+    LEASE,
+    TIER_KEY,
+    merge,
+    ready_deployment,
+    tier,
+)
 
 from kvtier_connector import contract, contract_janitor
 from kvtier_operator import names
@@ -149,3 +160,36 @@ def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
     assert run(cluster).written == (CONFIG,)
     assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
+
+
+def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_they_run_with() -> None:
+    cluster = FakeCluster(tier())
+    run(cluster)
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    run(cluster)
+    before = {key: cluster.look(key) for key in (DEPLOYMENT, CONFIG, JANITOR_CONFIG)}
+    generation = cluster.look(TIER_KEY)["status"]["generation"]
+    cluster.refuse = lambda manifest: "422 invalid label" if "--served-model-name=x" in json.dumps(manifest) else ""
+    refused = {"args": ["--served-model-name=x"]}
+    cluster.edit(
+        TIER_KEY, {"spec": {"model": {"name": "another/model"}, "engine": refused, "disk": {"mode": "ReadOnly"}}}
+    )
+    outcome = run(cluster)
+    assert outcome.written == (CONFIG,)
+    assert cluster.look(DEPLOYMENT) == before[DEPLOYMENT]
+    assert cluster.look(JANITOR_CONFIG) == before[JANITOR_CONFIG]
+    for file in ("connector.json", "live.json"):
+        assert (cluster.look(CONFIG)["data"][file] == before[CONFIG]["data"][file]) is (file == "connector.json")
+    status = cluster.look(TIER_KEY)["status"]
+    assert status["generation"] == generation
+    ready = next(each for each in status["conditions"] if each["type"] == "Ready")
+    assert (ready["reason"], "422 invalid label" in ready["message"]) == ("ApplyFailed", True)
+    cluster.refuse = None
+    assert {DEPLOYMENT, CONFIG, JANITOR_CONFIG} <= set(run(cluster).written)
+
+
+def test_a_new_tier_that_the_api_server_refuses_makes_nothing() -> None:
+    cluster = FakeCluster(tier())
+    cluster.refuse = lambda manifest: "422 invalid" if manifest["kind"] == "Deployment" else ""
+    assert run(cluster).written == ()
+    assert cluster.existing() == {TIER_KEY}

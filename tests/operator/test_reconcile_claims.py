@@ -198,3 +198,26 @@ def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_wa
     cluster.edit(key, {"status": RUNNING})
     run(cluster)
     assert cluster.look(JANITOR)["spec"]["replicas"] == 1
+
+
+def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wanted() -> None:
+    cluster = FakeCluster(tier(proof={"preflight": "Always"}))
+    run(cluster)
+    run(cluster)
+    preflight = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
+    assert preflight in cluster.existing()
+    cluster.edit(CLAIM, {"metadata": {"deletionTimestamp": "2026-01-01T11:00:00Z"}, "status": {"phase": "Bound"}})
+    run(cluster)
+    assert preflight not in cluster.existing()
+    assert cluster.look(JANITOR)["spec"]["replicas"] == 1
+    assert "set spec.replicas to 0, which stops the janitor" in condition(cluster, "VolumeBound")["message"]
+    cluster.edit(TIER_KEY, {"spec": {"replicas": 0}})
+    run(cluster)
+    assert cluster.look(JANITOR)["spec"]["replicas"] == 0
+    assert "names others that use it" in condition(cluster, "VolumeBound")["message"]
+    assert run(cluster).written == ()
+    cluster.remove(CLAIM)
+    run(cluster)
+    run(cluster)
+    assert cluster.look(JANITOR)["spec"]["replicas"] == 1
+    assert {CLAIM, preflight} <= cluster.existing()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from waiting import until
 
-from kvtier_operator.kube.workqueue import Done, WorkQueue
+from kvtier_operator.kube.workqueue import Done, Priority, WorkQueue
 
 NEVER = 3600.0
 
@@ -252,6 +252,31 @@ def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() 
     pressing = [order.index(key) for key in (100, 5, 101)]
     assert max(pressing) <= 4
     assert sorted(order) == [-1, *range(20), 100, 101]
+
+
+def test_an_edit_of_a_tier_that_serves_goes_before_a_thousand_creations() -> None:
+    order: list[int] = []
+    is_full, may_go = threading.Event(), threading.Event()
+
+    def work(key: int, _attempt: int) -> Done:
+        if key < 0:
+            is_full.set()
+            may_go.wait(60)
+        order.append(key)
+        return Done(is_gone=True)
+
+    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
+    queue.start()
+    queue.add(-1)
+    assert is_full.wait(60)
+    for key in range(1000):
+        queue.add(key)
+    for key in (2000, 500, 2001):
+        queue.add(key, priority=Priority.EDIT_OF_SERVING)
+    may_go.set()
+    until(lambda: len(order) == 1003)
+    assert queue.close(timeout=60)
+    assert order[:4] == [-1, 2000, 500, 2001]
 
 
 def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:

@@ -31,7 +31,6 @@ class Reason(enum.Enum):
     BOUND = "Bound", "The claim is bound."
     FITS = "Fits", "Every engine found a node with room for it."
     ENGINES_READY = "EnginesReady", "As many engines of this spec are ready as were asked for."
-    PODS_CHANGED = "PodsChanged", "Somebody else has added fields to the pods of the engines."
     SEEDS_AGREE = "SeedsAgree", "Every engine hashes blocks with the seed and algorithm of the spec."
     NO_ENGINES = "NoEngines", "There is no engine to judge by."
     SERVING = "Serving", "At least one engine serves."

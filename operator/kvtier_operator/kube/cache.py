@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.kube.informer import Informer, Scope, Source
-from kvtier_operator.kube.shelf import Shelf, WatchCheck, Watched
+from kvtier_operator.kube.shelf import Shelf, Watched
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
 Told = Callable[[str, frozenset[TierName]], None]
@@ -56,8 +56,9 @@ TIERS: Final = Watched(
     query=(),
     group=names.claim_of,
     matters=_budget,
+    is_followed=False,
 )
-"""Which kopf watches, too, see `Cache.heard`: what one of the two watches misses, the other tells."""
+"""kopf watches them, see `Cache.heard`; they are listed here, for what no watch has told."""
 NODES: Final = Watched(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
 WATCHED: Final = (
     TIERS,
@@ -86,13 +87,16 @@ WATCHED: Final = (
 class Cache:
     """All kinds in memory, and the informers that keep them so."""
 
-    def __init__(self, source: Source, told: Told, *, namespaces: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, source: Source, told: Told, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
+    ) -> None:
         """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
 
         Args:
             source: where objects are read.
             told: told what changed.
             namespaces: those that are read; none is all.
+            list_seconds: after how long the tiers are listed again.
         """
         self._source = source
         self._told = told
@@ -104,13 +108,14 @@ class Cache:
             key = (watched.api_version, watched.kind)
             shelf = self._shelves[key] = Shelf(watched, self._teller(watched.kind))
             if watched is TIERS:
-                self.tiers, self._check = shelf, WatchCheck(shelf)
+                self.tiers = shelf
             self._informers[key] = [
                 Informer(
                     source,
                     Scope(*key, namespace=each, query=watched.query),
-                    self._check if watched is TIERS else shelf,
+                    shelf,
                     is_followed=watched.is_followed,
+                    list_seconds=list_seconds if watched is TIERS else None,
                 )
                 for each in (namespaces if watched.is_namespaced else ()) or ("",)
             ]
@@ -149,11 +154,11 @@ class Cache:
 
     def trouble(self) -> tuple[float, str]:
         """Return for how many seconds a kind could not be followed, and why."""
-        return max(self._check.trouble(), *(informer.trouble() for informer in self._all()))
+        return max(informer.trouble() for informer in self._all())
 
     def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
         """Take in what kopf's watch of the tiers tells."""
-        self._check.heard(tier, is_deleted=is_deleted)
+        (self.tiers.gone if is_deleted else self.tiers.seen)(tier)
 
     def stamp(self, watched: Watched) -> int:
         """Return what changes whenever objects of a kind do."""

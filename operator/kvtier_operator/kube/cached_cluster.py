@@ -31,6 +31,7 @@ class CachedCluster:
         self._given: Manifest | None = None
         self._is_confirmed = False
         self.post_event = cluster.post_event
+        self.try_apply = cluster.try_apply
         self.events = cluster.events
         self.pages = cluster.pages
 
@@ -97,15 +98,6 @@ class CachedCluster:
         if shelf is not None:
             shelf.enter(result)
         self._cache.unfollow(self._tier, key)
-        return result
-
-    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
-        """Remove fields of an object as it stands."""
-        self._confirm()
-        result = self._cluster.remove_fields(live, pointers)
-        shelf = self._cache.shelf(live["apiVersion"], live["kind"], live["metadata"]["namespace"])
-        if shelf is not None:
-            shelf.enter(result)
         return result
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:

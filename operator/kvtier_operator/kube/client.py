@@ -12,7 +12,7 @@ import builtins
 import contextlib
 import json
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,7 +86,7 @@ class KubernetesCluster:
         api: client.ApiClient,
         *,
         timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
-        may_write: Callable[[str], bool] = lambda _namespace: True,
+        may_write: Callable[[], bool] = lambda: True,
         on_answer: Callable[[str, int], None] = lambda _method, _status: None,
     ) -> None:
         """Use the client's connection pool and credentials; `connect` makes one.
@@ -94,7 +94,7 @@ class KubernetesCluster:
         Args:
             api: the client.
             timeout_seconds: to connect, and to read.
-            may_write: asked right before each request that is no GET, with the namespace that it is about.
+            may_write: asked right before each request that is no GET.
             on_answer: told the method and the HTTP status of each request; 0 where there was no answer.
         """
         self._api = api
@@ -167,7 +167,15 @@ class KubernetesCluster:
         with self._answer("GET", path, what=f"watch {scope}", read_seconds=seconds * 1.1, is_whole=False) as response:
             yield Events(response, scope)
 
-    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
+    def try_apply(self, manifest: Manifest, *, over: str | None) -> None:
+        """Have the API server judge an apply without storing anything."""
+        try:
+            self.apply(manifest, over=over, dry_run=True)
+        except ClusterForbidden as error:
+            # The right to apply is that to try: what is refused here is the object, by an admission policy.
+            raise ClusterRejected(str(error)) from error
+
+    def apply(self, manifest: Manifest, *, over: str | None, dry_run: bool = False) -> Manifest:
         """Create or update an object by server-side apply and return it as it then stands."""
         key, metadata = names.key_of(manifest), manifest["metadata"]
         # The uid is a precondition: what replaced our object meanwhile is not ours to write.
@@ -175,24 +183,16 @@ class KubernetesCluster:
         return self.request(
             "PATCH",
             _path(key.api_version, key.kind, metadata["namespace"], key.name)
-            + _query({"fieldManager": names.FIELD_MANAGER, "force": "false" if over is None else "true"}),
+            + _query(
+                {
+                    "fieldManager": names.FIELD_MANAGER,
+                    "force": "false" if over is None else "true",
+                    **({"dryRun": "All"} if dry_run else {}),
+                }
+            ),
             body=body,
             content_type="application/apply-patch+yaml",
             what=f"apply {key}",
-        )
-
-    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
-        """Remove fields of an object, each by its JSON pointer, in the version that it stands in."""
-        key, metadata = names.key_of(live), live["metadata"]
-        version = {"op": "replace", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]}
-        return self.request(
-            "PATCH",
-            _path(key.api_version, key.kind, metadata["namespace"], key.name)
-            + _query({"fieldManager": names.FIELD_MANAGER}),
-            # The last item of a list goes first: the others keep their places.
-            body=[version, *({"op": "remove", "path": each} for each in sorted(pointers, key=_numbered, reverse=True))],
-            content_type="application/json-patch+json",
-            what=f"remove fields of {key}",
         )
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
@@ -250,8 +250,8 @@ class KubernetesCluster:
         content_type: str = "application/json",
     ) -> Manifest:
         """Send a request and return the answer; `what` tells an error what was tried."""
-        if method != "GET" and not self._may_write(_namespace_of(path)):
-            raise ClusterUnavailable(f"cannot {what}: this operator does not hold the Lease for it any more")
+        if method != "GET" and not self._may_write():
+            raise ClusterUnavailable(f"cannot {what}: this operator does not hold its Lease any more")
         with self._answer(method, path, what=what, body=body, content_type=content_type) as response:
             document: Manifest = json.loads(response.data)
         return document
@@ -330,7 +330,7 @@ class _NotFoundError(KindMissing):
 def connect(
     *,
     timeout_seconds: tuple[float, float] = _TIMEOUT_SECONDS,
-    may_write: Callable[[str], bool] = lambda _namespace: True,
+    may_write: Callable[[], bool] = lambda: True,
     on_answer: Callable[[str, int], None] = lambda _method, _status: None,
 ) -> KubernetesCluster:
     """Connect with the pod's service account, or else with the kubeconfig; see `KubernetesCluster`.
@@ -352,15 +352,6 @@ def _path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
     root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     scope = f"/namespaces/{namespace}" if namespace else ""
     return f"{root}{scope}/{_PLURALS[api_version, kind]}{f'/{name}' if name else ''}"
-
-
-def _numbered(pointer: str) -> list[tuple[int, str]]:
-    return [(int(step), "") if step.isdigit() else (-1, step) for step in pointer.split("/")]
-
-
-def _namespace_of(path: str) -> str:
-    _, found, rest = path.partition("/namespaces/")
-    return rest.partition("/")[0] if found else ""
 
 
 def _query(parameters: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
@@ -43,8 +43,12 @@ class Cluster(Protocol):
         """
         ...
 
-    def remove_fields(self, live: Manifest, pointers: Iterable[str]) -> Manifest:
-        """Remove fields of an object, each by its JSON pointer, in the version that it stands in."""
+    def try_apply(self, manifest: Manifest, *, over: str | None) -> None:
+        """Have the API server judge an apply without storing anything; see `apply`.
+
+        Raises:
+            ClusterRejected: the object is invalid, or an admission policy refuses it.
+        """
         ...
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the objects of one kind in memory as the API server has them: a list, and then a watch that goes on from it.
 
-kopf watches the tiers; they are watched here, too, for it does not tell what vanished between two of its lists. What a
-tier is made of is watched here alone, for kopf's indices keep what vanished, hold kilobytes of each object, and end the
-process where one kind may not be listed. The informer of the `kubernetes` package keeps objects whole, and
-tries again without a pause. Here, what a list shows no more is told as gone; a watch that fails is followed by a list;
-a connection on which nothing arrives is given up; and a kind that may not be read is a problem of that kind, asked for
-again until it may.
+kopf watches the tiers. It does not tell what vanished between two of its lists, so tiers are listed here as well. All
+other kinds are watched here alone: kopf's indices keep what vanished, hold kilobytes of each object, and end the
+process where one kind may not be listed. The informer of the `kubernetes` package keeps objects whole, and tries again
+without a pause.
+
+Here, an object that a list shows no more is told as gone. A watch that fails is followed by a list. A connection on
+which nothing arrives is given up. A kind that may not be read is a problem of that kind, and is asked for again.
 
 Threads: one for each informer, which alone reads. What it tells, it tells from that thread.
 """
@@ -104,6 +105,7 @@ class Informer:
         listener: Listener,
         *,
         is_followed: bool = True,
+        list_seconds: float | None = None,
     ) -> None:
         """Store; `start` starts.
 
@@ -112,11 +114,13 @@ class Informer:
             scope: what is read.
             listener: who is told.
             is_followed: whether it is watched after it was read once.
+            list_seconds: after how long it is listed again where it is not watched; None lists it once.
         """
         self.scope = scope
         self._source = source
         self._listener = listener
         self._is_followed = is_followed
+        self._list_seconds = list_seconds
         self._stopping = threading.Event()
         self._told = threading.Event()
         self._lock = threading.Lock()
@@ -168,7 +172,11 @@ class Informer:
                 version = version or self._read()
                 if not self._is_followed:
                     self._well()
-                    return
+                    if self._list_seconds is None:
+                        return
+                    version, failures = "", 0
+                    self._stopping.wait(self._list_seconds)
+                    continue
                 version = self._follow(version)
                 failures = 0 if time.monotonic() - began >= 1 else min(failures, 1)
             except ClusterExpired:

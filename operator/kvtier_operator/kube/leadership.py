@@ -76,8 +76,6 @@ class Leadership:
             renew_seconds=seconds / 3,
             retry_seconds=seconds / 8,
         )
-        self.installation = f"{settings.namespace}/{settings.name}"
-        """What the replicas that campaign for this Lease have in common."""
         self._elector = Elector(lease_api(cluster, settings), settings, on_change=self._changed)
 
     def start(self) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who wrote which field of an object, as its ``managedFields`` tell: what of ours stands, and what others added. Pure.
+"""Whether what was applied to an object still stands, as its ``managedFields`` tell. Pure.
 
-The API server keeps, for each writer, a tree of the fields that are its own. What two have written is of both.
+The API server keeps, for each writer, a tree of the fields that are its own. What two have written is of both. Fields
+that others add beside ours stay theirs.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvtier_operator import names, quantity
@@ -17,49 +17,12 @@ from kvtier_operator.names import Manifest
 
 _keys: Final = functools.lru_cache(maxsize=1024)(json.loads)
 """Reads the keys that tell an item of a list from others; there are few of them."""
-_CONTROLLERS: Final = frozenset({names.FIELD_MANAGER, "kube-controller-manager"})
-_RESTARTED: Final = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1restartedAt"
-"""What asks for a restart, whoever does: it is done with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Added:
-    """One field that somebody else has added to an object of ours."""
-
-    path: str
-    """As people write it."""
-    pointer: str
-    """As a JSON Patch names it."""
-    manager: str
-
-    def __str__(self) -> str:
-        """Return the field and who it was."""
-        return f"{self.path} ({self.manager})"
 
 
 def stands(manifest: Manifest, live: Manifest) -> bool:
     """Tell whether applying this would change nothing: all of it is there, and nothing else of it is ours."""
     fields = _ours(live)
     return fields is not None and _covers(live, manifest, fields) and _is_wanted(fields, manifest)
-
-
-def added_by_others(live: Mapping[str, Any]) -> tuple[Added, ...]:
-    """Return the fields that others have added below what we apply.
-
-    What an admission webhook adds to our own write is ours, to the API server, too.
-    """
-    ours, found = _ours(live) or {}, list[Added]()
-    for entry in live["metadata"].get("managedFields") or ():
-        manager = str(entry.get("manager"))
-        if manager in _CONTROLLERS or entry.get("subresource"):
-            continue
-        fields = {step: inner for step, inner in (entry.get("fieldsV1") or {}).items() if step != "f:metadata"}
-        found += [
-            Added(path=path[1:], pointer=pointer, manager=manager)
-            for path, pointer in _leaves(fields, ours, live)
-            if pointer != _RESTARTED
-        ]
-    return tuple(sorted(found, key=str))
 
 
 def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -71,36 +34,6 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
         and not each.get("subresource")
     ]
     return found[0] if len(found) == 1 else None
-
-
-def _leaves(fields: Mapping[str, Any], ours: Mapping[str, Any], live: Any) -> Iterator[tuple[str, str]]:
-    """Return path and pointer of the fields that are not ours; a whole item of a list counts as one."""
-    for step, inner in fields.items():
-        place = _place(step, live)
-        if place is None:
-            continue
-        name, key, below = place
-        is_whole = not inner or (step.startswith("k:") and "." in inner)
-        pointer = "/" + str(key).replace("~", "~0").replace("/", "~1")
-        if step not in ours and is_whole:
-            yield name, pointer
-        elif not is_whole or ours.get(step):
-            yield from ((name + path, pointer + rest) for path, rest in _leaves(inner, ours.get(step) or {}, below))
-
-
-def _place(step: str, live: Any) -> tuple[str, str | int, Any] | None:
-    """Return how people call one step of a path, its key or index, and what is there; None where nothing is."""
-    kind, _, rest = step.partition(":")
-    if kind == "f" and isinstance(live, Mapping) and rest in live:
-        return f".{rest}", rest, live[rest]
-    if kind not in {"k", "v"} or not isinstance(live, list):
-        return None
-    value = _keys(rest)
-    found = _find(live, value) if kind == "k" else next((each for each in live if each == value), None)
-    if found is None:
-        return None
-    text = ",".join(str(each) for each in value.values()) if kind == "k" else str(value)
-    return f"[{text}]", live.index(found), found
 
 
 def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:

@@ -14,7 +14,6 @@ import builtins
 import json
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -217,66 +216,6 @@ class Shelf:
         rest = tuple(name for name in self._groups.pop((where[0], before.group), ()) if name != where[1])
         if rest:
             self._groups[where[0], before.group] = rest
-
-
-class WatchCheck:
-    """Notices that one watch of a kind is deaf: another one makes up for it, and that is counted until the first tells.
-
-    Stands before a shelf; to the informer of the other watch, it is its listener.
-    """
-
-    def __init__(self, shelf: Shelf, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with nothing unheard of."""
-        self._shelf = shelf
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._unheard: dict[tuple[str, str], float] = {}
-        self._deleted: dict[str, str] = {}
-        """Namespaces by uid of what was heard to be gone: a list that began before may still show it."""
-        self.readable = shelf.readable
-
-    def heard(self, body: Manifest, *, is_deleted: bool) -> None:
-        """Take in what the watch tells that is checked."""
-        metadata = body["metadata"]
-        with self._lock:
-            self._unheard.pop(_where(body), None)
-            if is_deleted:
-                if (found := self._shelf.get(*_where(body))) is not None and found["metadata"]["uid"] == metadata[
-                    "uid"
-                ]:
-                    self._deleted[metadata["uid"]] = metadata["namespace"]
-                self._shelf.gone(body)
-            else:
-                self._shelf.seen(body)
-
-    def seen(self, body: Manifest) -> None:
-        """Take in what the other one shows."""
-        with self._lock:
-            if body["metadata"]["uid"] not in self._deleted and self._shelf.seen(body):
-                # An event on its way looks the same: only after minutes it says something.
-                self._unheard.setdefault(_where(body), self._clock())
-
-    def gone(self, body: Manifest) -> None:
-        """Take in that it is gone; of what vanished while it did not look, the watch that is checked tells nothing."""
-        with self._lock:
-            self._deleted.pop(body["metadata"]["uid"], None)
-            self._unheard.pop(_where(body), None)
-            self._shelf.gone(body)
-
-    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
-        """Forget what a list did not show; it may have gone between two watches, of which no event tells."""
-        self._shelf.complete(scope, uids, version)
-        with self._lock:
-            self._deleted = {uid: at for uid, at in self._deleted.items() if scope.namespace not in {"", at}}
-            self._unheard = {at: since for at, since in self._unheard.items() if self._shelf.get(*at) is not None}
-
-    def trouble(self) -> tuple[float, str]:
-        """Return for how many seconds a change stands that no event told of, and of what."""
-        with self._lock:
-            if not self._unheard:
-                return 0.0, ""
-            where, since = min(self._unheard.items(), key=lambda item: item[1])
-        return self._clock() - since, f"kopf has not told that {'/'.join(where)} changed"
 
 
 def _where(body: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is reconciled when: a queue of keys with worker threads, back-off and a steady second look.
 
-What somebody changed goes before what comes by itself, of which there may be very much at a time: after a resync, or
-when nobody reaches the pods of a namespace. One pass in four is for the latter all the same.
+Edits of tiers that serve go first, then all other changes, then routine looks, of which there may be very many at a
+time: after a resync, or when no pod of a namespace can be reached. One pass in four is for routine all the same.
 
 A key waits at most once however often it is added, and never runs in two threads at a time: what is added while it runs
 makes it run once more. After a pass the key comes back by itself: soon after a failure, later each time, and after the
@@ -15,6 +15,7 @@ Threads: `add` may be called from any thread. All fields are guarded by one cond
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import logging
@@ -35,9 +36,18 @@ PATIENT_SHARE: Final = 4
 """One in so many passes is for what can wait."""
 
 
+class Priority(enum.IntEnum):
+    """How soon a key that is due gets a worker."""
+
+    EDIT_OF_SERVING = 0
+    """A person changed what engines do under load: Bypass must not wait behind a thousand creations."""
+    CHANGE = 1
+    ROUTINE = 2
+
+
 class _Due(NamedTuple):
     at: float
-    is_pressing: bool
+    priority: Priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +92,7 @@ class WorkQueue(Generic[Key]):
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()
         self._due: dict[Key, _Due] = {}
-        self._heaps: dict[bool, list[tuple[float, int, Key]]] = {True: [], False: []}
-        """By whether somebody waits for it."""
+        self._heaps: dict[Priority, list[tuple[float, int, Key]]] = {each: [] for each in Priority}
         self._order = itertools.count()
         self._taken = 0
         self._running: dict[Key, _Due | None] = {}
@@ -114,15 +123,15 @@ class WorkQueue(Generic[Key]):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def add(self, key: Key, *, is_pressing: bool = True) -> None:
-        """Run a pass over the key soon, whatever it waits for now; a pressing one before those that are not."""
+    def add(self, key: Key, *, priority: Priority = Priority.CHANGE) -> None:
+        """Run a pass over the key soon, whatever it waits for now; before all keys of a lower priority."""
         with self._changed:
             self._hurried.add(key)
-            self._schedule(key, _Due(time.monotonic() + self._settle_seconds, is_pressing))
+            self._schedule(key, _Due(time.monotonic() + self._settle_seconds, priority))
 
     def add_patiently(self, key: Key) -> None:
-        """Run a pass over the key when nobody waits for another one."""
-        self.add(key, is_pressing=False)
+        """Run a pass over the key when no change waits for one."""
+        self.add(key, priority=Priority.ROUTINE)
 
     def seconds_overdue(self) -> float:
         """Return how long the longest waiting key has been due without any worker having moved: 0 is healthy."""
@@ -148,15 +157,15 @@ class WorkQueue(Generic[Key]):
     def _schedule(self, key: Key, due: _Due) -> None:
         """Make the key due, or due earlier; a running one when its pass has ended. Caller holds the condition."""
         before = self._running[key] if key in self._running else self._due.get(key)
-        if before is not None and before.at <= due.at and (before.is_pressing or not due.is_pressing):
+        if before is not None and before.at <= due.at and before.priority <= due.priority:
             return
-        if before is not None and before.is_pressing:
-            due = due._replace(is_pressing=True)
+        if before is not None:
+            due = due._replace(priority=min(before.priority, due.priority))
         if key in self._running:
             self._running[key] = due
             return
         self._due[key] = due
-        heapq.heappush(self._heaps[due.is_pressing], (due.at, next(self._order), key))
+        heapq.heappush(self._heaps[due.priority], (due.at, next(self._order), key))
         self._changed.notify()
 
     def _run(self) -> None:
@@ -176,12 +185,12 @@ class WorkQueue(Generic[Key]):
         with self._changed:
             while not self._is_closed:
                 now = time.monotonic()
-                first = {is_pressing: self._first(is_pressing) for is_pressing in (True, False)}
-                due = [is_pressing for is_pressing, at in first.items() if at is not None and at <= now]
+                first = {priority: self._first(priority) for priority in Priority}
+                due = [priority for priority, at in first.items() if at is not None and at <= now]
                 if due:
                     self._taken += 1
-                    is_pressing = due[-1] if self._taken % PATIENT_SHARE == 0 else due[0]
-                    _, _, key = heapq.heappop(self._heaps[is_pressing])
+                    is_for_routine = self._taken % PATIENT_SHARE == 0 and due[0] is not Priority.EDIT_OF_SERVING
+                    _, _, key = heapq.heappop(self._heaps[due[-1] if is_for_routine else due[0]])
                     del self._due[key]
                     self._running[key] = None
                     self._beat = now
@@ -189,10 +198,10 @@ class WorkQueue(Generic[Key]):
                 self._changed.wait(min((at - now for at in first.values() if at is not None), default=None))
             return None
 
-    def _first(self, is_pressing: bool) -> float | None:
+    def _first(self, priority: Priority) -> float | None:
         """Return when the first key of a heap is due. Caller holds the condition."""
-        heap = self._heaps[is_pressing]
-        while heap and self._due.get(heap[0][2]) != (heap[0][0], is_pressing):
+        heap = self._heaps[priority]
+        while heap and self._due.get(heap[0][2]) != (heap[0][0], priority):
             heapq.heappop(heap)  # rescheduled since: the newer entry counts
         return heap[0][0] if heap else None
 
@@ -211,7 +220,7 @@ class WorkQueue(Generic[Key]):
             elif not done.is_gone:
                 # Jitter keeps a thousand tiers, listed in one second, from being looked at in one second for ever.
                 at = self._beat + delay * random.uniform(0.9, 1.1)  # noqa: S311  no secret
-                self._schedule(key, _Due(at, is_pressing=False))
+                self._schedule(key, _Due(at, Priority.ROUTINE))
 
 
 def _put_off(counts: dict[Key, int], key: Key, first: float | None, *, is_hurried: bool) -> float | None:

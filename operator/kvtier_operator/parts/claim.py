@@ -10,7 +10,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
-from kvtier_operator.plan import SHARED, Refusal, TierPlan
+from kvtier_operator.plan import SHARED, Refusal, TierPlan, lets_claim_go
 from kvtier_operator.problems import (
     Condition,
     Look,
@@ -115,10 +115,16 @@ def claim_exists(look: Look) -> Problem | None:
         name = look.spec.volume.existing_claim or names.claim(look.snapshot.tier)
         return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")
     if look.snapshot.claim.is_terminating:
+        name = look.snapshot.claim.name
+        remedy = (
+            "the tier's own pods are stopped for that; `kubectl describe pvc "
+            f"{name}` names others that use it (Used By)"
+            if lets_claim_go(look.spec, look.snapshot)
+            else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too"
+        )
         return Problem(
             reason=Reason.CLAIM_TERMINATING,
-            message=f"PersistentVolumeClaim/{look.snapshot.claim.name} was deleted and goes when no pod uses it: back "
-            "up what you need, then set spec.replicas to 0 to let it go",
+            message=f"PersistentVolumeClaim/{name} was deleted and goes when no pod uses it: {remedy}",
         )
     return None
 

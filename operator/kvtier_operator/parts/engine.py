@@ -363,14 +363,6 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
         f"`kubectl annotate kvt {view.tier.name} -n {view.tier.namespace} --overwrite "
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
-    added = {str(key): live.added for key, live in view.snapshot.live.items() if live.added}
-    if added:
-        fields = "; ".join(f"{key}: {listed(found)}" for key, found in sorted(added.items()))
-        return Problem(
-            reason=Reason.PODS_CHANGED,
-            message=f"somebody else has written into {fields}; it is taken back when pods are replaced next, which "
-            f"{restart} does; what is to stay belongs into spec.engine",
-        )
     image = view.spec.engine.image
     release = vllm_release(image.rsplit("/", 1)[-1].partition("@")[0].partition(":")[2])
     if release is not None and release not in SUPPORTED_VLLM:

@@ -14,7 +14,7 @@ from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import kv_events, pod_settings
-from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan import TierPlan, lets_claim_go
 from kvtier_operator.plan.janitor_config import JanitorPlan
 from kvtier_operator.problems import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.snapshot import Container, Pod, Snapshot
@@ -215,6 +215,8 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
             Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: nobody measures the volume, and nothing is removed"
         )
     found, name = view.snapshot.janitor, names.janitor(view.snapshot.tier)
+    if lets_claim_go(view.spec, view.snapshot):
+        return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
     dead = _dead_janitor(view.snapshot)
     if dead is not None:
         return dead

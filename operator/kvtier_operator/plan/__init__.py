@@ -33,6 +33,7 @@ __all__ = [
     "Sizing",
     "TierPlan",
     "decide",
+    "lets_claim_go",
     "live_text",
     "make_generation",
     "make_pinned_plan",
@@ -72,7 +73,8 @@ class TierPlan:
     is_on_one_node: bool = False
     """Whether only pods of one node can mount the volume."""
     is_janitor_in_the_way: bool = False
-    """Whether an engine cannot mount a volume of one node, which the janitor may hold on another one."""
+    """Whether the janitor's pod must end: a deleted claim is let go, or an engine on another node waits for a volume
+    of one node."""
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
@@ -104,9 +106,14 @@ def make_plan(  # noqa: PLR0913  each by its name
         restart=restart,
         is_recorded=True,
         is_on_one_node=is_on_one_node,
-        is_janitor_in_the_way=is_on_one_node
-        and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods),
+        is_janitor_in_the_way=lets_claim_go(spec, snapshot)
+        or (is_on_one_node and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods)),
     )
+
+
+def lets_claim_go(spec: TierSpec, snapshot: Snapshot) -> bool:
+    """Tell whether the claim was deleted and the user has stopped the engines: then no pod of ours may hold it."""
+    return snapshot.claim is not None and snapshot.claim.is_terminating and spec.replicas == 0
 
 
 def make_pinned_plan(plan: TierPlan, pin: Pin, *, janitor_image: str) -> TierPlan:
