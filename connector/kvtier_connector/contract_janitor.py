@@ -80,8 +80,9 @@ class JanitorConfig:
     removed. Engines that are there renew theirs every ten minutes."""
     sweep_seconds: float = 5.0
     """How often journals are read and the budget is compared."""
-    verify_seconds: float = 3 * 86_400.0
-    """Every directory of blocks is listed once in this time, which finds what no journal told of."""
+    verify_seconds: float = 3600.0
+    """Every directory of blocks is listed once in this time, which finds blocks and half-written files that no journal
+    tells of."""
 
     lease_name: str = ""
     """Name of the Lease by which one janitor is active at a time; empty runs alone."""

@@ -25,9 +25,9 @@ from kvtier_connector.janitor.brake import BrakeWriter
 from kvtier_connector.janitor.budget import Space, make_limits, make_space
 from kvtier_connector.janitor.clocks import Clocks
 from kvtier_connector.janitor.problems import Problems
+from kvtier_connector.janitor.removal import ActiveFileSystem
 from kvtier_connector.janitor.report import Report, Tallies
 from kvtier_connector.janitor.vllm_files import File
-from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class FsKeeper:
         """
         self.config = config
         self._dir = str(Path(config.tier_dir))
-        self._fs = Beneath(fs, self._dir)
+        self._fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
         brake = BrakeWriter(self._dir, fs=self._fs)
         self._clocks = Clocks(
             ask=lambda: brake.ask_time_ns() if may_act() else None, is_starting=False, clock=clock, now=now

@@ -22,15 +22,15 @@ from kvtier_connector.janitor.eviction import Eviction
 from kvtier_connector.janitor.generations import Generation, find_generations
 from kvtier_connector.janitor.ledger import Ledger, sum_of
 from kvtier_connector.janitor.news import News
-from kvtier_connector.janitor.patrol import Patrol, remove_old_partials
+from kvtier_connector.janitor.patrol import Patrol
 from kvtier_connector.janitor.pins import read_pins
 from kvtier_connector.janitor.policy import Choice, Limits, choose
 from kvtier_connector.janitor.problems import Problems
+from kvtier_connector.janitor.removal import ActiveFileSystem
 from kvtier_connector.janitor.report import Look, Report, Tallies, make_report
 from kvtier_connector.janitor.retirement import Retirement
 from kvtier_connector.janitor.snapshot import Snapshot, load, save
 from kvtier_connector.janitor.tidy import Tidy, make_ages
-from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Keeper:
         """
         self.config = config
         self._dir = str(Path(config.tier_dir))
-        self._fs = fs = Beneath(fs, self._dir)
+        self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
         self._brake = BrakeWriter(self._dir, fs=fs, clock=clock)
         # A dry run writes nothing to the volume, and removes nothing by this host's time.
         refused = clock if not is_lasting else lambda: None
@@ -125,7 +125,7 @@ class Keeper:
                 # Journals older than that are removed: what they told is lost, and only a walk counts everything again.
                 age_seconds = (self._clock() - snapshot.taken_ns) / 1e9
                 if 0 <= age_seconds < self.config.journal_age_seconds and not is_walked_anew:
-                    self._patrol.resume(snapshot.walked_ns, place=snapshot.place, unread=snapshot.unread)
+                    self._patrol.resume(snapshot.walked_ns, unread=snapshot.unread)
                 self._saved_changes = self.ledger.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -361,14 +361,8 @@ class Keeper:
     def _remove_leftovers(self, may_go_on: Callable[[], bool]) -> None:
         config, now_ns = self.config, self._clock()
         with self._problems.trying("partials"):
-            files, _ = remove_old_partials(
-                self._fs,
-                self._dir,
-                self._patrol.partials,
-                before_ns=now_ns - int(config.partial_age_seconds * 1e9),
-                may_go_on=may_go_on,
-            )
-            self.tallies.removed_leftovers["partial"] += files
+            before_ns = now_ns - int(make_ages(config).partial * 1e9)
+            self.tallies.removed_leftovers["partial"] += self._patrol.remove_partials(before_ns, may_go_on)
         if self._tidy.is_due:
             with self._problems.trying("tidy"):
                 self._tidy.step(self._digests(), make_ages(config), now_ns=now_ns)
@@ -390,7 +384,6 @@ class Keeper:
                 pins=self._pins or {},
                 places=self._news.places(),
                 walked_ns=patrol.walked_ns,
-                place=patrol.place,
                 unread=[(*where, why) for where, why in patrol.unread.items()],
             )
             save(self.ledger, snapshot, Path(self._dir), fs=self._fs)
@@ -422,7 +415,8 @@ class Keeper:
         return limits if self._pins is not None else Limits(expire_before=limits.expire_before)
 
     def _other_bytes(self) -> int:
-        return sum(each.bytes for each in self._tidy.quarantined.values())
+        quarantined = sum(each.bytes for each in self._tidy.quarantined.values())
+        return quarantined + sum(self._patrol.partials.values())
 
     def _digests(self) -> list[str]:
         return [each.digest for each in self._generations]

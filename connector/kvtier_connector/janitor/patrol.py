@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledger true to the files: one walk as fast as it goes, then one over days, a directory at a time.
+"""Keeps the ledger true to the files: one walk as fast as it goes, then one after another, a directory at a time.
 
 What cannot be read is stated and tried again; until then its blocks count as they are known.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,20 +36,15 @@ _CACHED_SECONDS = 120.0
 """An NFS client may have in mind for so long that there is no file."""
 _PIECES_AT_ONCE = 64
 _PIECES_PER_SECOND = 6.0
-"""What the walk over days looks at, at most, however long it takes then."""
+"""Most that a walk after the first looks at, however long it takes then."""
+_REST = 20
+"""So many times as long as one piece takes, such a walk rests after it: a twentieth of a core, or of the volume."""
+_PARTIALS_SECONDS = 60.0
+_MOST_PARTIALS = 1 << 16
 _AGAIN_SECONDS = 60.0
 _LONGEST_AGAIN_SECONDS = 3600.0
 _MOST_UNREAD = 4096
 """Directories that are tried again before the next walk."""
-
-
-class Place(NamedTuple):
-    """Where a walk over days is, for the janitor after this one."""
-
-    began_ns: int
-    generation: str
-    path: str
-    """Of the piece that is next."""
 
 
 class Patrol:
@@ -78,10 +71,9 @@ class Patrol:
         self._pieces_of_walk = 0
         self._is_walking = False
         self._began_ns = 0
-        self._resumed: Place | None = None
         self._next_at = now()
         self._pause = 0.0
-        """Seconds between two steps of the walk over days; 0 for the one as fast as it goes."""
+        """Seconds between two pieces; 0 for the walk as fast as it goes."""
         self._read = self._failed = 0
         """Directories that this walk could read, and that it could not."""
         self._failure: OSError | None = None
@@ -98,8 +90,10 @@ class Patrol:
         """Names of the blocks that `confirm` has yet to look at; None before it begins."""
         self._refused: OSError | None = None
         self._cached_ns = int(_CACHED_SECONDS * 1e9) if mount_of(tier_dir).is_nfs else 0
-        self.partials: deque[str] = deque(maxlen=1 << 16)
-        """Files of writers at work or dead, relative to the tier's directory, for somebody to look at."""
+        self.partials: dict[str, int] = {}
+        """Bytes of the half-written files of writers at work or dead, by path relative to the tier's directory."""
+        self._partials_due: deque[str] = deque()
+        self._partials_at = now()
 
     @property
     def is_counted(self) -> bool:
@@ -117,13 +111,6 @@ class Patrol:
         return 0.0 if self._again else min(self._next_at, self._again_at)
 
     @property
-    def place(self) -> Place | None:
-        """Where the walk over days is; None if none is under way."""
-        if not self._is_walking or not self._pause or not self._pieces:
-            return self._resumed
-        return Place(self._began_ns, *self._pieces[0])
-
-    @property
     def problem(self) -> str:
         """What cannot be read, for people; empty if everything can."""
         if not self.unread:
@@ -131,9 +118,9 @@ class Patrol:
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
         return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
 
-    def resume(self, walked_ns: int, *, place: Place | None, unread: Collection[tuple[str, str, str]]) -> None:
+    def resume(self, walked_ns: int, *, unread: Collection[tuple[str, str, str]]) -> None:
         """Go on where an earlier process was, whose ledger this is."""
-        self.walked_ns, self._resumed = walked_ns, place
+        self.walked_ns = walked_ns
         self.unread = {(generation, path): error for generation, path, error in unread}
         self._again_at = self._now() if self.unread else math.inf
 
@@ -192,6 +179,36 @@ class Patrol:
             else:
                 ledger.has_suspects = True
 
+    def remove_partials(self, before_ns: int, may_go_on: Callable[[], bool]) -> int:
+        """Remove half-written files without a write since `before_ns`, and measure the others, once a minute.
+
+        Returns:
+            The number of files removed.
+
+        Raises:
+            OSError: at the end, if the volume refused some.
+        """
+        if not self._partials_due and self._now() >= self._partials_at:
+            self._partials_at = self._now() + _PARTIALS_SECONDS
+            self._partials_due.extend(self.partials)
+        removed, failed = 0, None
+        while self._partials_due and may_go_on():
+            path = self._partials_due.popleft()
+            try:
+                status = self._fs.stat(f"{self._tier_dir}/{path}")
+                self.partials[path] = status.st_size
+                if status.st_mtime_ns <= before_ns:
+                    self._fs.unlink(f"{self._tier_dir}/{path}")
+                    removed += 1
+                    del self.partials[path]
+            except (FileNotFoundError, NotADirectoryError):
+                self.partials.pop(path, None)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return removed
+
     def meet(self, digest: str, keys: Iterable[BlockKey], may_go_on: Callable[[], bool]) -> list[BlockKey]:
         """Look at blocks that the ledger does not know, and at those before them that it does not know either.
 
@@ -209,21 +226,14 @@ class Patrol:
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
         self._read, self._failed, self._failure = 0, 0, None
         self._began_ns = self._clock()
-        resumed, self._resumed = self._resumed if self.is_counted else None, None
-        if resumed is None:
-            self._ledger.begin_walk()
-        else:
-            self._began_ns = min(self._began_ns, resumed.began_ns)
+        self._ledger.begin_walk()
         pieces: list[Piece] = []
         for digest in digests:
             some, unread = find_pieces(self._fs, self._tier_dir, digest)
             pieces += some
             self._fail(digest, unread)
         self._pause = verify_seconds / max(1, len(pieces)) if self.is_counted else 0.0
-        # What is left out was seen by the process before this one.
-        self._pieces = deque(
-            piece for piece in pieces if resumed is None or _order(*piece) >= _order(resumed.generation, resumed.path)
-        )
+        self._pieces = deque(pieces)
         self._pieces_of_walk = len(self._pieces)
         self._is_walking = True
         if not pieces:
@@ -243,10 +253,12 @@ class Patrol:
         return self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some)
 
     def _look_at_one(self) -> None:
-        """Look at the next directory of a walk over days, and say when to look at another one."""
+        """Look at the next directory, and say when to look at another one."""
+        began = self._now()
         if self._pieces:
             self._visit(list_piece(self._fs, self._tier_dir, self._pieces.popleft()))
-        self._next_at = self._now() + max(self._pause, 1 / _PIECES_PER_SECOND)
+        ended = self._now()
+        self._next_at = ended + max(self._pause, 1 / _PIECES_PER_SECOND, _REST * (ended - began))
 
     def _visit(self, found: Found) -> None:
         unread = self._compare(found)
@@ -273,7 +285,9 @@ class Patrol:
                 unknown.append(key)
         for some in _parts(unknown):
             unread += self._meet(digest, some)[1]
-        self.partials.extend(f"{digest}/{path}" for path in found.partials)
+        for path, size in found.partials.items():
+            if len(self.partials) < _MOST_PARTIALS:
+                self.partials[f"{digest}/{path}"] = size
         if found.error is None:
             self.unread.pop((digest, path), None)
         return unread
@@ -345,29 +359,6 @@ class Patrol:
         )
 
 
-def _order(generation: str, path: str) -> tuple[str, str, str]:
-    """Return what puts pieces in the order in which they are found."""
-    return generation, tenant_of(path), path
-
-
 def _parts(keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
     for start in range(0, len(keys), _MEET_AT_ONCE):
         yield keys[start : start + _MEET_AT_ONCE]
-
-
-def remove_old_partials(
-    fs: FileSystem, tier_dir: str, paths: deque[str], *, before_ns: int, may_go_on: Callable[[], bool]
-) -> tuple[int, int]:
-    """Remove those partial files that nobody wrote to since `before_ns`; return how many, and their bytes.
-
-    Young ones are dropped from `paths`: the next walk finds what is left of them.
-    """
-    files = size = 0
-    while paths and may_go_on():
-        path = f"{tier_dir}/{paths.popleft()}"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            status = fs.stat(path)
-            if status.st_mtime_ns <= before_ns:
-                fs.unlink(path)
-                files, size = files + 1, size + status.st_size
-    return files, size

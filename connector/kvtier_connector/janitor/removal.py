@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from kvtier_connector.janitor.walk import find_tenants, list_own
+from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
 
@@ -21,6 +22,29 @@ _BUNDLE = 64
 _MOST_REFUSALS = 8
 """Of one bundle: a few files that cannot be removed must not keep all others, and a volume that refuses all will."""
 _BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
+
+
+class ActiveFileSystem(Beneath):
+    """Removes names below the tier's directory, and only while this is the active janitor of the tier."""
+
+    def __init__(self, fs: FileSystem, base: str, *, may_act: Callable[[], bool]) -> None:
+        """Store the settings; `may_act` is asked before each removal, from any thread."""
+        super().__init__(fs, base)
+        self._may_act = may_act
+
+    def unlink(self, path: str) -> None:
+        """Remove a name; raise PermissionError if another janitor may be the active one."""
+        self._refuse_unless_active(path)
+        super().unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory; raise PermissionError likewise."""
+        self._refuse_unless_active(path)
+        super().rmdir(path)
+
+    def _refuse_unless_active(self, path: str) -> None:
+        if not self._may_act():
+            raise PermissionError(errno.EPERM, "not removed: this janitor does not hold the Lease of the tier", path)
 
 
 class Victim(NamedTuple):

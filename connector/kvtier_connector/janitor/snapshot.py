@@ -20,7 +20,6 @@ import numpy as np
 
 from kvtier_connector.errors import ConfigInvalid
 from kvtier_connector.janitor.ledger import ROW, Ledger, Rows
-from kvtier_connector.janitor.patrol import Place
 from kvtier_connector.janitor.pins import check_name, parse_hash
 from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
@@ -48,8 +47,6 @@ class Snapshot:
     """By generation, up to where each journal is in the ledger."""
     walked_ns: int = 0
     """When the last complete walk began; 0 if there was none."""
-    place: Place | None = None
-    """Where the walk after that was."""
     unread: Sequence[tuple[str, str, str]] = ()
     """Directories that could not be read: generation, path and why."""
     pins: dict[str, bytes] = field(default_factory=dict)
@@ -70,7 +67,6 @@ def save(ledger: Ledger, snapshot: Snapshot, tier_dir: Path, *, fs: FileSystem) 
             "epoch": ledger.epoch,
             "taken_ns": snapshot.taken_ns,
             "walked_ns": snapshot.walked_ns,
-            "place": snapshot.place,
             "unread": list(snapshot.unread),
             "pins": {name: pinned.hex() for name, pinned in snapshot.pins.items()},
             "places": {digest: dict(places) for digest, places in snapshot.places.items()},
@@ -121,7 +117,6 @@ def _load(ledger: Ledger, fs: FileSystem, fd: int) -> Snapshot | None:
     try:
         document: dict[str, Any] = json.loads(text)
         snapshot = Snapshot(
-            place=None if document["place"] is None else Place(*document["place"]),
             unread=[(generation, path, error) for generation, path, error in document["unread"]],
             # The janitors before this one kept none.
             pins={check_name(name): parse_hash(pinned) for name, pinned in document.get("pins", {}).items()},
@@ -160,10 +155,6 @@ def _is_understood(snapshot: Snapshot) -> bool:
     """Say whether everything is of the type that it is declared with."""
     offsets = [offset for places in snapshot.places.values() for offset in places.values()]
     names = [name for each in snapshot.unread for name in each]
-    if snapshot.place is not None:
-        began_ns, *where = snapshot.place
-        offsets.append(began_ns)
-        names += where
     numbers = [snapshot.taken_ns, snapshot.walked_ns, *offsets]
     return all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in names)
 

@@ -116,7 +116,7 @@ def make_ages(config: JanitorConfig) -> Ages:
         # What damaged files hold has a time to live, too.
         quarantine=min(config.quarantine_age_seconds, config.ttl_seconds or math.inf),
         journal=config.journal_age_seconds,
-        partial=config.partial_age_seconds,
+        partial=min(config.partial_age_seconds, config.ttl_seconds or math.inf),
     )
 
 

@@ -57,8 +57,8 @@ class Found:
 
     piece: Piece
     keys: list[BlockKey] = field(default_factory=list)
-    partials: list[str] = field(default_factory=list)
-    """Relative to the generation's root."""
+    partials: dict[str, int] = field(default_factory=dict)
+    """Bytes of half-written files, by path relative to the generation's root."""
     error: OSError | None = None
     """Why it could not be read."""
 
@@ -128,7 +128,10 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: Piece) -> Found:
         if key is not None:
             found.keys.append(key)
         elif is_partial(entry.name):
-            found.partials.append(f"{piece.path}/{entry.name}")
+            path = f"{piece.path}/{entry.name}"
+            # One that is renamed meanwhile is a block.
+            with contextlib.suppress(OSError):
+                found.partials[path] = fs.stat(f"{tier_dir}/{piece.generation}/{path}").st_size
     return found
 
 

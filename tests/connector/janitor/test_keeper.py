@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig, key, payload
+from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 from waiting import until_the_next_tick
 
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store.filesystems import Mount
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fs import FileSystem, new_token
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.layout import JOURNAL, Lineage
+from kvtier_connector.store.layout import JOURNAL, Lineage, block_path, partial_path
 from kvtier_connector.store.live import BrakeFile
 from kvtier_connector.store.mode import Mode
 
@@ -273,7 +273,7 @@ class Listed(WatchedFs):
         self.directories += call == "scandir" and path is not None and "/blocks/" in path
 
 
-def test_the_walk_over_days_lists_one_directory_at_a_time_and_gets_through(rig: Rig) -> None:
+def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1)
     for number in range(256):
@@ -390,3 +390,58 @@ def test_a_new_volume_is_no_problem(rig: Rig) -> None:
     usage = rig.sweep(rig.keeper(max_bytes=100))
     assert (usage.blocks, usage.problems) == (0, ())
     assert (rig.dir / "brake.json").exists()
+
+
+def abandon(engine: Engine, rig: Rig, numbers: range, size: int = BLOCK_BYTES) -> None:
+    """Leave half-written blocks of writers that died just now."""
+    for number in numbers:
+        path = engine.root / partial_path(block_path(key(number)), new_token())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+        os.utime(path, ns=(rig.clock.ns, rig.clock.ns))
+
+
+def test_half_written_files_count_in_the_budget_and_go(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(20))
+    keeper = rig.keeper(max_bytes=40 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
+    rig.sweep(keeper)
+    most = 0
+    for hour in range(8):
+        # An engine that crashes again and again leaves some each time.
+        abandon(engine, rig, range(1000 + 10 * hour, 1010 + 10 * hour))
+        for _ in range(360):
+            rig.clock.move(10)
+            keeper.step()
+        most = max(most, sum(path.stat().st_size for path in engine.root.rglob("*") if path.is_file()))
+    assert most <= 40 * BLOCK_BYTES
+    assert keeper.report is not None
+    assert keeper.report.removed_leftovers["partial"] >= 60
+
+
+def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    keeper = rig.keeper(ttl_seconds=600.0, verify_seconds=60.0)
+    rig.sweep(keeper)
+    abandon(engine, rig, range(5))
+    for _ in range(100):
+        rig.clock.move(10)
+        keeper.step()
+    assert not list(engine.root.rglob("*-partial"))
+
+
+def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5))
+    abandon(engine, rig, range(100, 110))
+    keeper = rig.keeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
+    rig.sweep(keeper)
+    for path in engine.root.rglob("*-partial"):
+        path.rename(path.with_name(path.name[1:].rpartition(".")[0]))
+    engine.put(*range(5, 7))
+    for _ in range(800):
+        rig.clock.move(10)
+        keeper.step()
+    assert keeper.report is not None
+    assert (keeper.report.usage.blocks, keeper.report.evicted_blocks["budget"]) == (17, 0)

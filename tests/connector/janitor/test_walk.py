@@ -187,28 +187,6 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
     assert (usage.blocks, usage.problems) == (5, ())
 
 
-def test_the_walk_over_days_gets_through_although_each_janitor_ends_on_the_way(rig: Rig) -> None:
-    engine = rig.engine()
-    fill(engine)
-    settings = {"verify_seconds": 1000.0}
-    first = rig.keeper(**settings)
-    rig.sweep(first)
-    first.close()
-    rig.clock.move(1.0)
-    shutil.rmtree(engine.root / "blocks")
-    shutil.rmtree(engine.root / "tenants/bob/blocks/040")
-    blocks = []
-    for _ in range(8):
-        keeper = rig.keeper(**settings)
-        for _ in range(30):
-            rig.clock.move(10)
-            keeper.step()
-        keeper.close()
-        assert keeper.report is not None
-        blocks.append(keeper.report.usage.blocks)
-    assert (blocks[0], blocks[-1]) == (30, 19)
-
-
 def test_what_an_earlier_janitor_could_not_read_is_still_stated_and_kept(rig: Rig) -> None:
     engine = rig.engine()
     fill(engine)
