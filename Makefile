@@ -34,6 +34,7 @@ test-slow: venv ## slow tests that need no GPU and no Docker: a part of test-all
 	$(RUN) $(EVERY) -m "slow and not gpu and not netfs" --numprocesses 4
 
 durations: venv ## measure all tests, and record in tests/durations.json which of them are slow
+	rm -f tests/durations.json
 	$(RUN) $(EVERY) -m "not gpu and not netfs" --numprocesses 2 --write-durations
 
 test-random: venv ## tests that draw their examples, with examples of their own; a failure prints how to have it again

@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     record, stopwatch = durations.read(), config.stash[STOPWATCH]
     if config.getoption("--write-durations"):
         files = (str(path.relative_to(durations.ROOT)) for path in durations.ROOT.glob("tests/**/test_*.py"))
-        record = durations.merged(record, stopwatch.record(), files)
+        record = durations.merged(record, stopwatch, files)
         durations.write(record)
     terminalreporter.write_line(stopwatch.summary(record))
 

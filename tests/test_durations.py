@@ -48,9 +48,13 @@ def test_a_fixture_that_each_test_waits_for_makes_these_tests_slow() -> None:
     assert watch.record() == {"a.py": {"test_x": 2.0, "test_y": 3.0}}
 
 
-def test_a_run_replaces_its_files_and_forgets_those_that_are_gone() -> None:
-    old = {"a.py": {"test_x": 2.0}, "b.py": {"test_y": 3.0}, "gone.py": {}}
-    assert durations.merged(old, {"a.py": {}}, ["a.py", "b.py"]) == {"a.py": {}, "b.py": {"test_y": 3.0}}
+def test_a_run_replaces_its_tests_keeps_others_and_forgets_files_that_are_gone() -> None:
+    old = {"a.py": {"test_x": 2.0, "test_y": 3.0}, "b.py": {"*": 4.0}, "gone.py": {}}
+    watch = stopwatch(("a.py::test_x", "call", 0.1), ("a.py::test_z", "call", 5.0))
+    assert durations.merged(old, watch, ["a.py", "b.py"]) == {
+        "a.py": {"test_y": 3.0, "test_z": 5.0},
+        "b.py": {"*": 4.0},
+    }
 
 
 def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:

@@ -87,10 +87,14 @@ def read(path: Path = RECORD) -> Record:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def merged(old: Mapping[str, dict[str, float]], new: Mapping[str, dict[str, float]], existing: Iterable[str]) -> Record:
-    """Return the record with the files of a run replaced, and files that are gone left out."""
-    files = set(existing)
-    return {file: dict(sorted(tests.items())) for file, tests in sorted({**old, **new}.items()) if file in files}
+def merged(old: Mapping[str, Mapping[str, float]], stopwatch: Stopwatch, existing: Iterable[str]) -> Record:
+    """Return the record with the tests of a run replaced, and without files that are gone."""
+    files, new = set(existing), stopwatch.record()
+    found: Record = {}
+    for file in sorted(files & {*old, *new}):
+        kept = {name: took for name, took in old.get(file, {}).items() if f"{file}::{name}" not in stopwatch.seconds}
+        found[file] = dict(sorted({**kept, **new.get(file, {})}.items()))
+    return found
 
 
 def write(record: Record, path: Path = RECORD) -> None:
