@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import resource
 import signal
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Final
 
@@ -41,10 +42,10 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
     metrics, health, stop = OperatorMetrics(), Health(), threading.Event()
     with contextlib.ExitStack() as stack:
         if settings.metrics_port:
-            stack.callback(metrics.serve(settings.metrics_port))
+            stack.callback(_listening("KVTIER_METRICS_PORT", settings.metrics_port, metrics.serve))
         if settings.liveness_endpoint:
             host, port = _address(settings.liveness_endpoint)
-            stack.callback(health.serve(port, host=host))
+            stack.callback(_listening("--liveness", port, lambda port: health.serve(port, host=host)))
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda *_: stop.set())
         leadership = stack.enter_context(_campaign(settings, metrics)) if settings.leader_elect else None
@@ -64,6 +65,19 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         metrics.set_leader(is_leader=True)
         serve(operator, stop, login=lambda: connect().credentials())
     return 0
+
+
+def _listening(setting: str, port: int, serve_at: Callable[[int], Callable[[], None]]) -> Callable[[], None]:
+    """Begin to serve at a port and return what ends it.
+
+    Raises:
+        SettingsInvalid: the port cannot be used.
+    """
+    try:
+        return serve_at(port)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise SettingsInvalid(f"{setting}: cannot listen on port {port} ({reason}): choose a free port") from error
 
 
 def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:

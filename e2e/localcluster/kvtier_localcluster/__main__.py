@@ -19,7 +19,7 @@ from kvtier_localcluster.cluster import ClusterSettings, LocalCluster, is_runnin
 from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ClusterUnavailable
 
-_DATA = Path(".kvtier/localcluster")
+_DATA = Path(".kvtier/cluster")
 _START_SECONDS = 60
 _STOP_SECONDS = 60
 _POLL_SECONDS = 0.1

@@ -237,8 +237,12 @@ class LocalCluster:
             return registration.simulated_resources()
         return registration.machine_resources(self._data.root)
 
-    async def _read_log(self, namespace: str, pod: str, container: str, tail: int | None) -> bytes:
-        return await asyncio.to_thread(read_log, self._data.log((namespace, pod), container), tail)
+    async def _read_log(
+        self, namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool
+    ) -> bytes | None:
+        key = (namespace, pod)
+        path = self._data.previous_log(key, container) if is_previous else self._data.log(key, container)
+        return None if is_previous and not path.exists() else await asyncio.to_thread(read_log, path, tail)
 
     def _describe(self) -> None:
         description = {"pid": os.getpid(), "url": self.url, "kubeconfig": str(self.kubeconfig)}

@@ -101,12 +101,13 @@ def test_kubectl_follows_a_rollout_and_prints_workloads(
 
 
 def test_kubectl_shows_logs(kubectl: Kubectl, api: ApiServerThread, pod: Make) -> None:
-    async def read(namespace: str, name: str, container: str, tail: int | None) -> bytes:
-        return f"{namespace}/{name}/{container}/{tail}\n".encode()
+    async def read(namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool) -> bytes:
+        return f"{namespace}/{pod}/{container}/{tail}/{is_previous}\n".encode()
 
     api.server.pod_logs = read
     api.create(pod())
-    assert kubectl("logs", "p", "--tail=5").stdout == "default/p/main/5\n"
+    assert kubectl("logs", "p", "--tail=5").stdout == "default/p/main/5/False\n"
+    assert kubectl("logs", "p", "--previous").stdout == "default/p/main/None/True\n"
 
 
 def test_kubectl_deletes_a_running_pod_once_the_kubelet_confirms(

@@ -131,15 +131,17 @@ def test_a_webhook_that_does_not_answer_fails_or_is_ignored(
 def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http, pod: Make) -> None:
     asked = []
 
-    async def read(namespace: str, name: str, container: str, tail: int | None) -> bytes:
-        asked.append((namespace, name, container, tail))
-        return b"line\n"
+    async def read(namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool) -> bytes | None:
+        asked.append((namespace, pod, container, tail))
+        return None if is_previous else b"line\n"
 
     http("POST", PODS, pod())
     assert http("GET", f"{PODS}/p/log") == (200, "")
     api.server.pod_logs = read
     assert http("GET", f"{PODS}/p/log", tailLines="3", follow="true") == (200, "line\n")
     assert asked == [("default", "p", "main", 3)]
+    code, status = http("GET", f"{PODS}/p/log", previous="true")
+    assert (code, status["message"]) == (400, 'previous terminated container "main" in pod "p" not found')
     assert http("GET", f"{PODS}/p/log", container="gone")[0] == 400
 
 

@@ -279,6 +279,43 @@ def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) ->
     assert bench.environment("by-env")["COLOR"] == "blue"
 
 
+def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench) -> None:
+    early = script("print('early')", name="early")
+    volumes = [{"name": "files", "secret": {"secretName": "late"}}]
+    mounts = [{"name": "files", "mountPath": "/etc/late"}]
+    bench.pod("patient", server(volumeMounts=mounts), initContainers=[early], volumes=volumes)
+    until(lambda: "FailedMount" in bench.reasons("patient"))
+    assert "waiting" in bench.container("patient", "early", "initContainerStatuses")["state"]
+    assert bench.log("patient", "early") == ""
+    bench.create(kinds.SECRET, {"metadata": {"name": "late"}, "data": {}})
+    until(lambda: bench.is_ready("patient"))
+    assert bench.log("patient", "early") == "early\n"
+
+
+def test_a_pod_whose_volume_never_comes_can_be_deleted(bench: Bench) -> None:
+    volumes = [{"name": "files", "secret": {"secretName": "never"}}]
+    bench.pod("waiting", server(volumeMounts=[{"name": "files", "mountPath": "/etc/never"}]), volumes=volumes)
+    until(lambda: "FailedMount" in bench.reasons("waiting"))
+    bench.delete(kinds.POD, "waiting")
+    until(lambda: bench.get(kinds.POD, "waiting") is None, seconds=4)
+
+
+def test_the_log_of_the_container_before_a_restart_is_kept_for_its_pod_alone(bench: Bench) -> None:
+    def previous() -> str | None:
+        path = f"/api/v1/namespaces/{bench.namespace}/pods/crashing/log?previous=true"
+        return fetch(bench.cluster.url + path)
+
+    once = "import os; print(os.path.exists('/notes/again')); open('/notes/again', 'x').close(); raise SystemExit(1)"
+    mounts = [{"name": "notes", "mountPath": "/notes"}]
+    bench.pod("crashing", script(once, volumeMounts=mounts), volumes=[{"name": "notes", "emptyDir": {}}])
+    assert until(previous) == "False\n"
+    bench.delete(kinds.POD, "crashing")
+    until(lambda: bench.get(kinds.POD, "crashing") is None)
+    bench.pod("crashing", server())
+    until(lambda: bench.is_ready("crashing"))
+    assert previous() is None
+
+
 def test_a_command_that_does_not_exist_is_reported(bench: Bench) -> None:
     bench.pod("nothing", {"name": "main", "image": "example.org/x", "command": ["no-such-program"]})
     until(lambda: bench.container("nothing").get("lastState"))

@@ -6,7 +6,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.objects import Json, compact_json, object_key
@@ -14,8 +15,14 @@ from kvtier_localcluster.apiserver.resources import Resource
 from kvtier_localcluster.apiserver.selectors import Selection
 from kvtier_localcluster.apiserver.storage import Storage
 
-PodLogs = Callable[[str, str, str, int | None], Awaitable[bytes]]
-"""Return the log of a container: namespace, pod, container, and how many lines of its end (None: all)."""
+
+class PodLogs(Protocol):
+    """Reads the logs of containers."""
+
+    async def __call__(
+        self, namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool
+    ) -> bytes | None:
+        """Return a log, or its last `tail` lines; None where the container has not been restarted."""
 
 
 def list_page(
@@ -84,9 +91,11 @@ async def read_log(pod: Json, query: Mapping[str, str], source: PodLogs | None) 
         container = containers[0]
     if container not in containers + init_containers:
         raise bad_request(f"container {container} is not valid for pod {name}")
-    if query.get("previous") in ("true", "1"):
+    is_previous = query.get("previous") in ("true", "1")
+    tail = int(query["tailLines"]) if query.get("tailLines") else None
+    log: bytes | None = None if is_previous else b""
+    if source is not None:
+        log = await source(pod["metadata"]["namespace"], name, container, tail=tail, is_previous=is_previous)
+    if log is None:
         raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
-    if source is None:
-        return b""
-    tail = query.get("tailLines")
-    return await source(pod["metadata"]["namespace"], name, container, int(tail) if tail else None)
+    return log

@@ -144,8 +144,11 @@ class ContainerRunner:
         node, key = self._services.node, key_of(self._services.sources.pod)
         log = node.data.log(key, self.state.name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        if log.exists():
-            log.replace(node.data.previous_log(key, self.state.name))
+        previous = node.data.previous_log(key, self.state.name)
+        if self.state.last_ended is None:
+            previous.unlink(missing_ok=True)  # of an earlier pod of the same name
+        elif log.exists():
+            log.replace(previous)
         with log.open("wb") as output:
             return await ContainerProcess.start(launch, output)
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
+from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound, VolumeMissing
 from kvtier_localcluster.kinds import (
     CONFIG_MAP,
     PERSISTENT_VOLUME_CLAIM,
@@ -30,6 +31,7 @@ from kvtier_localcluster.recorder import Happening
 
 _LOG = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.5
+_MOUNT_RETRY_SECONDS = 5.0
 _DEFAULT_GRACE_SECONDS = 30
 
 
@@ -105,6 +107,7 @@ class PodRunner:
     async def end(self, grace_seconds: float) -> None:
         """End all containers; return when none of their processes is left. Calling again with less hurries."""
         self._is_ending = True
+        self._config_changed.set()
         self._state_changed.set()
         sidecars = [each for each in self._init if each.state.is_sidecar]
         others = [each for each in (*self._init, *self._containers) if not each.state.is_sidecar]
@@ -130,7 +133,20 @@ class PodRunner:
         informer = self._node.informers[kind]
         return lambda name: informer.get((key_of(self._pod)[0], name))
 
+    async def _mount(self) -> None:
+        """Wait until all volumes of the pod can be set up: no container starts before."""
+        while not self._is_ending:
+            try:
+                self._volumes.check()
+            except VolumeMissing as problem:
+                self._tell(Happening(reason="FailedMount", message=str(problem), is_warning=True))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._config_changed.wait(), _MOUNT_RETRY_SECONDS)
+            else:
+                return
+
     async def _run(self) -> None:
+        await self._mount()
         for each in self._init:
             if each.state.is_sidecar:
                 await self._start_sidecar(each)

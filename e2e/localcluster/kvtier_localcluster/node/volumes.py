@@ -79,6 +79,21 @@ class PodVolumes:
             self._fill(container, self._volume(mount["name"]), paths)
         return Mounts(paths=paths, temporary=temporary, shared_memory=memory)
 
+    def check(self) -> None:
+        """Look whether each volume of the pod can be set up, as a kubelet does before it starts any container.
+
+        Raises:
+            VolumeMissing: something that a volume needs does not exist (yet).
+        """
+        container = self._sources.pod["spec"]["containers"][0]
+        for volume in self._volumes.values():
+            if "persistentVolumeClaim" in volume:
+                self._claimed(volume["persistentVolumeClaim"]["claimName"])
+            elif "hostPath" in volume:
+                self._host_path(volume["hostPath"])
+            else:
+                self._read(container, volume)
+
     def remove(self) -> None:
         """Remove everything but claims and host paths."""
         shutil.rmtree(self._root, ignore_errors=True)
@@ -135,11 +150,13 @@ class PodVolumes:
     def _fill(self, container: Json, volume: Json, paths: PathMap) -> None:
         if not any(kind in volume for kind in _FROM_OBJECTS):
             return
+        _write_files(self._directory(container, volume), self._read(container, volume), paths)
+
+    def _read(self, container: Json, volume: Json) -> dict[str, bytes]:
         try:
-            files = self._files(container, volume)
+            return self._files(container, volume)
         except ConfigMissing as problem:
             raise VolumeMissing(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {problem}') from problem
-        _write_files(self._directory(container, volume), files, paths)
 
     def _files(self, container: Json, source: Json) -> dict[str, bytes]:
         if "projected" in source:
