@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import base64
-import http.server
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,83 +46,6 @@ def test_the_audit_log_speaks_in_terms_of_rbac(api: ApiServerThread, http: Http)
     assert namespace.target is not None
     assert (namespace.target.plural, namespace.target.name) == ("namespaces", "default")
     assert version.target is None
-
-
-@pytest.fixture
-def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A webhook that labels objects and denies those named "bad": its URL, and the reviews it got."""
-    reviews: list[dict[str, Any]] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            reviews.append(review)
-            patch = [{"op": "add", "path": "/metadata/labels", "value": {"seen": "yes"}}]
-            response = {
-                "uid": review["request"]["uid"],
-                "allowed": review["request"]["name"] != "bad",
-                "status": {"message": "bad name"},
-                "warnings": ["look out"],
-            }
-            path, _, query = self.path.partition("?")
-            review["query"] = query
-            if path == "/mutate":
-                response["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
-            body = json.dumps({"response": response}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Stay quiet."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", reviews
-        server.shutdown()
-        thread.join()
-
-
-def _configuration(kind: str, url: str, **webhook: Any) -> dict[str, Any]:
-    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["configmaps"]}
-    described = {
-        "name": "hook.demo.dev",
-        "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
-        "clientConfig": {"url": url},
-        "rules": [rule],
-        **webhook,
-    }
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": f"{kind}WebhookConfiguration",
-        "metadata": {"name": "hook"},
-        "webhooks": [described],
-    }
-
-
-def test_webhooks_change_and_deny(api: ApiServerThread, http: Http, webhook: tuple[str, list[dict[str, Any]]]) -> None:
-    url, reviews = webhook
-    api.create(_configuration("Mutating", f"{url}/mutate"))
-    api.create(_configuration("Validating", f"{url}/validate"))
-    _, made = http("POST", CONFIG_MAPS, CONFIG_MAP)
-    assert made["metadata"]["labels"] == {"seen": "yes"}
-    assert reviews[1]["request"]["object"]["metadata"]["labels"] == {"seen": "yes"}
-    assert "subResource" not in reviews[0]["request"]
-    assert {review["query"] for review in reviews} == {"timeout=10s"}
-    code, status = http("POST", CONFIG_MAPS, {**CONFIG_MAP, "metadata": {"name": "bad"}})
-    assert code == 403
-    assert status["message"] == 'admission webhook "hook.demo.dev" denied the request: bad name'
-
-
-@pytest.mark.parametrize(("policy", "code"), [("Fail", 500), ("Ignore", 201)])
-def test_a_webhook_that_does_not_answer_fails_or_is_ignored(
-    api: ApiServerThread, http: Http, policy: str, code: int
-) -> None:
-    api.create(_configuration("Validating", "http://127.0.0.1:1/", failurePolicy=policy))
-    assert http("POST", CONFIG_MAPS, CONFIG_MAP)[0] == code
 
 
 def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http, pod: Make) -> None:

@@ -24,8 +24,8 @@ No controller runs in here but the garbage collector: Deployments stay without p
 works on them through the API. A pod that has a node or runs is deleted in two steps, as with a kubelet: DELETE sets its
 deletionTimestamp, and a second DELETE with gracePeriodSeconds=0 removes it.
 
-Not emulated: authentication (everybody who impersonates nobody may do everything), quotas, attach, conversion
-webhooks, following of logs, and Protobuf bodies of kinds that kubectl does not create.
+Not emulated: authentication (everybody who impersonates nobody may do everything), quotas, attach, admission and
+conversion webhooks, following of logs, and Protobuf bodies of kinds that kubectl does not create.
 """
 
 from __future__ import annotations

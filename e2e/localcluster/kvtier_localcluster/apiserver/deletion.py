@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_localcluster.apiserver.admission import Admission, admit
 from kvtier_localcluster.apiserver.api_errors import conflict, not_found
 from kvtier_localcluster.apiserver.objects import Json, ObjectKey, field_at, timestamp
 from kvtier_localcluster.apiserver.resources import Registry, Resource
@@ -72,24 +71,12 @@ class Deleter:
             return False
         return not metadata.get("deletionGracePeriodSeconds")
 
-    async def delete(self, resource: Resource, key: ObjectKey, *, options: DeleteOptions, warnings: list[str]) -> Json:
+    async def delete(self, resource: Resource, key: ObjectKey, *, options: DeleteOptions) -> Json:
         """Delete one object, or mark it as being deleted; return what the client sees.
 
         Raises:
-            ApiError: it does not exist, a precondition does not hold, or a webhook denies.
+            ApiError: it does not exist, or a precondition does not hold.
         """
-        found = self._storage.get(resource.key, key)
-        if found is None:
-            raise not_found(resource.plural, resource.group, key[1])
-        admission = Admission(
-            resource=resource,
-            operation="DELETE",
-            subresource=None,
-            new=None,
-            old=resource.view(found),
-            is_dry_run=options.is_dry_run,
-        )
-        await admit(self._storage, admission, warnings)
         current = self._storage.get(resource.key, key)
         if current is None:
             raise not_found(resource.plural, resource.group, key[1])

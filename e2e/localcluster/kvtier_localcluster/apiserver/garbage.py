@@ -50,7 +50,7 @@ class GarbageCollector:
             work = await self._work.get()
             try:
                 await work()
-            except ApiError as error:  # a webhook that denies or does not answer: the real collector retries as well
+            except ApiError as error:  # the real collector retries as well
                 logger.warning("garbage collection will be retried: %s", error)
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._work.put_nowait, work)
 
@@ -103,7 +103,7 @@ class GarbageCollector:
         resource = self._registry.by_storage(key)
         if resource is None or self._storage.get(key, name) is None:
             return
-        await self._deleter.delete(resource, name, options=DeleteOptions(propagation=propagation), warnings=[])
+        await self._deleter.delete(resource, name, options=DeleteOptions(propagation=propagation))
 
     async def _collect(self, key: StorageKey, name: ObjectKey) -> None:
         """Delete an object whose owners are all gone or going; else drop the references to those that are."""

@@ -325,13 +325,13 @@ async def _write_scale(call: _Call, body: Any) -> Answer:
 
 async def _delete(call: _Call, body: Any) -> Answer:
     options = DeleteOptions.parse(body, call.request.query)
-    api, warnings = call.api, call.options.warnings
+    api = call.api
     if call.target.name is not None:
-        return await api.deleter.delete(call.resource, call.key, options=options, warnings=warnings), 200
+        return await api.deleter.delete(call.resource, call.key, options=options), 200
     selection = call.selection(None)
     for manifest in api.storage.all(call.resource.key):
         if selection.matches(manifest):
-            await api.deleter.delete(call.resource, object_key(manifest), options=options, warnings=warnings)
+            await api.deleter.delete(call.resource, object_key(manifest), options=options)
     return _STATUS_SUCCESS, 200
 
 
@@ -339,7 +339,7 @@ async def _evict(call: _Call) -> Answer:
     body = await _read_body(call.request)
     options = DeleteOptions.parse(body.get("deleteOptions") or {}, call.request.query)
     eviction.take_place(call.api.storage, call.found(), is_dry_run=options.is_dry_run)
-    await call.api.deleter.delete(call.resource, call.key, options=options, warnings=call.options.warnings)
+    await call.api.deleter.delete(call.resource, call.key, options=options)
     return _STATUS_SUCCESS, 201
 
 

@@ -150,7 +150,7 @@ class ApiServer:
         )
 
     async def create(self, manifest: Json) -> Json:
-        """Create an object as a client would, without HTTP; webhooks, validation and defaults apply."""
+        """Create an object as a client would, without HTTP; validation and defaults apply."""
         resource = self._registry.for_manifest(manifest)
         created = await self._writer.create(resource, manifest, options=WriteOptions(manager="local"))
         return copy.deepcopy(resource.view(created))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Create, replace, patch and apply objects: the one way into storage for everything that is not a deletion.
 
-The order is that of the real server: merge, admit, prune and default, validate, note field managers, compare, commit.
-Only admission waits; a write that finds its object changed after that answers 409, or tries again where it is a patch.
+The order is that of the real server: merge, prune and default, validate, note field managers, compare, commit.
+No admission plugin or webhook is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver import apply, updates
-from kvtier_localcluster.apiserver.admission import Admission, admit
 from kvtier_localcluster.apiserver.api_errors import ApiError, already_exists, bad_request, conflict, invalid, not_found
 from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.deletion import Deleter
@@ -74,7 +73,7 @@ class Writer:
         """Store a new object and return it.
 
         Raises:
-            ApiError: the name is taken, the namespace is missing or going, the object is invalid, or a webhook denies.
+            ApiError: the name is taken, the namespace is missing or going, or the object is invalid.
         """
         new = copy.deepcopy(manifest) if resource.is_custom else without_nulls(manifest)
         new["apiVersion"], new["kind"] = resource.group_version, resource.kind
@@ -85,7 +84,6 @@ class Writer:
         if self._storage.get(resource.key, object_key(new)) is not None:
             raise already_exists(resource.plural, resource.group, metadata["name"])
         reset_status(resource, new)
-        new = await self._admitted(resource, new, old=None, options=options)
         metadata = new["metadata"]
         if not resource.is_custom and resource.kind == "Namespace":
             new.setdefault("spec", {"finalizers": ["kubernetes"]})
@@ -111,13 +109,12 @@ class Writer:
         """Store a changed object and return it; a write that changes nothing leaves the resourceVersion alone.
 
         Raises:
-            ApiError: the object is based on an older one, is invalid, or a webhook denies.
+            ApiError: the object is based on an older one, or is invalid.
         """
         updates.check_identity(resource, manifest, current=current)
         new = updates.carried_over(
             resource, manifest, current=current, subresource=options.subresource, is_apply=is_apply
         )
-        new = await self._admitted(resource, new, old=resource.view(current), options=options)
         updates.check_finalizers(resource, new, current=current)
         if resource.kind == "CustomResourceDefinition" and options.subresource is None:
             new["status"] = crd_status(new, current)
@@ -207,18 +204,6 @@ class Writer:
             where = metadata["namespace"]
             message = f"unable to create new content in namespace {where} because it is being terminated"
             raise ApiError(403, "Forbidden", message, causes=[{"reason": "NamespaceTerminating", "message": message}])
-
-    async def _admitted(self, resource: Resource, new: Json, *, old: Json | None, options: WriteOptions) -> Json:
-        admission = Admission(
-            resource=resource,
-            operation="CREATE" if old is None else "UPDATE",
-            subresource=options.subresource,
-            new=new,
-            old=old,
-            is_dry_run=options.is_dry_run,
-        )
-        admitted = await admit(self._storage, admission, options.warnings)
-        return new if admitted is None else admitted
 
     def _settle(self, resource: Resource, new: Json, *, old: Json | None, options: WriteOptions) -> None:
         """Prune, default, validate and complete a new state."""
