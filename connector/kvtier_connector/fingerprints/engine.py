@@ -455,7 +455,7 @@ class _Trace:
 
     def is_in_place(self) -> bool:
         """Compare tensors, versions and addresses, without a look at contents."""
-        now = list(map(dict.get, self._owners, self._keys))
+        now = [owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True)]
         return (
             all(map(operator.is_, now, self._tensors))
             and list(map(_VERSION, self._counted)) == self._versions
@@ -526,4 +526,5 @@ def _sums(tensor: torch.Tensor) -> bytes:
     for first in range(0, len(words), _PIECE_WORDS):
         piece = words[first : first + _PIECE_WORDS]
         sums += [piece.sum(), (piece * (places[: len(piece)] | 1)).sum()]
-    return torch.stack(sums).cpu().numpy().tobytes()
+    found: bytes = torch.stack(sums).cpu().numpy().tobytes()
+    return found
