@@ -9,7 +9,7 @@ while the CPU tier has it. The scheduler's thread only.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -134,6 +134,8 @@ class Transfers:
         self._stats, self._drain, self._row_bytes = parts.stats, parts.drain, parts.rows.length
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
+        self._stores_of: Counter[str] = Counter()
+        """By request, how many of the transfers are stores of it."""
         self._next_task = 0
         self._landed: list[Landed] = []
         self._read, self._written = _Moved(), _Moved()
@@ -158,8 +160,7 @@ class Transfers:
 
     def is_storing(self, context: ReqContext) -> bool:
         """Say whether chunks of a request are being written."""
-        orders = (transfer.order for transfer in self._transfers.values())
-        return any(order.req_context is context and not order.is_promotion for order in orders)
+        return context.req_id in self._stores_of
 
     def number(self) -> int:
         """Return a number for a task that nobody else has."""
@@ -283,6 +284,8 @@ class Transfers:
 
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
+        if not order.is_promotion:
+            self._stores_of[order.req_context.req_id] += 1
         for key in order.keys:
             number = self.number()
             transfer.tasks[number] = key
@@ -344,6 +347,11 @@ class Transfers:
         """Have a transfer reported to vLLM."""
         order = transfer.order
         del self._transfers[order.job_id]
+        if not order.is_promotion:
+            name = order.req_context.req_id
+            self._stores_of[name] -= 1
+            if not self._stores_of[name]:
+                del self._stores_of[name]
         count, done = len(order.keys), transfer.done
         is_success = len(done) == count
         if order.is_promotion:
