@@ -97,6 +97,7 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
         fs: The system calls.
     """
     directory = str(root / f"{_PREFIX}{new_token()}")
+    fs = fs.beneath(str(root))
     try:
         _make(fs, root, directory)
         try:
@@ -299,7 +300,8 @@ def _remove(fs: FileSystem, directory: str) -> None:
         for entry in fs.scandir(directory):
             # What cannot be removed keeps the directory, and nothing else in it.
             with contextlib.suppress(OSError):
-                (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(entry.path)
+                path = f"{directory}/{entry.name}"
+                (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(path)
         fs.rmdir(directory)
 
 
@@ -310,8 +312,8 @@ def _remove_abandoned(fs: FileSystem, root: Path) -> None:
             is_one = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
             # Another preflight may remove the same one.
             with contextlib.suppress(OSError):
-                if is_one and fs.stat(entry.path).st_mtime < time.time() - _ABANDONED_SECONDS:
-                    _remove(fs, entry.path)
+                if is_one and fs.stat(f"{root}/{entry.name}").st_mtime < time.time() - _ABANDONED_SECONDS:
+                    _remove(fs, f"{root}/{entry.name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a verb works on: a tier by name, through the pod that has its volume, or a directory that is mounted here.
 
-A chore gives the same document either way. A word with a slash, or that is a directory here, is a directory; with
+A command gives the same document either way. A word with a slash, or that is a directory here, is a directory; with
 ``-n`` every word is a tier's name.
 """
 
@@ -18,14 +18,14 @@ import click
 
 from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE
 from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.janitor import chores
-from kvtier_connector.janitor.chores import Outcome
+from kvtier_connector.janitor import commands
+from kvtier_connector.janitor.commands import Outcome
 from kvtier_connector.store.progress import Tell
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_MODULE: Final = "kvtier_connector.janitor.chores"
+_MODULE: Final = "kvtier_connector.janitor.commands"
 CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
 """The janitor's document, in its pod."""
 
@@ -67,8 +67,8 @@ def cluster_options(function: Function) -> Function:
     return function
 
 
-def is_directory(target: str, where: Where, *, may_be_new: bool = False) -> bool:
-    """Tell whether a word means a directory and not a tier; one that is to be made must have a slash.
+def is_directory(target: str, where: Where) -> bool:
+    """Return whether a word means a directory and not a tier.
 
     Raises:
         UsageError: it looks like a directory, and there is none.
@@ -78,14 +78,12 @@ def is_directory(target: str, where: Where, *, may_be_new: bool = False) -> bool
     if Path(target).is_dir():
         return True
     if "/" in target or target == ".":
-        if may_be_new:
-            return True
         raise click.UsageError(f"{target} is no directory; a tier is named without a slash, and its namespace by -n")
     return False
 
 
 def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> Outcome:
-    """Do a chore on a tier or a directory.
+    """Run a command on a tier or a directory.
 
     Raises:
         ConnectorError: it cannot be done.
@@ -93,7 +91,7 @@ def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: T
     """
     options = {name: value for name, value in options.items() if value is not None}
     if is_directory(target, where):
-        return chores.do(verb, Path(target), options, tell)
+        return commands.do(verb, Path(target), options, tell)
     if verb == "gc":
         # A tier's own limits, which are those of its janitor.
         options = {"config": CONFIG, **options}
@@ -109,7 +107,7 @@ def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) 
 
 
 class Answers:
-    """What a chore in a pod says, line by line: how far it is, and what came of it."""
+    """What a command in a pod says, line by line: how far it is, and what came of it."""
 
     def __init__(self, tell: Tell) -> None:
         """Have heard nothing yet; `tell` is told how far it is."""
@@ -148,12 +146,12 @@ class Answers:
         return Outcome(answer["status"], answer["document"])
 
 
-_FOR_USE: Final = frozenset({"gc", "import", "pin"})
-"""Chores that make sense only on blocks that engines use."""
+_FOR_USE: Final = frozenset({"gc"})
+"""Commands that make sense only on blocks that engines use."""
 
 
 def _why_not(body: names.Manifest, verb: str) -> str | None:
-    """Return why a chore cannot be done on a tier, going by its connector; None where it may be."""
+    """Return why a command cannot be done on a tier, going by its connector; None where it may be."""
     connector = body["spec"].get("connector") or {}
     kind, nixl = connector.get("type", "Bundled"), (connector.get("hybrid") or {}).get("nixl")
     if kind == "VLLMTiering":
@@ -162,7 +160,7 @@ def _why_not(body: names.Manifest, verb: str) -> str | None:
             return None
         return (
             f"spec.connector.type {kind} has files of vLLM's own on the volume, of which {verb} knows nothing; the "
-            "janitor keeps them within spec.disk.budget, and inspect, check, export and purge take what kvtier's "
+            "janitor keeps them within spec.disk.budget, and inspect, check and purge take what kvtier's "
             "connector has left there"
         )
     if kind != "Bundled" and nixl is None:
@@ -173,10 +171,10 @@ def _why_not(body: names.Manifest, verb: str) -> str | None:
 
 
 def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
-    """Return the running janitor of a tier, for a chore.
+    """Return the running janitor of a tier, for a command.
 
     Raises:
-        ClusterError: there is no such tier, it has none, or the chore is none for its connector.
+        ClusterError: there is no such tier, it has none, or the command is none for its connector.
     """
     try:
         namespace = where.asked_namespace

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs about blocks: inspect, check, purge, pin, unpin, gc; each on a tier by name or on a directory."""
+"""The verbs about blocks: inspect, check, purge and gc, each on a tier by name or on a directory, and their pages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, parameters, targets, volume_pages
+from kvtier_cli import answers, parameters, targets
+from kvtier_cli.answers import columns, duration
 from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.store.inspect import OLDER
+from kvtier_connector.store.progress import counted, readable_size
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS
 
+Document = Mapping[str, Any]
 _MOST_THREADS: Final = 64
+_MOST_TENANTS: Final = 20
+"""The largest, on a page; JSON has all."""
+_NOTHING: Final = "nothing yet: no engine has stored a block"
+_OTHERS: Final = {"partials": "partial file", "quarantined": "quarantined file"}
 _THREADS = click.IntRange(1, _MOST_THREADS)
 _TARGET = click.argument("target", metavar="TIER|DIR")
 _KEYS = click.Path(exists=True, file_okay=False)
@@ -36,7 +44,7 @@ def _threads(default: int) -> Callable[[answers.Function], answers.Function]:
 def _do(verb: str, target: str, cluster: dict[str, str], output: str, options: dict[str, Any]) -> int:
     with answers.progress() as tell:
         outcome = targets.do(verb, target, targets.Where(**cluster), options, tell)
-    answers.show(outcome.document, output, lambda: volume_pages.PAGES[verb](outcome.document))
+    answers.show(outcome.document, output, lambda: _PAGES[verb](outcome.document))
     return outcome.status
 
 
@@ -82,11 +90,9 @@ def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int
 
 @click.command
 @_TARGET
-@click.option("--older-than", type=parameters.SECONDS, help="written before, as 7d, 12h or 1h30m")
 @click.option("--generation", help="of this generation alone")
-@click.option("--tenant", help="of this tenant alone; '' for the blocks of nobody in particular")
-@click.option("--prefix", metavar="HASH", type=parameters.HASH, help="this block and all that continue it")
-@click.option("--lora", metavar="NAME", help="of this adapter alone, whatever it holds or held")
+@click.option("--tenant", help="of this tenant alone; '' for the common blocks")
+@click.option("--lora", metavar="NAME", help="of this adapter alone, whatever weights it had")
 @click.option("--all", "is_all", is_flag=True, help="everything")
 @answers.yes_option("remove them")
 @_threads(8)
@@ -95,10 +101,8 @@ def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int
 def purge(  # noqa: PLR0913 - options
     target: str,
     *,
-    older_than: float | None,
     generation: str | None,
     tenant: str | None,
-    prefix: str | None,
     lora: str | None,
     is_all: bool,
     yes: bool,
@@ -106,48 +110,16 @@ def purge(  # noqa: PLR0913 - options
     output: str,
     **cluster: str,
 ) -> int:
-    """Remove blocks by age, generation, tenant or prefix, of an adapter, or all; without --yes only say what would go.
+    """Remove blocks by generation, tenant or adapter, or all; without --yes only say what would go.
 
-    Engines may be at work: what goes is a miss for them. Exit code 1 if not all could be removed.
+    Several options mean the blocks that match each of them. Partial and quarantined files go along. Engines may be at
+    work: what goes is a miss for them, and what they had queued does not come back. Exit code 1 if not all could be
+    removed.
     """
-    chosen = {"older_than_seconds": older_than, "generation": generation, "tenant": tenant, "prefix": prefix}
-    # Only where it is asked for: the janitor may be of a release that does not know it.
-    chosen |= {} if lora is None else {"lora": lora}
+    chosen = {"generation": generation, "tenant": tenant, "lora": lora}
     if all(each is None for each in chosen.values()) is not is_all:
-        raise click.UsageError(
-            "say what is to go: --older-than, --generation, --tenant, --prefix, --lora, or else --all"
-        )
+        raise click.UsageError("say what is to go: --generation, --tenant, --lora, or else --all")
     return _do("purge", target, cluster, output, {**chosen, "yes": yes, "threads": threads})
-
-
-@click.command
-@_TARGET
-@click.argument("block_hash", metavar="[HASH]", required=False, type=parameters.HASH)
-@click.option("--name", type=parameters.PIN, help="by which it can be unpinned")
-@answers.output_option()
-@targets.cluster_options
-def pin(target: str, block_hash: str | None, *, name: str | None, output: str, **cluster: str) -> int:
-    """Keep a block and all before it, whatever the budget says; without HASH, list what is pinned.
-
-    HASH is the hex digits before _g in the name of the block's file.
-    """
-    if block_hash is None:
-        if name is not None:
-            raise click.UsageError("HASH is missing: say which block --name is to pin")
-        return _do("pins", target, cluster, output, {})
-    if name is None:
-        raise click.UsageError("--name is required, so that it can be unpinned")
-    return _do("pin", target, cluster, output, {"name": name, "hash": block_hash})
-
-
-@click.command
-@_TARGET
-@click.argument("name")
-@answers.output_option()
-@targets.cluster_options
-def unpin(target: str, name: str, *, output: str, **cluster: str) -> int:
-    """Let a pinned block go again when room is needed; NAME as it was pinned."""
-    return _do("unpin", target, cluster, output, {"name": name})
 
 
 @click.command
@@ -181,3 +153,109 @@ def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any
         for name, option in _GC_OPTIONS.items():
             message = message.replace(f"{name}=", f"{option} ")
         raise ConfigInvalid(message) from error
+
+
+def _inspect_page(document: Document) -> str:
+    """Return the counts first, then each generation."""
+    volume = document["volume"]
+    generations = document["generations"]
+    head = (
+        f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, in "
+        f"{counted(len(generations), 'generation')}\n"
+        f"volume: {readable_size(volume['free'])} free of {readable_size(volume['bytes'])}\n"
+    )
+    if not generations:
+        return f"{_NOTHING}\n{head}"
+    return head + "".join(_generation(each) for each in generations)
+
+
+def _generation(document: Document) -> str:
+    rows = [("blocks", _heap(document["blocks"]))]
+    if document["problem"]:
+        rows.insert(0, ("problem", document["problem"]))
+    if document["oldestSeconds"] is not None:
+        written = f"{duration(document['newestSeconds'])} to {duration(document['oldestSeconds'])} ago"
+        rows.append(("written", written))
+        rows += [
+            ("  over 30 d" if name == OLDER else f"  up to {name}", _heap(heap))
+            for name, heap in document["ages"].items()
+            if heap["files"]
+        ]
+    tenants = sorted(document["tenants"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    if tenants:
+        rows.append(("tenants", str(len(tenants))))
+        rows += [(f"  {name}", _heap(heap)) for name, heap in tenants[:_MOST_TENANTS]]
+    rows += [(name, _heap(heap, "file")) for name, heap in document["leftovers"].items() if heap["files"]]
+    rows.append(("journals", _heap(document["journals"], "file")))
+    rows += [(name, str(value)) for name, value in sorted(document["identity"].items())]
+    return f"\n{document['path']}\n{columns(rows, indent=2)}"
+
+
+def _heap(heap: Document, noun: str = "block") -> str:
+    return f"{counted(heap['files'], noun)}, {readable_size(heap['bytes'])}"
+
+
+def _check_page(document: Document) -> str:
+    """Return each problem, and the counts last, where they stay on the screen."""
+    problems = document["problems"]
+    lines = [f"{each['path'] or '.'}: {each['kind']}: {each['message']}" for each in problems]
+    count = sum(document["problemsByKind"].values())
+    if count > len(problems):
+        lines.append(f"and {count - len(problems)} more")
+    if document["unverified"]:
+        lines.append(_sealed(document["unverified"]))
+    if document["compressed"]:
+        saved = readable_size(document["savedBytes"])
+        lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
+    if not document["blocks"] and not count:
+        lines.append(_NOTHING)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problemsByKind"].items()))
+    lines.append(
+        f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, "
+        f"{counted(count, 'problem')}" + (f": {kinds}" if kinds else "")
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _sealed(blocks: int) -> str:
+    return f"{counted(blocks, 'block')} encrypted with a key that was not given: see --keys-dir"
+
+
+def _purge_page(document: Document) -> str:
+    """Return what went, or would."""
+    verb = "would remove" if document["dryRun"] else "removed"
+    lines = []
+    for each in document["generations"]:
+        others = [f"{counted(each[kind], name)}" for kind, name in _OTHERS.items() if each[kind]]
+        files = " and ".join([counted(each["blocks"], "block"), *others])
+        lines.append(f"{each['path']}: {verb} {files}, {readable_size(each['bytes'])}")
+        if each["problem"]:
+            lines.append(f"{each['path']}: not all of it: {each['problem']}")
+    if not document["generations"]:
+        lines.append(_NOTHING)
+    lines.append(f"{verb} {counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}")
+    return "\n".join([*lines, *_dry(document)]) + "\n"
+
+
+def _gc_page(document: Document) -> str:
+    """Return what went, or would, and why."""
+    verb = "would remove" if document["dryRun"] else "removed"
+    lines = [f"{verb} {counted(count, 'block')}: {reason}" for reason, count in document["evicted"].items()]
+    lines += [f"removed {counted(count, 'leftover')}: {kind}" for kind, count in document["removedLeftovers"].items()]
+    if not document["evicted"]:
+        lines.append("nothing is above its limits" if document["blocks"] else _NOTHING)
+    lines += [f"problem: {each}" for each in document["problems"]]
+    lines.append(f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])} on the volume")
+    return "\n".join([*lines, *(_dry(document) if document["evicted"] else [])]) + "\n"
+
+
+def _dry(document: Document) -> list[str]:
+    return ["nothing was removed; add --yes to do it"] if document["dryRun"] else []
+
+
+_PAGES: Final[Mapping[str, Callable[[Document], str]]] = {
+    "inspect": _inspect_page,
+    "check": _check_page,
+    "purge": _purge_page,
+    "gc": _gc_page,
+}

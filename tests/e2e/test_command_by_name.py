@@ -61,7 +61,6 @@ def test_a_name_and_the_directory_behind_it_give_the_same_answer(
 
 def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
     typed.ask("store/doomed")
-    assert answer(capsys, "purge", "typed", "--older-than", "1w")["blocks"] == 0
     pinned = next(each for each in typed.ask("state")["root"].split("/")[::-1] if each)
     assert answer(capsys, "purge", "typed", "--generation", pinned)["dryRun"] is True
     assert typed.ask("load/doomed")["is_hit"]
@@ -70,47 +69,6 @@ def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, capsys: py
     # An engine learns what went when it looks at the volume again.
     for number in range(BLOCKS):
         until(lambda number=number: "Stored" in typed.ask(f"store/{number}")["outcome"], SECONDS)
-
-
-@pytest.mark.timeout(300)
-def test_a_generation_goes_from_one_tier_to_another_by_name(
-    bench: Bench, typed: Tier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    light = {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"}
-    copied = Tier(bench, "copied", engine=light, disk={"budget": {"maxBytes": "1Gi"}})
-    copied.reaches("Ready", "True")
-    for number in range(BLOCKS):
-        typed.ask(f"store/{number}")
-    there = answer(capsys, "check", "typed")["blocks"]
-    file, directory = tmp_path / "typed.tar", tmp_path / "new"
-
-    exported = answer(capsys, "export", "typed", str(file))
-    assert exported["blocks"] == there >= BLOCKS
-
-    assert answer(capsys, "export", "typed", str(tmp_path / "hot.tar"), "--hottest", "3Mi")["blocks"] == 2
-    dry = answer(capsys, "import", str(file), "copied")
-    assert (dry["dryRun"], dry["blocks"], answer(capsys, "inspect", "copied")["blocks"]) == (True, there, 0)
-    done = answer(capsys, "import", str(file), "copied", "-n", "default", "--yes")
-    assert (done["blocks"], done["generation"], done["damaged"]) == (there, exported["generation"], [])
-    found = answer(capsys, "check", "copied")
-    assert (found["blocks"], found["problems"]) == (there, [])
-
-    # What is there stays; and a directory is as good as a tier at either end.
-    assert answer(capsys, "clone", "typed", "copied", "--yes")["present"] == there
-    assert answer(capsys, "clone", "copied", str(directory), "--yes")["blocks"] == there
-    assert answer(capsys, "check", str(directory))["problems"] == []
-    assert answer(capsys, "purge", "copied", "--all", "--yes")["blocks"] == there
-    assert answer(capsys, "clone", f"{directory}/", "copied", "--yes")["blocks"] == there
-
-    # A stream that was cut off, or that is none, is told of in the words of the pod.
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert "cut off" in answer(capsys, "import", str(file), "copied", "--yes", code=1)["problem"]
-    file.write_bytes(b"x" * 20_000)
-    assert main(["import", str(file), "copied", "--yes"]) == 1
-    assert "invalid header" in capsys.readouterr().err
-    assert main(["clone", "typed", "copied", "--generation", "f00", "--yes"]) == 1
-    assert "holds no generation f00" in capsys.readouterr().err
-    bench.delete(TIER, "copied")
 
 
 def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tier) -> None:
@@ -140,11 +98,7 @@ def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tie
         (["purge", "typed"], 2, "say what is to go"),
         (["purge", "typed", "--tenant", "nobody", "--yes"], 1, "holds no tenant nobody"),
         (["check", "typed", "--keys-dir", "/"], 2, "--keys-dir is for a directory"),
-        (["export", "typo", "/tmp/kvtier-typo.tar"], 1, "no tier typo"),
-        (["import", "/etc/hostname", "typed", "--keys-dir", "/"], 2, "--keys-dir is for a directory"),
-        (["clone", "typed", "typo"], 1, "no tier typo"),
         (["gc", "typed", "--config", "/etc/hostname"], 2, "--config is for a directory"),
-        (["unpin", "typed", "x"], 1, "no such pin"),
         (["report", "typo"], 1, "no tier typo"),
     ],
 )

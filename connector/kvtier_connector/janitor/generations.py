@@ -10,6 +10,7 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import (
     BLOCKS,
     JOURNAL,
+    PURGES_FILE,
     QUARANTINE,
     TENANTS,
     TIER_FILE,
@@ -18,7 +19,7 @@ from kvtier_connector.store.layout import (
     parse_journal_path,
 )
 
-_PARTS = {BLOCKS, TENANTS, QUARANTINE, JOURNAL, TIER_FILE}
+_PARTS = {BLOCKS, TENANTS, QUARANTINE, JOURNAL, PURGES_FILE, TIER_FILE}
 
 
 class Generation(NamedTuple):
@@ -91,7 +92,7 @@ def last_written_ns(fs: FileSystem, root: str, *, but: Collection[str]) -> int:
     latest = 0
     try:
         entries = fs.scandir(f"{root}/{JOURNAL}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     for entry in entries:
         name = parse_journal_path(f"{JOURNAL}/{entry.name}")

@@ -422,7 +422,7 @@ class Keeper:
         return [each.digest for each in self._generations]
 
     def _state_missing(self, missing_bytes: int) -> None:
-        message = f"{missing_bytes} bytes above the limits are pinned: kvtier unpin, or raise the limits"
+        message = f"{missing_bytes} bytes above the limits are pinned: take some out of pins.json, or raise the limits"
         self._problems.state("pinned", message if missing_bytes else "")
 
     def _publish(self, is_time: bool) -> None:

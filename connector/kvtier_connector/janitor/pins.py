@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that people want to keep: ``pins.json`` beside the generations, which `kvtier pin` writes.
+"""Prefixes that people want to keep: ``pins.json`` beside the generations, which people write.
 
 A pin holds a block and every block before it, in every generation and for every tenant, against the budget and against
 quotas. It does not hold them beyond their time to live.
@@ -66,8 +66,7 @@ def read_pins(tier_dir: Path, *, fs: FileSystem = LOCAL, known: Mapping[str, byt
     except FileNotFoundError as error:
         if known:
             raise ConfigInvalid(
-                f"{path}: is gone, and {len(known)} pins of it hold on; to let them go, pin something anew with "
-                'kvtier pin, or write {"pins": {}}'
+                f'{path}: is gone, and {len(known)} pins of it hold on; to let them go, write {{"pins": {{}}}}'
             ) from error
         return {}
     try:
@@ -81,7 +80,7 @@ def read_pins(tier_dir: Path, *, fs: FileSystem = LOCAL, known: Mapping[str, byt
         pins = {check_name(name): parse_hash(value) for name, value in document["pins"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigInvalid) as error:
         raise ConfigInvalid(
-            f"{path}: not a list of pins: {error}; remove the file, and pin anew with kvtier pin"
+            f'{path}: not a list of pins: {error}; write {{"pins": {{"NAME": "HASH"}}}}, or remove the file'
         ) from error
     return pins
 
@@ -94,7 +93,7 @@ def write_pins(tier_dir: Path, pins: Mapping[str, bytes], *, fs: FileSystem = LO
         OSError: the volume does not take it; the old file stays.
     """
     if len(pins) > MOST_PINS:
-        raise ConfigInvalid(f"{len(pins)} pins: must be at most {MOST_PINS}; unpin some")
+        raise ConfigInvalid(f"{len(pins)} pins: must be at most {MOST_PINS}; take some out")
     text = json.dumps({"pins": {name: pins[name].hex() for name in sorted(pins)}}, indent=2) + "\n"
     with replacing(fs, f"{tier_dir}/{PINS_FILE}") as fd:
         write_all(fs, fd, memoryview(text.encode()))

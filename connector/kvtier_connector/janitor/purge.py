@@ -1,66 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and removes the blocks that a person wants gone: by age, generation, tenant, adapter or prefix, or all of them.
+"""Removes the blocks of a generation, a tenant or a LoRA adapter, or all of them, with partial and quarantined files.
 
-Engines may be at work: what goes is a miss for them, and they are told.
+Engines may be storing meanwhile: a mark (see `store.purges`) keeps what they queued before from landing afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from kvtier_connector.errors import ConfigInvalid, StoreUnavailable
-from kvtier_connector.janitor.walk import find_tenants, meet_all
-from kvtier_connector.store.beneath import Beneath
-from kvtier_connector.store.format import HEADER_BYTES
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.janitor.walk import find_tenants
+from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.generations import find_generations
 from kvtier_connector.store.journal import JournalWriter
-from kvtier_connector.store.layout import TENANTS, BlockKey, adapter_name_label, parse_earlier_block_path
+from kvtier_connector.store.layout import (
+    BLOCKS,
+    adapter_name_label,
+    parse_block_path,
+    parse_earlier_block_path,
+    tenant_of,
+)
 from kvtier_connector.store.progress import Progress
+from kvtier_connector.store.purges import Purge, mark
 from kvtier_connector.store.records import Op
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
 
-_TENANT = re.compile(rf"{TENANTS}/([^/]+)/")
 _FLUSH_EVERY = 4096
-_MEET_AT_ONCE = 4096
+_READ_AT_ONCE = 4096
+_MOST_PASSES = 10
+_NO_AGE_SECONDS = -1e9
+"""A partial file matches also where its time is ahead of this clock."""
+
+_UNTOLD = {Fault.OUTDATED, Fault.VERSION, Fault.ALGORITHM}
+"""Intact headers that this release cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criteria:
-    """What is to go; what is None does not matter."""
+    """Which blocks to remove: those that match every field that is not None."""
 
-    older_than_seconds: float | None = None
-    """Since the file was written."""
     generation: str | None = None
     tenant: str | None = None
-    prefix: bytes | None = None
-    """Hash of a block: it goes, and with it all blocks that continue it."""
+    """Empty for the common blocks."""
     lora: str | None = None
-    """Name of a LoRA adapter: its blocks go, whatever it held when they were computed."""
-
-    @property
-    def needs_headers(self) -> bool:
-        """Whether only the header of a block tells if it is to go."""
-        return self.prefix is not None or self.lora is not None
+    """Name of a LoRA adapter, whatever weights it had when the blocks were computed."""
 
 
 @dataclass(slots=True)
 class Purged:
-    """What was found, or removed, in one generation."""
+    """Files found, or removed, in one generation."""
 
     path: str
     blocks: int = 0
     bytes: int = 0
-    leftovers: int = 0
-    """Quarantined and partial files, which hold what a block holds."""
+    """Of all files counted here."""
+    partials: int = 0
+    """Files that a writer had not finished; each may hold a whole block."""
+    quarantined: int = 0
     failed: int = 0
     problem: str = ""
+
+
+_Entry = BlockEntry | Leftover
 
 
 def purge(  # noqa: PLR0913 - keywords
@@ -73,11 +81,11 @@ def purge(  # noqa: PLR0913 - keywords
     clock: Callable[[], int] = time.time_ns,
     progress: Progress | None = None,
 ) -> list[Purged]:
-    """Remove what the criteria choose at or below the directory; with `is_dry` only count it.
+    """Remove the files that match, at or below the directory; with `is_dry` only count them.
 
     Raises:
         StoreUnavailable: the directory cannot be walked.
-        ConfigInvalid: there is no generation of that name, or no tenant.
+        ConfigInvalid: there is no generation of that name, or no such tenant.
     """
     roots = [root for root in find_generations(directory, fs=fs) if criteria.generation in {None, root.name}]
     if not roots:
@@ -85,18 +93,17 @@ def purge(  # noqa: PLR0913 - keywords
         raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
     if criteria.tenant:
         _check_tenant(directory, roots, criteria.tenant, fs=fs)
-    results = []
     progress = progress or Progress()
-    # Where headers decide, all blocks are opened once before.
-    progress.begin(len(roots) * (2 if criteria.needs_headers else 1))
+    progress.begin(len(roots) * (1 if is_dry else 2))
+    results = []
     for root in roots:
-        purged = Purged(str(root.relative_to(directory)))
-        results.append(purged)
+        one = _Purging(root, criteria, progress, fs=fs.beneath(str(root)), threads=threads, clock=clock)
+        one.result.path = str(root.relative_to(directory))
         try:
-            _purge_one(root, criteria, purged, progress, is_dry=is_dry, fs=fs, threads=threads, clock=clock)
+            one.run(is_dry=is_dry)
         except (StoreUnavailable, OSError) as error:
-            purged.problem = str(error)
-        progress.finish()
+            one.result.problem = str(error)
+        results.append(one.result)
     return results
 
 
@@ -110,152 +117,154 @@ def _check_tenant(directory: Path, roots: Iterable[Path], tenant: str, *, fs: Fi
     raise ConfigInvalid(f"{directory}: holds no tenant {tenant}; kvtier inspect shows the largest there are")
 
 
-def _purge_one(  # noqa: PLR0913 - keywords
-    root: Path,
-    criteria: Criteria,
-    purged: Purged,
-    progress: Progress,
-    *,
-    is_dry: bool,
-    fs: FileSystem,
-    threads: int,
-    clock: Callable[[], int],
-) -> None:
-    fs = Beneath(fs, str(root))
-    journal = JournalWriter(root, fs=fs, clock=clock)
-    unread: list[OSError] = []
-    for entry in _choose(root, criteria, progress, fs=fs, threads=threads, now_ns=clock(), unread=unread):
-        if not is_dry:
+class _Purging:
+    """The purge of one generation. One thread, but for reading headers."""
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        root: Path,
+        criteria: Criteria,
+        progress: Progress,
+        *,
+        fs: FileSystem,
+        threads: int,
+        clock: Callable[[], int],
+    ) -> None:
+        self.result = Purged("")
+        self._root = root
+        self._tenant = criteria.tenant
+        self._adapter = None if criteria.lora is None else adapter_name_label(criteria.lora)
+        self._progress = progress
+        self._fs = fs
+        self._threads = threads
+        self._clock = clock
+        self._journal = JournalWriter(root, fs=fs, clock=clock)
+
+    def run(self, *, is_dry: bool) -> None:
+        if is_dry:
+            for entry in self._choose([]):
+                self._count(entry)
+            self._progress.finish()
+            return
+        mark(self._fs, str(self._root), Purge(self._tenant, self._adapter))
+        # A pass may miss a file that is renamed while its directory is listed, so another follows until none is found.
+        # Partial files do not count: their writers look at the mark before the rename, and remove them.
+        for _ in range(_MOST_PASSES):
+            is_clean = self._pass()
+            self._progress.finish()
+            if is_clean or self.result.failed:
+                break
+        else:
+            self.result.problem = self.result.problem or (
+                "engines go on storing what is to go: they may run an earlier release; set the mode to Bypass, and "
+                "purge again"
+            )
+
+    def _pass(self) -> bool:
+        """Remove all that is there; return whether there were no more than partial files."""
+        unread: list[OSError] = []
+        is_clean = True
+        for entry in self._choose(unread):
+            is_clean &= isinstance(entry, Leftover) and entry.kind is LeftoverKind.PARTIAL
             try:
-                fs.unlink(f"{root}/{entry.path}")
+                self._fs.unlink(f"{self._root}/{entry.path}")
             except FileNotFoundError:
                 continue
             except OSError as error:
-                purged.failed, purged.problem = purged.failed + 1, str(error)
+                self.result.failed, self.result.problem = self.result.failed + 1, str(error)
                 continue
+            self._count(entry)
+            if isinstance(entry, BlockEntry):
+                self._journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
+                if self.result.blocks % _FLUSH_EVERY == 0:
+                    self._flush()
+        self._flush()
+        if unread:
+            self.result.failed += len(unread)
+            self.result.problem = self.result.problem or str(unread[0])
+        return is_clean
+
+    def _count(self, entry: _Entry) -> None:
+        self.result.bytes += entry.size
+        if isinstance(entry, BlockEntry):
+            self.result.blocks += 1
+            self._progress.add(entry.size)
+        elif entry.kind is LeftoverKind.PARTIAL:
+            self.result.partials += 1
+        else:
+            self.result.quarantined += 1
+
+    def _flush(self) -> None:
+        # The janitor counts again by walking, so a record that cannot be written costs nothing.
+        with contextlib.suppress(StoreUnavailable):
+            if self._journal.pending:
+                self._journal.flush()
+
+    def _choose(self, unread: list[OSError]) -> Iterator[_Entry]:
+        """Yield the files that match; errors of those that cannot be read are added to `unread`."""
+        found = scan(
+            self._root,
+            fs=self._fs,
+            partial_age_seconds=_NO_AGE_SECONDS,
+            threads=self._threads,
+            unread=unread,
+            on_share=self._progress.reach,
+        )
+        entries = (each for each in map(_with_earlier, found) if self._may_match(each))
+        if self._adapter is None:
+            yield from entries
+            return
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="kvtier-purge") as pool:
+            while some := list(islice(entries, _READ_AT_ONCE)):
+                for entry, answer in zip(some, pool.map(self._is_of_adapter, some), strict=True):
+                    if isinstance(answer, OSError):
+                        unread.append(answer)
+                    elif answer:
+                        yield entry
+
+    def _may_match(self, entry: _Entry) -> bool:
+        """Return whether a file holds a block, whole or in part, of the tenant."""
         if isinstance(entry, Leftover):
-            purged.leftovers += 1
-            continue
-        purged.blocks, purged.bytes = purged.blocks + 1, purged.bytes + entry.size
-        progress.add(entry.size)
-        if not is_dry:
-            journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
-            if purged.blocks % _FLUSH_EVERY == 0:
-                _flush(journal)
-    _flush(journal)
-    if unread:
-        purged.failed, purged.problem = purged.failed + len(unread), purged.problem or str(unread[0])
+            is_block = entry.kind is LeftoverKind.QUARANTINED or (
+                entry.kind is LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
+            )
+            if not is_block:
+                return False
+        return self._tenant is None or tenant_of(entry.path) == self._tenant
+
+    def _is_of_adapter(self, entry: _Entry) -> bool | OSError:
+        """Return whether the header names the adapter; True for a partial or damaged file that does not tell."""
+        path = f"{self._root}/{entry.path}"
+        if isinstance(entry, BlockEntry) and parse_block_path(entry.path) is None:
+            return self._untold(path)
+        try:
+            fd = self._fs.open(path, READ_FLAGS)
+            try:
+                page = memoryview(bytearray(HEADER_BYTES))
+                header = decode_header(page[: read_page(self._fs, fd, page)])
+            finally:
+                with contextlib.suppress(OSError):
+                    self._fs.close(fd)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return error
+        if isinstance(header, Header):
+            return header.lineage.adapter.startswith(self._adapter or "")
+        if isinstance(entry, Leftover) or header not in _UNTOLD:
+            # Nothing is lost: no engine reads such a file.
+            return True
+        return self._untold(path)
+
+    def _untold(self, path: str) -> OSError:
+        return OSError(
+            f"{path}: blocks of another release do not tell their adapter; purge this generation with --generation "
+            f"{self._root.name}"
+        )
 
 
-def _flush(journal: JournalWriter) -> None:
-    # News only: an engine that does not hear of it finds out by itself.
-    with contextlib.suppress(StoreUnavailable):
-        if journal.pending:
-            journal.flush()
-
-
-def _choose(  # noqa: PLR0913 - keywords
-    root: Path,
-    criteria: Criteria,
-    progress: Progress,
-    *,
-    fs: FileSystem,
-    threads: int,
-    now_ns: int,
-    unread: list[OSError],
-) -> Iterator[BlockEntry | Leftover]:
-    """Yield what is to go; of what cannot be looked at, why it cannot is added to `unread`."""
-    members = None
-    if criteria.needs_headers:
-        members = _members(root, criteria, progress, fs=fs, threads=threads, unread=unread)
-        progress.finish()
-    for found in scan(root, fs=fs, threads=threads, unread=unread, on_share=progress.reach):
-        entry = _with_earlier(found)
-        if isinstance(entry, Leftover) and entry.kind is LeftoverKind.FOREIGN:
-            continue
-        if members is not None and not (isinstance(entry, BlockEntry) and entry.key in members):
-            continue
-        if criteria.tenant is not None and _tenant(entry) != criteria.tenant:
-            continue
-        age_seconds = (now_ns - entry.mtime_ns) / 1e9
-        if criteria.older_than_seconds is not None and age_seconds <= criteria.older_than_seconds:
-            continue
-        yield entry
-
-
-def _with_earlier(entry: BlockEntry | Leftover) -> BlockEntry | Leftover:
-    """Take what an earlier format has for the block that it is: it holds what a block holds."""
+def _with_earlier(entry: _Entry) -> _Entry:
+    """Return a block of an earlier format as a block: it holds the same."""
     is_earlier = isinstance(entry, Leftover) and entry.kind is LeftoverKind.EARLIER
     key = parse_earlier_block_path(entry.path) if is_earlier else None
     return entry if key is None else BlockEntry(key, entry.path, entry.size, entry.mtime_ns)
-
-
-def _members(  # noqa: PLR0913 - keywords
-    root: Path, criteria: Criteria, progress: Progress, *, fs: FileSystem, threads: int, unread: list[OSError]
-) -> set[BlockKey]:
-    """Return the keys of the blocks whose headers say that they are meant; opens every block of the tenant."""
-    keys: list[BlockKey] = []
-    # A block of an earlier format may continue the prefix, or be the adapter's.
-    earlier: list[BlockKey] = []
-    for found in scan(root, fs=fs, threads=threads, unread=[]):
-        entry = _with_earlier(found)
-        if isinstance(entry, BlockEntry) and criteria.tenant in {None, entry.key.tenant}:
-            (keys if entry is found else earlier).append(entry.key)
-    parents: dict[BlockKey, BlockKey] = {}
-    of_adapter: set[BlockKey] = set()
-    label = None if criteria.lora is None else adapter_name_label(criteria.lora)
-
-    def may_be_meant(key: BlockKey) -> bool:
-        return label is not None or key.hash != criteria.prefix
-
-    without_header = sum(map(may_be_meant, earlier))
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-purge") as pool:
-        for number, some in enumerate(_parts(keys)):
-            progress.reach(min(1.0, number * _MEET_AT_ONCE / max(1, len(keys))))
-            met_here, refused = meet_all(pool, fs, str(root), some)
-            unread += [each.error for each in refused]
-            for met in met_here:
-                without_header += met.header is None and may_be_meant(met.key)
-                if met.header is None:
-                    continue
-                if met.header.lineage.parent:
-                    parents[met.key] = met.key._replace(hash=met.header.lineage.parent)
-                if label is not None and met.header.lineage.adapter.startswith(label):
-                    of_adapter.add(met.key)
-    if without_header:
-        what = "chain" if label is None else "adapter"
-        message = (
-            f"{without_header} blocks whose {what} cannot be read; purge this generation with --generation {root.name}"
-        )
-        unread += [OSError(message)] * without_header
-    keys += earlier
-    continuing = set(keys) if criteria.prefix is None else _continuing(keys, parents, criteria.prefix)
-    return continuing if label is None else continuing & of_adapter
-
-
-def _continuing(keys: list[BlockKey], parents: dict[BlockKey, BlockKey], prefix: bytes) -> set[BlockKey]:
-    """Return those with the hash, and all that continue them."""
-    is_member: dict[BlockKey, bool] = {}
-    for key in keys:
-        path: list[BlockKey] = []
-        at: BlockKey | None = key
-        while at is not None and at not in is_member and at not in path[-1:]:
-            path.append(at)
-            is_member[at] = at.hash == prefix
-            at = None if is_member[at] else parents.get(at)
-        answer = is_member[path[-1]] if at is None else is_member[at]
-        for each in path:
-            is_member[each] = answer
-    return {key for key in keys if is_member[key]}
-
-
-def _parts(keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
-    for start in range(0, len(keys), _MEET_AT_ONCE):
-        yield keys[start : start + _MEET_AT_ONCE]
-
-
-def _tenant(entry: BlockEntry | Leftover) -> str:
-    if isinstance(entry, BlockEntry):
-        return entry.key.tenant
-    match = _TENANT.match(entry.path)
-    return "" if match is None else match[1]

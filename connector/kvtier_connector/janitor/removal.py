@@ -11,10 +11,9 @@ import errno
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvtier_connector.janitor.walk import find_tenants, list_own
-from kvtier_connector.store.beneath import Beneath
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import BLOCKS, JOURNAL, QUARANTINE, TENANTS, TIER_FILE, tenant_directory
 
@@ -24,23 +23,30 @@ _MOST_REFUSALS = 8
 _BUSY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
-class ActiveFileSystem(Beneath):
-    """Removes names below the tier's directory, and only while this is the active janitor of the tier."""
+class ActiveFileSystem(FileSystem):
+    """Another file system beneath the tier's directory, which removes only while this is the tier's active janitor."""
 
     def __init__(self, fs: FileSystem, base: str, *, may_act: Callable[[], bool]) -> None:
         """Store the settings; `may_act` is asked before each removal, from any thread."""
-        super().__init__(fs, base)
+        self._fs = fs.beneath(base)
         self._may_act = may_act
+        for name in set(vars(FileSystem)) - set(vars(ActiveFileSystem)):
+            if not name.startswith("_"):
+                setattr(self, name, getattr(self._fs, name))
+
+    def beneath(self, directory: str) -> Self:  # noqa: ARG002 - all of the tier is refused links already
+        """Return this file system."""
+        return self
 
     def unlink(self, path: str) -> None:
         """Remove a name; raise PermissionError if another janitor may be the active one."""
         self._refuse_unless_active(path)
-        super().unlink(path)
+        self._fs.unlink(path)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory; raise PermissionError likewise."""
         self._refuse_unless_active(path)
-        super().rmdir(path)
+        self._fs.rmdir(path)
 
     def _refuse_unless_active(self, path: str) -> None:
         if not self._may_act():

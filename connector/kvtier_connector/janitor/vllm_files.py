@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -64,10 +65,10 @@ def _files(fs: FileSystem, tier_dir: str, generation: str, directory: str) -> It
         if not is_partial and not _BLOCK.match(entry.name):
             continue
         try:
-            found = entry.stat(follow_symlinks=False)
+            found = fs.stat(f"{tier_dir}/{directory}/{entry.name}")
         except FileNotFoundError:
             continue
-        if entry.is_file(follow_symlinks=False):
+        if stat.S_ISREG(found.st_mode):
             used_ns = max(found.st_mtime_ns, found.st_atime_ns)
             path = f"{directory}/{entry.name}"
             yield File(generation, path, found.st_size, found.st_mtime_ns, used_ns, is_partial)

@@ -62,7 +62,11 @@ class MoversSettings:
     def open_volume(self, fs: FileSystem) -> BlockStore:
         """Return the volume as a mover uses it: without a limit, which is the engine's affair."""
         return BlockStore(
-            Path(self.root), fs=fs, direct=self.direct, keys_dir=self.keys_dir, compression=self.compression
+            Path(self.root),
+            fs=fs.beneath(self.root),
+            direct=self.direct,
+            keys_dir=self.keys_dir,
+            compression=self.compression,
         )
 
 
@@ -238,7 +242,7 @@ class Mover:
             self._board.unlock(self._number)
         if (keyring := self._store.keyring) is not None:
             keyring.activate(active_key)
-        return self._store.put(task.keys[0], self._staging, task.lineage, is_scratch=True)
+        return self._store.put(task.keys[0], self._staging, task.lineage, is_scratch=True, queued=task.queued)
 
     def _save_from(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
         """Write a row from where it is; a copy would cost as much of a processor as a fast volume does.
@@ -250,5 +254,5 @@ class Mover:
         def is_ours() -> bool:
             return self._board.ticket(entry) == ticket
 
-        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_ours)
+        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_ours, queued=task.queued)
         return None if isinstance(outcome, StoreFault) and not is_ours() else outcome

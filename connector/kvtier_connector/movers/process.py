@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,12 +122,15 @@ def main(settings: MoverSettings) -> None:
         wanted, storing = board.head()
         return Permit(number < wanted, number < storing)
 
+    store = settings.settings.open_volume(_file_system(settings.settings.file_system))
+    # A purge from before this process is told from a later one, and a volume that hangs holds up no task.
+    threading.Thread(target=store.learn_purges, name="kvtier-purges", daemon=True).start()
     Mover(
         number,
         board=board,
         rows=MappedRows(settings.regions, settings.row_bytes),
         row_bytes=settings.row_bytes,
-        store=settings.settings.open_volume(_file_system(settings.settings.file_system)),
+        store=store,
         pipes=settings.pipes,
         replies=settings.replies,
         permit=permit,

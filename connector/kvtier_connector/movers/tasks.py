@@ -42,6 +42,8 @@ class Task(NamedTuple):
     row: int = NO_ROW
     lineage: Lineage = NO_LINEAGE
     """Of what is stored."""
+    queued: float = 0.0
+    """Of what is stored: when the engine handed it over, in seconds of `time.monotonic`."""
     is_prefix: bool = True
     """Of a probe: whether the keys are in the order of a prompt, and none is wanted behind one that is absent."""
 
@@ -94,16 +96,17 @@ _OTHERS: dict[int, Answer] = {_MISS: Miss(), _PRESENT: Present()}
 
 def encode_task(task: Task, active_key: str = "") -> bytes:
     """Return what `decode_task` reads; `active_key` names the key that encrypts what is stored, if there are any."""
-    lane, keys, row, lineage, is_prefix = task
+    lane, keys, row, lineage, queued, is_prefix = task
     if lane is Lane.PROBE and len(keys) > MOST_PROBED:
         raise ValueError(f"a probe of {len(keys)} blocks is longer than {MOST_PROBED}")
-    return marshal.dumps((int(lane), [tuple(key) for key in keys], row, tuple(lineage), is_prefix, active_key))
+    return marshal.dumps((int(lane), [tuple(key) for key in keys], row, tuple(lineage), queued, is_prefix, active_key))
 
 
 def decode_task(data: bytes) -> tuple[Task, str]:
     """Read what `encode_task` wrote."""
-    lane, keys, row, lineage, is_prefix, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
-    return Task(Lane(lane), tuple(BlockKey(*key) for key in keys), row, Lineage(*lineage), is_prefix), active_key
+    lane, keys, row, lineage, queued, is_prefix, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
+    names = tuple(BlockKey(*key) for key in keys)
+    return Task(Lane(lane), names, row, Lineage(*lineage), queued, is_prefix), active_key
 
 
 def encode_answer(answer: Answer | None) -> tuple[int, int]:

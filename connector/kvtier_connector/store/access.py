@@ -104,6 +104,8 @@ class Access:
         fd = self._fs.open(self._path(key), READ_FLAGS | direct)
         try:
             found = read(fd, bool(direct))
+            if isinstance(found, int) and self._fs.fstat(fd).st_size != found:
+                found = Fault.TRAILING
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
                 self._on_freed(quarantine(self._fs, self._root, self._fs.fstat(fd), key, found), key.tenant)

@@ -6,6 +6,7 @@ What a full, read-only, failing or damaged volume does to a block is an outcome,
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import stat
@@ -28,6 +29,7 @@ from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, LOCAL, DirectIo, FileSy
 from kvtier_connector.store.keyring import Keyring
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.publishing import replacing
+from kvtier_connector.store.purges import PurgeMarks
 from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.verify import Handing, Take, mapped_verified, read_verified, stream_verified
@@ -76,6 +78,8 @@ class StoreFault(enum.Enum):
     """The volume is mounted read-only, or the kernel made it so after an error."""
     DENIED = "denied"
     """This process may not write there."""
+    PURGED = "purged"
+    """A purge of the block came while it waited to be written."""
     RESOURCES = "resources"
     """This process or host has run out of memory or file descriptors; the volume is not to blame."""
     IO = "io"
@@ -143,13 +147,14 @@ class BlockStore:
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
-        self._fs = fs
+        self._fs = fs = fs.beneath(self._root)
         self._clock = clock
         tier_dir = str(root.parent)
         self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_choices(fs, tier_dir).direct_io)
         self._compression = Compression(compression, lambda: read_choices(fs, tier_dir))
         self._usage = Ledger(max_bytes, quotas)
         self._directories = BlockDirectories(fs)
+        self.purges = PurgeMarks(fs, self._root)
         self._access = Access(fs, self._root, self._usage.forget)
         self._is_end_written_first = self._access.mount.is_end_written_first
         self._scanning = threading.Lock()
@@ -200,7 +205,7 @@ class BlockStore:
 
         return self._read(key, self._direct.flag(whole), read)
 
-    def put(
+    def put(  # noqa: PLR0913 - keywords with defaults
         self,
         key: BlockKey,
         payload: memoryview,
@@ -208,6 +213,7 @@ class BlockStore:
         *,
         is_scratch: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
+        queued: float | None = None,
     ) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
@@ -215,10 +221,18 @@ class BlockStore:
         is written, and the block does not appear. With `is_scratch` it is encrypted where it is, if blocks are
         encrypted, and is worth nothing afterwards; without, memory of the same length is taken for that. Nobody waits
         for the device: after a power failure a block may be damaged or gone, which its reader notices.
+
+        `queued` is when the block was handed over, in seconds of `time.monotonic`, by default now. A block that was
+        purged since then is PURGED, and does not appear.
         """
         data = payload.cast("B")
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
+        since = self._now_queued() if queued is None else queued
+
+        def may_appear() -> bool:
+            return is_wanted() and not self._is_purged(key, lineage, since)
+
         with self._writers.alone(key):
             found = self._access.find(key, data.nbytes, self._page(), self.keyring)
             if found.is_whole:
@@ -234,13 +248,15 @@ class BlockStore:
                 header = Header(key, stored.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
                 header = header._replace(packing=packing)
                 if encryption_key is None:
-                    self._write(key, with_checksum(header, stored), stored, is_wanted)
+                    self._write(key, with_checksum(header, stored), stored, may_appear)
                 else:
                     is_ours = is_scratch or packing != NOT_PACKED
                     sealed = stored if is_ours and not stored.readonly else scratch_for(stored)
-                    self._write(key, encrypt(header, stored, sealed, encryption_key), sealed, is_wanted)
+                    self._write(key, encrypt(header, stored, sealed, encryption_key), sealed, may_appear)
                 written = Stored(HEADER_BYTES + stored.nbytes)
             except OSError as error:
+                if error.errno == errno.ECANCELED and self.purges.is_purged(key, lineage, since):
+                    return StoreFault.PURGED
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
             finally:
                 self.end_reserved(key, data.nbytes, written, replaced=found.size)
@@ -278,6 +294,21 @@ class BlockStore:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
         self._usage.forget(size, key.tenant)
         return True
+
+    def _now_queued(self) -> float:
+        """Return the time of a block that is handed over now; purges from before are learnt first."""
+        if not self.purges.is_known:
+            self.learn_purges()
+        return time.monotonic()
+
+    def _is_purged(self, key: BlockKey, lineage: Lineage, queued: float) -> bool:
+        self.purges.look()
+        return self.purges.is_purged(key, lineage, queued)
+
+    def learn_purges(self) -> None:
+        """Look which purges there were so far: `put` refuses what was queued before that and was purged ever."""
+        with contextlib.suppress(OSError):
+            self.purges.look(may_write=False)
 
     def set_limit(self, max_bytes: int) -> None:
         """Take another limit from now on; 0 means none."""

@@ -52,6 +52,7 @@ _STORE_SIGNS = {
     StoreFault.NO_BUDGET: Sign.NEUTRAL,
     StoreFault.NO_QUOTA: Sign.NEUTRAL,
     StoreFault.NO_KEY: Sign.NEUTRAL,
+    StoreFault.PURGED: Sign.NEUTRAL,
     StoreFault.NO_SPACE: Sign.FATAL,
     StoreFault.READ_ONLY: Sign.FATAL,
     StoreFault.DENIED: Sign.FATAL,

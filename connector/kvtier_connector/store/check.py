@@ -52,7 +52,8 @@ EXPLAINED = {
     Fault.HEADER: f"its header is damaged; {_MOVED}",
     Fault.KEY: f"it holds another block than its name says; {_MOVED}",
     Fault.GENERATION: f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
-    Fault.LENGTH: "it is longer than its header says; readers compute the block again",
+    Fault.LENGTH: "its block is of another length than its readers'; they compute it again",
+    Fault.TRAILING: f"it goes on behind its payload; {_MOVED}",
     Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
     Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; "
     + ("a later release may serve it" if HAS_AES else "the package cryptography is missing: pip install cryptography"),
@@ -167,8 +168,7 @@ def inspect_all(
     problems: list[Problem] = []
     progress = progress or Progress()
     progress.begin(len(roots))
-    # A directory without any is checked as one, and the report says what it lacks.
-    for root in roots or [directory]:
+    for root in roots:
         report = inspect(
             root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
         )
@@ -252,7 +252,7 @@ def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
         return fault
     size = fs.fstat(fd).st_size
     if size != HEADER_BYTES + header.payload_bytes:
-        return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
+        return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
     note(header)
     reading = begin_reading(header, page, keyring if header.encryption else None)
     if isinstance(reading, Fault):

@@ -74,13 +74,22 @@ def mount_of(path: str, *, table: str | None = None) -> Mount:
         path: It need not be there yet.
         table: Read in the place of /proc/self/mountinfo.
     """
+    return _find(path, table)[0]
+
+
+def mount_point_of(path: str, *, table: str | None = None) -> str:
+    """Return where the mount that holds an absolute path is mounted; empty if that is not known. As `mount_of`."""
+    return _find(path, table)[1]
+
+
+def _find(path: str, table: str | None) -> tuple[Mount, str]:
     if table is None:
         try:
             with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - once
                 table = mounts.read()
         except OSError:
-            return UNKNOWN
-    found, longest = UNKNOWN, -1
+            return UNKNOWN, ""
+    found, where, longest = UNKNOWN, "", -1
     for line in table.splitlines():
         # number, parent, device, root, mount point, options, more of them, "-", type, source, options
         left, _, right = line.partition(" - ")
@@ -90,9 +99,9 @@ def mount_of(path: str, *, table: str | None = None) -> Mount:
         point = _plain(fields[4]).rstrip("/")
         # A later mount on the same place hides an earlier one.
         if f"{path}/".startswith(f"{point}/") and len(point) >= longest:
-            longest = len(point)
+            where, longest = point or "/", len(point)
             found = Mount(rest[0], _plain(rest[1]), {**_options(rest[2]), **_options(fields[5])})
-    return found
+    return found, where
 
 
 def advice(mount: Mount) -> list[str]:

@@ -74,6 +74,8 @@ class Fault(enum.Enum):
     """The file was written for another generation, or for other weights, than the directory that it lies in."""
     LENGTH = "length"
     """The file is whole, but its payload is not as long as the reader's blocks are."""
+    TRAILING = "trailing"
+    """The file goes on behind its payload: another writer appended to it, or its header is of a shorter block."""
     CHECKSUM = "checksum"
     """The payload is not what the writer wrote."""
     ALGORITHM = "algorithm"

@@ -7,6 +7,7 @@ Tests derive from `FileSystem` to fail or stop at any chosen call; nothing else 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
 import functools
@@ -16,13 +17,18 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Final, Self
 
+from kvtier_connector.store.filesystems import mount_point_of
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
 from kvtier_connector.store.statx import State, state_at_server
 
 FILE_MODE = 0o640
 """The group is that of the pods of one tier: engines and the janitor may run as different users."""
+SHARED_FILE_MODE = 0o660
+"""For the one file that several users write to."""
 DIRECTORY_MODE = 0o2770
 """The group removes files and adds its own; with the set-group-ID bit, what lies below has the same group."""
 
@@ -38,7 +44,7 @@ FOLLOW_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno.ENODEV})
 """What the system says of a link, a directory, a pipe, a socket or a device that was put in the place of a file."""
 
-DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+_DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 """For a directory through which others are reached: a link to one is none."""
 
 _NO_ATTRIBUTE = "user.kvtier"
@@ -51,11 +57,45 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class FileSystem:
-    """One thin method for each system call, raising OSError as the system does. Stateless; any thread may call."""
+    """One thin method for each system call, raising OSError as the system does. Any thread may call.
+
+    A volume is shared, and another writer can put a link in the place of any directory, also between two calls.
+    Below a directory that `beneath` was given, a link on the way raises NotADirectoryError, and nothing is opened,
+    made, renamed or removed through it. Where that directory itself is reached through one, the error is ELOOP. To
+    open a file takes no call more for that, and to name one takes two local ones.
+    """
+
+    _bases: MappingProxyType[str, str] = MappingProxyType({})
+    """Directories below which links are refused, each with its real path."""
+    _given: tuple[str, ...] = ()
+    """Real paths of the directories that `beneath` was given."""
+
+    def beneath(self, directory: str) -> Self:
+        """Return this file system, with links refused below the volume that holds an absolute path.
+
+        That is the mount point above the path. On the root file system it is the directory above the path: that
+        one may be reached through links, but may not be one.
+        """
+        base = mount_point_of(directory)
+        if base in {"", "/"}:
+            base = directory.rstrip("/").rpartition("/")[0]
+            above, _, name = base.rpartition("/")
+            real = f"{os.path.realpath(above or '/').rstrip('/')}/{name}"
+        else:
+            real = os.path.realpath(base)
+        given = f"{real}{directory.rstrip('/')[len(base) :]}"
+        if not base or given in self._given:
+            return self
+        # `LOCAL` is everyone's; another one belongs to its maker, who looks at what it counts.
+        made = copy.copy(self) if type(self) is FileSystem else self
+        made._bases = MappingProxyType({**self._bases, base: real})  # noqa: SLF001 - its own
+        made._given = (*self._given, given)  # noqa: SLF001 - its own
+        return made
 
     def open(self, path: str, flags: int) -> int:
         """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
-        fd = os.open(path, flags, FILE_MODE)
+        real = self._real(path)
+        fd = os.open(path, flags, FILE_MODE) if real is None else self._open_plain(path, real, flags)
         if flags & os.O_CREAT and _umask() & FILE_MODE:
             with contextlib.suppress(OSError):
                 os.fchmod(fd, FILE_MODE)
@@ -68,6 +108,11 @@ class FileSystem:
     def release(self, fd: int) -> None:
         """Close a file that was only read, of which no answer matters."""
         self.close(fd)
+
+    def share(self, fd: int) -> None:
+        """Let the group write to an open file, as far as the volume lets us."""
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, SHARED_FILE_MODE)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into the buffers and return how many bytes came."""
@@ -91,7 +136,8 @@ class FileSystem:
 
     def stat(self, path: str) -> os.stat_result:
         """Describe a path without following a link."""
-        return os.lstat(path)
+        with self._at(path) as (directory, name):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def stat_at_server(self, path: str) -> State:
         """Describe a path as its server has it, whatever the node has in mind, without following a link."""
@@ -108,7 +154,8 @@ class FileSystem:
 
     def touch(self, path: str) -> None:
         """Have the volume note that the file was written to now, by its own clock; of a link, the link."""
-        os.utime(path, follow_symlinks=False)
+        with self._at(path) as (directory, name):
+            os.utime(name, dir_fd=directory, follow_symlinks=False)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """Describe the volume that holds a path."""
@@ -116,58 +163,218 @@ class FileSystem:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file over another, atomically."""
-        os.rename(source, target)  # noqa: PTH104 - one system call, no more
+        if source.rpartition("/")[0] == target.rpartition("/")[0]:
+            with self._at(source) as (directory, name):
+                target = target if directory is None else target.rpartition("/")[2]
+                os.rename(name, target, src_dir_fd=directory, dst_dir_fd=directory)
+            return
+        with self._at(source) as (directory, name), self._at(target) as (other, new_name):
+            os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=other)
 
     def link(self, source: str, target: str) -> None:
         """Give a file a second name; fail if it is taken."""
-        os.link(source, target)
+        with self._at(source) as (directory, name), self._at(target) as (other, new_name):
+            os.link(name, new_name, src_dir_fd=directory, dst_dir_fd=other, follow_symlinks=False)
 
     def unlink(self, path: str) -> None:
         """Remove a name."""
-        os.unlink(path)  # noqa: PTH108 - one system call, no more
+        with self._at(path) as (directory, name):
+            os.unlink(name, dir_fd=directory)
 
     def mkdir(self, path: str) -> None:
         """Make a directory with mode 2770, whatever the process's umask takes away."""
-        os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
-        _mend_mode(path)
+        with self._at(path) as (directory, name):
+            os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
+            _mend_mode(name, directory)
 
     def mkdir_plainly(self, path: str) -> None:
         """Make a directory with what the umask and the volume leave of mode 2770."""
-        os.mkdir(path, DIRECTORY_MODE)  # noqa: PTH102 - one system call, no more
+        with self._at(path) as (directory, name):
+            os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
 
     def mend_mode(self, path: str) -> bool:
         """Give a directory mode 2770 as far as the volume lets us; say whether it had it."""
-        return _mend_mode(path)
+        with contextlib.suppress(OSError), self._at(path) as (directory, name):
+            return _mend_mode(name, directory)
+        return False
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
-        os.rmdir(path)  # noqa: PTH106 - one system call, no more
+        with self._at(path) as (directory, name):
+            os.rmdir(name, dir_fd=directory)
 
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
-        """List a directory."""
-        with os.scandir(path) as entries:
-            return list(entries)
+        """List a directory. Of its entries, ask for names and kinds alone: their paths may lead through links."""
+        real = self._real(path)
+        if real is None or real in self._bases.values():
+            with os.scandir(path) as entries:
+                return list(entries)
+        fd = self._open_plain(path, real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            with os.scandir(fd) as entries:
+                found = list(entries)
+                for entry in found:
+                    # Where the volume does not tell, this asks, and the answer is kept.
+                    entry.is_dir(follow_symlinks=False)
+                return found
+        finally:
+            os.close(fd)
 
-    def open_directory(self, name: str, parent: int | None = None) -> int:
-        """Open a directory, in one that is open or at a path, without following a link in the place of its name."""
-        return os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    def _real(self, path: str) -> str | None:
+        """Return the real path of what lies at or below a base, None for any other path.
 
-    def unlink_in(self, directory: int, name: str) -> None:
-        """Remove a name from an open directory."""
-        os.unlink(name, dir_fd=directory)
+        Raises:
+            ValueError: it leads up again.
+        """
+        for base, real in self._bases.items():
+            if path.startswith(base) and path[len(base) : len(base) + 1] in {"", "/"}:
+                below = path[len(base) :].rstrip("/")
+                if "/." in below and {".", ".."} & set(below.split("/")):
+                    raise ValueError(f"{path}: must not have . or .. below {base}")
+                return f"{real}{below}"
+        return None
 
-    def rmdir_in(self, directory: int, name: str) -> None:
-        """Remove an empty directory from an open one."""
-        os.rmdir(name, dir_fd=directory)
+    def _open_plain(self, path: str, real: str, flags: int) -> int:
+        """Open a real path, no part of which may be a link; errors name `path`.
+
+        Raises:
+            NotADirectoryError: a directory on the way is a link.
+            OSError: with ELOOP, the file itself is one, or a directory that `beneath` was given.
+        """
+        try:
+            return _open(real, flags)
+        except OSError as error:
+            error.filename = path
+            if error.errno not in {errno.ELOOP, errno.ENOTDIR}:
+                raise
+            for given in self._given:
+                if f"{real}/".startswith(f"{given}/") and not _is_plain(given):
+                    message = f"{given} is a link, or no directory; nothing is done through a link: name what it names"
+                    raise OSError(errno.ELOOP, message, path) from error
+            if error.errno == errno.ELOOP and not _is_link(real):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
+            raise
+
+    @contextlib.contextmanager
+    def _at(self, path: str) -> Iterator[tuple[int | None, str]]:
+        """Give the open directory of a path and the name in it, as the system's calls take them.
+
+        Raises:
+            NotADirectoryError: a link is in the way.
+        """
+        real = self._real(path)
+        if real is None or real in self._bases.values():
+            yield None, path
+            return
+        above, _, name = real.rpartition("/")
+        directory = -1
+        try:
+            directory = self._open_plain(path, above, _DIRECTORY_FLAGS)
+            yield directory, name
+        except OSError as error:
+            # The call was given a part of it.
+            error.filename = path
+            raise
+        finally:
+            if directory >= 0:
+                os.close(directory)
 
 
-def _mend_mode(path: str) -> bool:
+class _OpenHow(ctypes.Structure):
+    """As linux/openat2.h has it."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_OPENAT2: Final = 437
+"""Number of the call, the same on every processor."""
+_AT_FDCWD: Final = -100
+_NO_LINKS: Final = 0x04 | 0x02
+"""RESOLVE_NO_SYMLINKS and RESOLVE_NO_MAGICLINKS."""
+
+
+def _open(real: str, flags: int) -> int:
+    """Open a real path, no part of which may be a link; of one that has some, the error is ELOOP or ENOTDIR."""
+    call = _openat2()
+    if call is None:
+        return _open_step_by_step(real, flags)
+    how = _OpenHow(flags | os.O_CLOEXEC, FILE_MODE if flags & os.O_CREAT else 0, _NO_LINKS)
+    while (fd := call(_OPENAT2, _AT_FDCWD, os.fsencode(real), ctypes.byref(how), ctypes.sizeof(how))) < 0:
+        number = ctypes.get_errno()
+        if number not in {errno.EINTR, errno.EAGAIN}:
+            raise OSError(number, os.strerror(number), real)
+    return int(fd)
+
+
+def _is_plain(real: str) -> bool:
+    """Return whether a real path is that of a directory, or of nothing at all, and no part of it is a link."""
+    try:
+        os.close(_open_step_by_step(real, _DIRECTORY_FLAGS))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _is_link(real: str) -> bool:
+    """Return whether the last part of a path is a link, and no part before it."""
+    above, _, name = real.rpartition("/")
+    try:
+        directory = _open_step_by_step(above, _DIRECTORY_FLAGS)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+    finally:
+        os.close(directory)
+
+
+def _open_step_by_step(real: str, flags: int) -> int:
+    """Open a real path from the root down, one directory at a time, for systems without openat2."""
+    *above, name = real.split("/")[1:]
+    held = os.open("/", _DIRECTORY_FLAGS)
+    try:
+        for each in above:
+            below = os.open(each, _DIRECTORY_FLAGS, dir_fd=held)
+            held, left = below, held
+            os.close(left)
+        return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=held)
+    finally:
+        os.close(held)
+
+
+@functools.cache
+def _openat2() -> Callable[..., int] | None:
+    """Return the system's call; None where the kernel, or the sandbox, has none."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    call.restype = ctypes.c_long
+    call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+    how = _OpenHow(_DIRECTORY_FLAGS | os.O_CLOEXEC, 0, _NO_LINKS)
+    fd = call(_OPENAT2, _AT_FDCWD, b"/", ctypes.byref(how), ctypes.sizeof(how))
+    if fd < 0:
+        return None
+    os.close(fd)
+    found: Callable[..., int] = call
+    return found
+
+
+def _mend_mode(name: str, directory: int | None) -> bool:
     # The system never sets the set-group-ID bit at once, but takes it over from the directory above; a client knows
     # that from the answer, and to change a mode asks every server of some. Others refuse to change one.
     with contextlib.suppress(OSError):
-        if stat.S_IMODE(os.lstat(path).st_mode) == DIRECTORY_MODE:
+        if stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode) == DIRECTORY_MODE:
             return True
-        os.chmod(path, DIRECTORY_MODE)  # noqa: PTH101 - one system call, no more
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+        try:
+            os.fchmod(fd, DIRECTORY_MODE)
+        finally:
+            os.close(fd)
     return False
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.layout import BLOCKS, TIER_FILE
+from kvtier_connector.store.layout import BESIDE_GENERATIONS, BLOCKS, TIER_FILE
 
 MOST_LEVELS = 6
 """A path inside the claim, the tier and the digest; deeper directories belong to somebody else."""
@@ -31,6 +31,21 @@ def find_generations(directory: Path, *, fs: FileSystem = LOCAL) -> list[Path]:
         return sorted(_find(fs, directory, MOST_LEVELS))
     except OSError as error:
         raise StoreUnavailable(f"{directory}: cannot be walked: {error}") from error
+
+
+def is_new_tier(directory: Path, *, fs: FileSystem = LOCAL) -> bool:
+    """Return whether the directory can be a tier without generations: absent, empty, or with kvtier's own files only.
+
+    Raises:
+        StoreUnavailable: it cannot be looked at.
+    """
+    try:
+        names = {entry.name for entry in fs.scandir(str(directory))}
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise StoreUnavailable(f"{directory}: cannot be walked: {error}") from error
+    return all(name in BESIDE_GENERATIONS or name.startswith(".") for name in names)
 
 
 def _find(fs: FileSystem, directory: Path, levels: int) -> Iterator[Path]:

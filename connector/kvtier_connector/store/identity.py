@@ -38,6 +38,7 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
         StoreUnavailable: the volume cannot be used now.
     """
     ours = _document(identity, digest)
+    fs = fs.beneath(str(root))
     try:
         text = _read(fs, root)
         if text is None:
@@ -81,7 +82,7 @@ class Claim:
         self._root = root
         self._identity = dict(identity)
         self._digest = digest
-        self._fs = fs
+        self._fs = fs.beneath(str(root))
         self._seen: _Seen | None = None
 
     def renew(self) -> bool:

@@ -25,6 +25,10 @@ JOURNAL = "journal"
 """Directory of the journals, in which processes tell each other what they did."""
 TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
+PURGES_FILE = "purges.jsonl"
+"""The file at the root that tells writers what was purged."""
+BESIDE_GENERATIONS = frozenset({"brake.json", "volume.json", "janitor.ledger", "pins.json"})
+"""Files that kvtier keeps beside the generations of a tier."""
 
 MIN_HASH_BYTES = 3
 """Shorter hashes could not name a directory; no hash algorithm in use is anywhere near."""

@@ -22,6 +22,7 @@ from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import (
     JOURNAL,
+    PURGES_FILE,
     QUARANTINE,
     TIER_FILE,
     BlockKey,
@@ -116,7 +117,9 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    if is_file and (path == TIER_FILE or parse_journal_path(path) is not None or parse_mark_path(path) is not None):
+    if is_file and (
+        path in {TIER_FILE, PURGES_FILE} or parse_journal_path(path) is not None or parse_mark_path(path) is not None
+    ):
         return None
     # An NFS client keeps a removed file under such a name while somebody has it open, then removes it by itself.
     if name.startswith(".nfs"):

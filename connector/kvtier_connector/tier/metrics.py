@@ -59,6 +59,7 @@ SHED_STORES = Metric(
     "above), weights (as above), inert, uncounted (the "
     "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
     "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
+    "purged (a purge came while they waited), "
     "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
     ("cause",),
 )

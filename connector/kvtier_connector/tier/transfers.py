@@ -68,6 +68,8 @@ class _Shed(NamedTuple):
 
     name: BlockKey
     lineage: Lineage
+    since: float
+    """When it was computed, in seconds of `time.monotonic`: a purge since then keeps it from being written."""
 
 
 @dataclass(slots=True)
@@ -204,7 +206,7 @@ class Transfers:
             refusal = request.refusal or refusal
         tasks = []
         for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
-            shed = self._shed.get(key) or _Shed(request.block_key(key), request.lineage(key))
+            shed = self._shed.get(key) or _Shed(request.block_key(key), request.lineage(key), time.monotonic())
             is_due = is_again or self._offers.add(key)
             if self._offers.is_gated and self._store.state(shed.name) is Presence.PRESENT:
                 # Every request offers its whole prefix: what the volume has is not even copied.
@@ -212,7 +214,7 @@ class Transfers:
                 continue
             self._shed[key] = shed
             if refusal is None and is_due:
-                tasks.append((number, Task(Lane.STORE, (shed.name,), row, shed.lineage)))
+                tasks.append((number, Task(Lane.STORE, (shed.name,), row, shed.lineage, shed.since)))
             else:
                 self.end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
         while len(self._shed) > MOST_SHED:

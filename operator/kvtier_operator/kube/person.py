@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import urllib3
 from kubernetes import client
 from kubernetes.stream import stream
-from websocket import WebSocketException
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable, KindMissing
 from kvtier_operator.kube.client import KubernetesCluster
 from kvtier_operator.kube.kubeconfig import of_person, read_namespace, read_settings
-from kvtier_operator.kube.piping import Piping
 from kvtier_operator.names import Manifest
 
 FIELD_MANAGER: Final = "kvtier"
@@ -170,40 +168,7 @@ class Person:
             # Where the other side has gone first, the package leaves its socket open.
             socket.sock.shutdown()
 
-    def pipe(  # noqa: PLR0913 - keywords
-        self,
-        pod: Manifest,
-        container: str,
-        command: Sequence[str],
-        *,
-        on_line: Callable[[str], None],
-        give: Iterator[bytes] | None = None,
-        take: Callable[[bytes], object] = bytes,
-    ) -> int:
-        """Run a command that reads or writes much; return its exit code. Never more of it is kept than a message.
-
-        Args:
-            pod: which.
-            container: of it.
-            command: program and arguments; no shell reads them.
-            on_line: told each line of standard error as it comes.
-            give: pieces of standard input; a command that ends earlier gets no more.
-            take: given standard output as it comes.
-
-        Raises:
-            ClusterUnavailable: it could not be run, or the connection broke.
-        """
-        name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-        socket = self._connect(pod, container, command, has_input=give is not None)
-        try:
-            return Piping(socket.sock, on_line=on_line, take=take).run(give)
-        except (WebSocketException, OSError, LookupError, TypeError, ValueError) as error:
-            raise ClusterUnavailable(f"the connection to {namespace}/{name} broke: {error}") from error
-        finally:
-            socket.close()
-            socket.sock.shutdown()
-
-    def _connect(self, pod: Manifest, container: str, command: Sequence[str], *, has_input: bool = False) -> Any:
+    def _connect(self, pod: Manifest, container: str, command: Sequence[str]) -> Any:
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         # The package puts a WebSocket in the place of the client's requests, so this client is for nothing else.
         api = client.CoreV1Api(client.ApiClient(self._settings))
@@ -214,7 +179,7 @@ class Person:
                 namespace,
                 container=container,
                 command=list(command),
-                stdin=has_input,
+                stdin=False,
                 stdout=True,
                 stderr=True,
                 tty=False,

@@ -249,10 +249,10 @@ def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) 
     stuck = {path.name for path in files[:12]}
 
     class Refusing(FileSystem):
-        def unlink_in(self, directory: int, name: str) -> None:
-            if name in stuck:
-                raise PermissionError(13, "Permission denied", name)
-            super().unlink_in(directory, name)
+        def unlink(self, path: str) -> None:
+            if Path(path).name in stuck:
+                raise PermissionError(13, "Permission denied", path)
+            super().unlink(path)
 
     keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7), fs=Refusing())
     sweep(keeper)

@@ -193,11 +193,11 @@ class RewritesBeforeTheFirstRemoval(WatchedFs):
     def __init__(self, path: Path, *, written_ns: int) -> None:
         self.path, self.written_ns = path, written_ns
 
-    def unlink_in(self, directory: int, name: str) -> None:
+    def unlink(self, path: str) -> None:
         if self.written_ns:
             os.utime(self.path, ns=(self.written_ns, self.written_ns))
             self.written_ns = 0
-        super().unlink_in(directory, name)
+        super().unlink(path)
 
 
 def test_what_was_written_anew_keeps_all_before_it(rig: Rig) -> None:
@@ -220,9 +220,9 @@ class LosesTheLease(WatchedFs):
     def may_act(self) -> bool:
         return self.removed < self.after
 
-    def unlink_in(self, directory: int, name: str) -> None:
+    def unlink(self, path: str) -> None:
         self.removed += 1
-        super().unlink_in(directory, name)
+        super().unlink(path)
 
 
 def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more(rig: Rig) -> None:

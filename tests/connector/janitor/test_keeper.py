@@ -182,7 +182,7 @@ def test_pins_above_the_budget_are_a_problem_that_is_stated(rig: Rig) -> None:
     write_pins(rig.dir, {"all": key(9).hash})
     usage = rig.sweep(rig.keeper(max_bytes=5 * BLOCK_BYTES))
     assert len(engine.there(range(10))) == 10
-    assert "kvtier unpin" in usage.problems[0]
+    assert "pins.json" in usage.problems[0]
 
 
 def test_what_outlived_its_time_goes_though_it_is_read(rig: Rig) -> None:

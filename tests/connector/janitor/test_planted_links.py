@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Engine, Rig, key
+from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
+from kvtier_connector.errors import StoreUnavailable
 from kvtier_connector.janitor.purge import Criteria, purge
-from kvtier_connector.store.beneath import Beneath
-from kvtier_connector.store.fs import LOCAL
+from kvtier_connector.store import fs as fs_module
+from kvtier_connector.store.fs import CREATE_FLAGS, DIRECTORY_MODE, LOCAL, READ_FLAGS, FileSystem, make_directories
 from kvtier_connector.store.layout import block_path
 
 LEVELS = ["tenants", "tenants/alice", "tenants/alice/blocks", "the first digits", "the next digits"]
@@ -79,32 +82,117 @@ def test_nothing_is_removed_where_the_tier_itself_is_a_link_and_that_is_stated(r
         rig.clock.move(10)
     assert keeper.report is not None
     assert engine.there(range(4)) == [0, 1, 2, 3]
-    assert keeper.report.usage.blocks == 4
+    assert not keeper.report.usage.is_counted
     assert any("is a link" in problem for problem in keeper.report.usage.problems)
 
 
-@pytest.mark.parametrize("path", ["{base}/../other/file", "{base}/a/../../other/file", "{base}other/file", "{base}"])
-def test_what_is_not_below_the_base_is_refused(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize("path", ["{base}/../other/file", "{base}/a/../../other/file", "{base}/a/./file"])
+def test_what_leads_up_again_is_refused(tmp_path: Path, path: str) -> None:
     base, other = tmp_path / "base", tmp_path / "other"
-    for directory in (base / "a", other, tmp_path / "baseother"):
+    for directory in (base / "a", other):
         directory.mkdir(parents=True)
         (directory / "file").touch()
-    with pytest.raises(ValueError, match="is not below"):
-        Beneath(LOCAL, str(base)).unlink(path.format(base=base))
+    with pytest.raises(ValueError, match=r"must not have \. or \.\. below"):
+        LOCAL.beneath(str(base / "a")).unlink(path.format(base=base))
     assert (other / "file").exists()
 
 
-def test_an_error_names_the_whole_path(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to(tmp_path)
+CALLS: dict[str, Callable[[FileSystem, str], object]] = {
+    "open": lambda fs, path: fs.open(path, READ_FLAGS),
+    "create": lambda fs, path: fs.open(f"{path}2", CREATE_FLAGS),
+    "stat": lambda fs, path: fs.stat(path),
+    "touch": lambda fs, path: fs.touch(path),
+    "rename": lambda fs, path: fs.rename(path, f"{path}2"),
+    "rename out": lambda fs, path: fs.rename(path, f"{path.partition('/link')[0]}/file"),
+    "rename in": lambda fs, path: fs.rename(f"{path.partition('/link')[0]}/own", path),
+    "link": lambda fs, path: fs.link(path, f"{path}2"),
+    "unlink": lambda fs, path: fs.unlink(path),
+    "mkdir": lambda fs, path: fs.mkdir(f"{path}2"),
+    "mkdir plainly": lambda fs, path: fs.mkdir_plainly(f"{path}2"),
+    "rmdir": lambda fs, path: fs.rmdir(f"{path.rpartition('/')[0]}/directory"),
+    "scandir": lambda fs, path: fs.scandir(path.rpartition("/")[0]),
+}
+
+
+@pytest.fixture(params=["openat2", "step by step"])
+def without_openat2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "step by step":
+        monkeypatch.setattr(fs_module, "_openat2", lambda: None)
+    elif fs_module._openat2() is None:
+        pytest.skip("this kernel has no openat2")
+
+
+@pytest.mark.usefixtures("without_openat2")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("below", ["", "/deep"])
+def test_no_call_goes_through_a_link(tmp_path: Path, call: str, below: str) -> None:
+    root, outside = tmp_path / "tier" / "aa", tmp_path / "outside"
+    there = Path(f"{outside}{below}")
+    for directory in (root, there / "directory"):
+        directory.mkdir(parents=True)
+    for file in (there / "file", root / "own"):
+        file.write_bytes(b"x")
+    (root / "link").symlink_to(outside)
+    before = sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*"))
     with pytest.raises(NotADirectoryError) as raised:
-        Beneath(LOCAL, str(tmp_path)).rmdir(f"{tmp_path}/a/b")
-    assert (raised.value.errno, raised.value.filename) == (errno.ENOTDIR, f"{tmp_path}/a/b")
+        CALLS[call](LOCAL.beneath(str(root)), f"{root}/link{below}/file")
+    assert str(root) in raised.value.filename
+    assert sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("without_openat2")
+def test_all_calls_work_beneath_a_directory_that_is_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "short").symlink_to(tmp_path / "real")
+    root = f"{tmp_path}/short/tier/aa"
+    fs = LOCAL.beneath(root)
+    make_directories(fs, f"{root}/a/b")
+    fs.mkdir_plainly(f"{root}/c")
+    fd = fs.open(f"{root}/a/file", CREATE_FLAGS)
+    fs.close(fd)
+    fs.touch(f"{root}/a/file")
+    fs.link(f"{root}/a/file", f"{root}/a/second")
+    fs.rename(f"{root}/a/second", f"{root}/a/third")
+    fs.rename(f"{root}/a/third", f"{root}/c/third")
+    assert fs.stat(f"{root}/c/third").st_nlink == 2
+    assert stat.S_IMODE(fs.stat(f"{root}/a/b").st_mode) == DIRECTORY_MODE
+    assert {(entry.name, entry.is_dir()) for entry in fs.scandir(f"{root}/a")} == {("file", False), ("b", True)}
+    fs.unlink(f"{root}/c/third")
+    fs.rmdir(f"{root}/c")
+    assert sorted(path.name for path in (tmp_path / "real/tier/aa").iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("planted", ["blocks/{first}", "blocks", "journal", "tenants"])
+@pytest.mark.parametrize("owner", ["", "alice"])
+def test_an_engine_writes_nothing_through_a_link(rig: Rig, tmp_path: Path, planted: str, owner: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    engine = rig.engine()
+    link = engine.root / planted.format(first=key(1).hash.hex()[:3])
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.symlink_to(outside)
+    other = rig.engine()
+    other.put(1, tenant=owner)
+    other.store.get(key(1, owner), memoryview(bytearray(PAYLOAD_BYTES)))
+    assert list(outside.iterdir()) == []
+
+
+def test_an_engine_does_not_use_a_generation_that_is_a_link(rig: Rig, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    rig.dir.mkdir()
+    (rig.dir / "aa").symlink_to(outside)
+    with pytest.raises(StoreUnavailable, match="is a link, or no directory"):
+        rig.engine()
+    assert list(outside.iterdir()) == []
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "file").touch()
-    fs = Beneath(LOCAL, str(tmp_path))
+    fs = LOCAL.beneath(str(tmp_path / "a"))
     fs.unlink(f"{tmp_path}/a/file")
     for missing in ("a/file", "a/c/file", "a/b"):
         with pytest.raises(OSError, match=missing):

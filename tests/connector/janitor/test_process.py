@@ -28,7 +28,7 @@ DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
-import kvtier_connector.janitor.chores, kvtier_connector.janitor.by_hand, kvtier_connector.janitor.sweep_once
+import kvtier_connector.janitor.commands
 from kvtier_connector.janitor import election
 from kvtier_connector.lease import LeaseSettings
 try:

@@ -201,7 +201,7 @@ def test_what_an_earlier_janitor_could_not_read_is_still_stated_and_kept(rig: Ri
     assert second.report.usage.blocks == 30
 
 
-@pytest.mark.parametrize("criteria", [Criteria(), Criteria(prefix=key(0).hash)])
+@pytest.mark.parametrize("criteria", [Criteria(), Criteria(tenant="")])
 def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, criteria: Criteria) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
@@ -210,11 +210,3 @@ def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, 
     (purged,) = purge(rig.dir, criteria, is_dry=False, fs=fs)
     assert (purged.blocks, purged.failed, engine.there(range(10))) == (9, 1, [9])
     assert path.rpartition("/")[0] in purged.problem
-
-
-def test_a_purge_of_a_prefix_says_so_where_a_block_cannot_be_looked_at(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put_chain(*range(3))
-    fs = Unreadable(f"{engine.root}/{block_path(key(2))}")
-    (purged,) = purge(rig.dir, Criteria(prefix=key(0).hash), is_dry=False, fs=fs)
-    assert (engine.there(range(3)), block_path(key(2)) in purged.problem) == ([2], True)

@@ -92,18 +92,6 @@ class WatchedFs(FileSystem):
         self.before("scandir", path)
         return super().scandir(path)
 
-    def open_directory(self, name: str, parent: int | None = None) -> int:
-        self.before("open_directory", name)
-        return super().open_directory(name, parent)
-
-    def unlink_in(self, directory: int, name: str) -> None:
-        self.before("unlink", name)
-        super().unlink_in(directory, name)
-
-    def rmdir_in(self, directory: int, name: str) -> None:
-        self.before("rmdir", name)
-        super().rmdir_in(directory, name)
-
 
 class CrashingFs(WatchedFs):
     """The process dies at the given step: that call and all later ones do nothing but raise.

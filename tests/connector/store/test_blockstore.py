@@ -23,7 +23,7 @@ from kvtier_connector.store.check import check
 from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import QUARANTINE, block_path
+from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
 from kvtier_connector.store.shared import SharedStore
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
@@ -87,7 +87,7 @@ def test_a_volume_that_refuses_a_write_is_a_value_and_leaves_nothing(
     store = BlockStore(root, fs=fs, direct=False)
     assert store.put(key(1), payload(1)) is fault
     assert store.usage_bytes() == 0
-    assert not [path for path in root.rglob("*") if path.is_file() and path.name != "tier.json"]
+    assert not [path for path in root.rglob("*") if path.is_file() and path.name not in {"tier.json", PURGES_FILE}]
     assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
 
 
@@ -261,7 +261,7 @@ def test_a_volume_without_direct_io_is_used_through_the_page_cache(root: Path) -
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
-def test_a_hit_costs_three_system_calls(root: Path) -> None:
+def test_a_hit_costs_four_system_calls(root: Path) -> None:
     store = BlockStore(root, direct=False)
     store.put(key(1), payload(1))
     calls: list[str] = []
@@ -271,7 +271,7 @@ def test_a_hit_costs_three_system_calls(root: Path) -> None:
             calls.append(call)
 
     BlockStore(root, fs=Listing(), direct=False).get(key(1), pages())
-    assert calls == ["open", "preadv", "close"]
+    assert calls == ["open", "preadv", "fstat", "close"]
 
 
 def test_usage_counts_writes_that_a_scan_may_have_missed(root: Path) -> None:
@@ -392,7 +392,8 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: str) -> None:
         "BlockStore(pathlib.Path(sys.argv[1]), direct=False).put(of, memoryview(b'payload'))\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "root"), umask], check=True)
-    paths = list((tmp_path / "root").rglob("*"))
+    paths = [path for path in (tmp_path / "root").rglob("*") if path.name != PURGES_FILE]
     assert len(paths) == 5
+    assert stat.S_IMODE((tmp_path / "root" / PURGES_FILE).stat().st_mode) == 0o660
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o2770 if path.is_dir() else 0o640), path

@@ -46,27 +46,32 @@ def store(tmp_path: Path, fs: Counting) -> BlockStore:
     return BlockStore(tmp_path, fs=fs, direct=False)
 
 
-def test_a_store_of_a_block_costs_five_calls(tmp_path: Path, store: BlockStore, fs: Counting) -> None:
+LOOK = ["open", "fstat", "close"]
+"""At the mark of purges, before the rename."""
+
+
+def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: Counting) -> None:
     for _ in range(2):
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         # Its directories are there now, and from the second time on nobody thinks otherwise.
         store.delete(key(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert fs.calls == ["open", "open", *writes(tmp_path), "close", "rename"]
+    assert fs.calls == ["open", "open", *writes(tmp_path), "close", *LOOK, "rename"]
 
 
 def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_more(
     tmp_path: Path, store: BlockStore, fs: Counting
 ) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    # In vain, that of all blocks, and once more.
-    assert fs.calls == ["open", "open", *["mkdir"] * 3, "open", *writes(tmp_path), "close", "rename"]
+    # In vain, that of all blocks, and once more; the mark is looked for twice, made, and looked at.
+    made = ["open", *["open", "close"], *LOOK]
+    assert fs.calls == ["open", "open", "open", *["mkdir"] * 3, "open", *writes(tmp_path), "close", *made, "rename"]
     for number, made in ((0x220, 1), (0x221, 1), (0x220, 0), (0x221, 0)):
         store.delete(hashed(number))
         fs.calls.clear()
         assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
-        assert fs.calls == ["open", *["mkdir"] * made, "open", *writes(tmp_path), "close", "rename"]
+        assert fs.calls == ["open", *["mkdir"] * made, "open", *writes(tmp_path), "close", *LOOK, "rename"]
 
 
 def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_written(
@@ -129,11 +134,11 @@ def test_a_directory_that_was_removed_is_made_again(store: BlockStore, tmp_path:
     assert store.get(hashed(2), pages()) == Hit(BLOCK_BYTES)
 
 
-def test_a_load_of_a_block_costs_three_calls(store: BlockStore, fs: Counting) -> None:
+def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: Counting) -> None:
     store.put(key(1), payload(1))
     fs.calls.clear()
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert fs.calls == ["open", "preadv", "close"]
+    assert fs.calls == ["open", "preadv", "fstat", "close"]
 
 
 def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, fs: Counting) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload
 
 from kvtier_connector.contract import COMPRESSIONS
-from kvtier_connector.janitor import by_hand
+from kvtier_connector.janitor import commands
 from kvtier_connector.movers.files import MappingFs
 from kvtier_connector.store import codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
@@ -324,7 +324,7 @@ def test_more_blocks_fit_a_limit_when_they_are_compressed(root: Path) -> None:
 def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: Path) -> None:
     make(root).put(key(1), numbers(1))
     make(root).put(key(2), noise(2))
-    document = by_hand.check(root, lambda *_: None).document
+    document = commands.check(root, lambda *_: None).document
     saved = HEADER_BYTES + SIZE - (root / block_path(key(1))).stat().st_size
     assert (document["blocks"], document["compressed"], document["savedBytes"]) == (2, 1, saved)
     assert document["problems"] == []

@@ -20,7 +20,7 @@ from planted import clear
 from store_contract import BLOCK_BYTES, HOME, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
-from kvtier_connector.janitor import chores
+from kvtier_connector.janitor import commands
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.check import inspect
 from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
@@ -268,9 +268,9 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
     with_keys = inspect(root, keyring=Keyring(str(keys_dir)))
     assert with_keys.unverified == 0
     assert [problem.kind for problem in with_keys.problems] == ["tag"]
-    found = chores.do("check", root, {"keys_dir": str(keys_dir)}, lambda *_: None)
+    found = commands.do("check", root, {"keys_dir": str(keys_dir)}, lambda *_: None)
     assert (found.status, [problem["kind"] for problem in found.document["problems"]]) == (1, ["tag"])
-    found = chores.do("check", root, {}, lambda *_: None)
+    found = commands.do("check", root, {}, lambda *_: None)
     assert (found.status, found.document["unverified"]) == (0, 3)
 
 

@@ -35,7 +35,7 @@ def test_a_large_block_is_read_in_pieces_through_the_page_cache_only(root: Path,
     into = pages(size=LARGE)
     assert store.get(key(1), into) == Hit(HEADER_BYTES + LARGE)
     assert into == payload(1, LARGE)
-    assert calls == ["open", *["preadv"] * reads, "close"]
+    assert calls == ["open", *["preadv"] * reads, "fstat", "close"]
 
 
 @pytest.mark.parametrize("piece", range(PIECES))

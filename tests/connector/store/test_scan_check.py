@@ -184,7 +184,7 @@ def test_a_check_changes_nothing(root: Path) -> None:
 def test_trailing_bytes_are_a_problem(root: Path) -> None:
     with (root / block_path(key(0))).open("ab") as file:
         file.write(b"more")
-    assert [problem.kind for problem in check(root)] == [Fault.LENGTH.value]
+    assert [problem.kind for problem in check(root)] == [Fault.TRAILING.value]
 
 
 def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_file_that_was_moved_within_its_generation_is_named(root: Path) -> Non
 def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.janitor.by_hand.MOST_PROBLEMS", 2)
+    monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
     for number in range(3):
         (root / block_path(key(number))).write_bytes(b"")
     status, text = run_check(capsys, str(root), "-o", "json")

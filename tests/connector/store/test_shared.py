@@ -102,7 +102,7 @@ def test_a_known_block_is_not_asked_for_again(root: Path) -> None:
     assert fs.calls == []
 
 
-def test_a_hit_costs_three_system_calls_and_a_store_five(root: Path) -> None:
+def test_a_hit_costs_four_system_calls_and_a_store_eight(root: Path) -> None:
     fs = Counting()
     store = engine(root, fs)
     for _ in range(2):
@@ -111,10 +111,10 @@ def test_a_hit_costs_three_system_calls_and_a_store_five(root: Path) -> None:
         store.delete(key(1), payload_bytes=PAYLOAD_BYTES)
     fs.calls.clear()
     store.put(key(1), payload(1))
-    assert fs.calls == ["open", "open", *writes(root), "close", "rename"]
+    assert fs.calls == ["open", "open", *writes(root), "close", "open", "fstat", "close", "rename"]
     fs.calls.clear()
     store.get(key(1), pages())
-    assert fs.calls == ["open", "preadv", "close"]
+    assert fs.calls == ["open", "preadv", "fstat", "close"]
 
 
 def test_what_one_engine_removes_the_others_know(root: Path) -> None:
