@@ -9,11 +9,12 @@ Loading is timed from the order to the last chunk's landing, and what was ordere
 Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier; what else the
 engine computes meanwhile slows it, as it would slow the next one. Waiting to be scheduled counts on neither side.
 
-Both also have a queue: what was ordered from the volume and is not there yet, and what was left to the engine instead.
-Where one is behind, a hit goes the other way, so that a volume need not give as much as requests ask for.
+Both also have a queue: blocks that were ordered from the volume and are not there yet, and requests that were left to
+the engine and are not scheduled yet. Where one is behind, a hit goes the other way, so that a volume need not give as
+much as requests ask for. A queue that is longer than any before takes as long for each block as the longest measured.
 
-What was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the same once the last
-measurement is old, so a volume that became faster is noticed, and likewise the other way round.
+With no queue, a size that was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the
+same once the last measurement is old, so a volume that became faster is noticed, and likewise the other way round.
 
 Only memory is read here, so the scheduler may ask in each of its steps; the time comes in from outside.
 """
@@ -130,6 +131,11 @@ class Pace:
         if old is None:
             self._find_nearest()
 
+    def seconds_in_bulk(self, amount: int) -> float:
+        """Say how long `amount` units take among many others, by the largest size measured; 0 before the first."""
+        rate = self._rates[self._nearest[-1]] if self._nearest else None
+        return 0.0 if rate is None else rate * amount
+
     def seconds(self, amount: int) -> float | None:
         """Say how long `amount` units would take together, by the nearest size measured; None before the first."""
         if not self._nearest:
@@ -188,8 +194,8 @@ class Admission:
         self._is_losing = [False] * SIZES
         """For each size in chunks, whether computing is known to be quicker."""
         self._loads: dict[int, _Load] = {}
-        self._computed_by = -math.inf
-        """When what was left to the engine will have been computed, if it takes as long as measured."""
+        self._waiting: dict[str, int] = {}
+        """Chunks of each request that was left to the engine and has not been scheduled."""
         self._step = 0
         self._prefills: dict[str, _Prefill] = {}
         self._last_chunks = 1
@@ -200,10 +206,11 @@ class Admission:
         self._loaded = 0
         """Since the last prompt that measured."""
 
-    def decide(self, chunks: int, blocks: int, *, to_read: int, queued: int) -> Verdict:
+    def decide(self, request: str, chunks: int, blocks: int, *, to_read: int, queued: int) -> Verdict:
         """Decide what a request does that found a hit.
 
         Args:
+            request: Name of the request.
             chunks: How long the hit is, in chunks of the first group.
             blocks: How many files it is; more than chunks for models with several groups of layers.
             to_read: How many of them no other request has ordered yet.
@@ -217,7 +224,9 @@ class Admission:
         verdict = self._find_verdict(chunks, to_read, queued, tried)
         self._loaded += verdict.may_load
         if verdict is Verdict.COMPUTE:
-            self._computed_by = self._clock() + self._seconds_behind() + self.seconds_to_compute(chunks)
+            self._waiting[request] = chunks
+            if len(self._waiting) > MOST_PREFILLS:
+                del self._waiting[next(iter(self._waiting))]
             self._refused[tried] += 1
         elif verdict is Verdict.COMPUTE_PROBE:
             self._loaded = 0
@@ -253,6 +262,7 @@ class Admission:
 
     def begin_compute(self, request: str) -> None:
         """Note that vLLM schedules the request for the first time in this step."""
+        self._waiting.pop(request, None)
         self._prefills[request] = _Prefill(self._clock(), self._step)
         if len(self._prefills) > MOST_PREFILLS:
             del self._prefills[next(iter(self._prefills))]
@@ -280,6 +290,11 @@ class Admission:
 
     def interrupt(self, request: str) -> None:
         """Note that the request was preempted: the time until its next block says nothing."""
+        self._prefills.pop(request, None)
+
+    def end_request(self, request: str) -> None:
+        """Forget a request that has ended, scheduled or not."""
+        self._waiting.pop(request, None)
         self._prefills.pop(request, None)
 
     def seconds_to_compute(self, chunks: int) -> float:
@@ -324,15 +339,16 @@ class Admission:
             return False
         is_losing = self._is_losing[size_of(chunks)]
         load, compute = self._loading.seconds(queued + to_read), self._computing.seconds(chunks)
-        # What was never tried is tried.
-        if load is None or compute is None or self._loading.measured_at(queued + to_read) == -math.inf:
+        # A size that was never tried is tried, unless there is a queue: that one is never too long to be judged.
+        is_untried = not queued and self._loading.measured_at(to_read) == -math.inf
+        if load is None or compute is None or is_untried:
             return is_losing
         compute += self._seconds_behind()
         return compute <= load * HYSTERESIS if is_losing else load > compute * HYSTERESIS
 
     def _seconds_behind(self) -> float:
-        """Return how long the engine will take for what was left to it."""
-        return max(0.0, self._computed_by - self._clock())
+        """Return how long the engine will take for the requests that wait; it computes many of them at once."""
+        return self._computing.seconds_in_bulk(sum(self._waiting.values()))
 
     def _is_load_probe_due(self, chunks: int, tried: int, now: float) -> bool:
         is_losing = self._is_losing[size_of(chunks)]

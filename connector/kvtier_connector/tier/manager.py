@@ -151,7 +151,7 @@ class KVTierManager(TieringOffloadingManager):
         queued = self.volume.transfers.loading + fetches.waiting
         if is_early and (not fetches.room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
             return None
-        return admission.decide(chunks, len(on_volume), to_read=to_read, queued=queued)
+        return admission.decide(request.name, chunks, len(on_volume), to_read=to_read, queued=queued)
 
     def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
         """Say whether all of these chunks lie in the CPU tier."""

@@ -286,6 +286,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.requests.of(req_context).note_used(self._store, self.row_bytes)
         self.requests.end(req_context)
+        self.admission.end_request(req_context.req_id)
 
     @override
     def has_pending_work(self) -> bool:

@@ -34,8 +34,11 @@ class Engine:
         """Blocks that were ordered and are not there yet."""
         self._jobs = 0
 
-    def choose(self, chunks: int) -> Verdict:
-        return self.admission.decide(chunks, chunks, to_read=chunks, queued=self.queued)
+    def choose(self, chunks: int, request: str = "") -> Verdict:
+        verdict = self.admission.decide(request, chunks, chunks, to_read=chunks, queued=self.queued)
+        if not request:
+            self.admission.end_request(request)
+        return verdict
 
     def load(self, chunks: int) -> None:
         self._jobs += 1
@@ -59,7 +62,7 @@ class Engine:
 
     def serve(self, request: str, chunks: int) -> Verdict:
         self.clock.seconds += self.idle_seconds
-        verdict = self.choose(chunks)
+        verdict = self.choose(chunks, request)
         if verdict.may_load:
             self.load(chunks)
         else:
