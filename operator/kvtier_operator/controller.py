@@ -127,6 +127,7 @@ class Operator:
         if self._has_begun:
             return
         self._has_begun = True
+        self._cache.forgive_kopf()
         self._asker.start()
         self._queue.start()
         self._queue.add(EVERY_TIER)
@@ -155,6 +156,8 @@ class Operator:
 
     def _deaf_watch(self) -> str | None:
         age, why = self._cache.trouble()
+        if self._has_begun:
+            age, why = max((age, why), self._cache.kopfs_trouble())
         return f"changes have not been heard of for {age:.0f} s: {why}" if age > DEAF_SECONDS else None
 
     def readable_scopes(self) -> tuple[str, ...]:

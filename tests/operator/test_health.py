@@ -68,7 +68,7 @@ def test_a_dead_watch_is_told_to_the_kubelet_by_name(api: ApiServerThread, monke
     def is_kopfs(call: Any) -> bool:
         return call.verb == "watch" and call.path.endswith("/kvcachetiers") and call.user_agent.startswith("kopf")
 
-    with running(health=health, resync_seconds=3600):
+    with running(health=health, resync_seconds=1):
         until(lambda: any(map(is_kopfs, list(api.server.audit))))
         assert health.problems("/healthz") == {}
         api.server.faults.append(deaf)

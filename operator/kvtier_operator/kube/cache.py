@@ -104,6 +104,10 @@ class Cache:
         self._informers: dict[tuple[str, str], list[Informer]] = {}
         self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, Shelf]] = {}
         self._lock = threading.Lock()
+        self._kopfs_thread = 0
+        """The thread that is in `heard`; 0 while none is."""
+        self._unheard: tuple[float, str] | None = None
+        """The first tier whose change a list brought since kopf has told anything, and when that was."""
         for watched in WATCHED if namespaces else (*WATCHED, NODES):
             key = (watched.api_version, watched.kind)
             shelf = self._shelves[key] = Shelf(watched, self._teller(watched.kind))
@@ -156,9 +160,22 @@ class Cache:
         """Return for how many seconds a kind could not be followed, and why."""
         return max(informer.trouble() for informer in self._all())
 
+    def kopfs_trouble(self) -> tuple[float, str]:
+        """Return for how many seconds kopf has not told of a change that a list of the tiers brought, and which."""
+        unheard = self._unheard
+        return (0.0, "") if unheard is None else (time.monotonic() - unheard[0], unheard[1])
+
     def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
         """Take in what kopf's watch of the tiers tells."""
-        (self.tiers.gone if is_deleted else self.tiers.seen)(tier)
+        self._kopfs_thread, self._unheard = threading.get_ident(), None
+        try:
+            (self.tiers.gone if is_deleted else self.tiers.seen)(tier)
+        finally:
+            self._kopfs_thread = 0
+
+    def forgive_kopf(self) -> None:
+        """Forget what kopf has not told: it begins to watch only now."""
+        self._unheard = None
 
     def stamp(self, watched: Watched) -> int:
         """Return what changes whenever objects of a kind do."""
@@ -201,6 +218,8 @@ class Cache:
             if not name:
                 found = {TierName(namespace=place, name=tier) for place, tier in self.tiers.places()}
             else:
+                if kind == names.KIND and threading.get_ident() != self._kopfs_thread and self._unheard is None:
+                    self._unheard = (time.monotonic(), f"kopf has not told that {namespace}/{name} changed")
                 claims = {names.KIND: groups, names.CLAIM_KIND: {name}}.get(kind, set())
                 users = {tier for claim in claims for tier in self.tiers.names_of(namespace, claim)}
                 of_it = {name} if kind == names.KIND else groups
