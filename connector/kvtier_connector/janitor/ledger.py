@@ -188,15 +188,13 @@ class Ledger:
             self._store(name, row, generation, record)
             before = record.lineage.parent
             if before and self.find_name(self._name(generation, record.key, before)) < 0:
-                # To go on from a block is no use of it: it may have been demoted since.
+                # To go on from a block is no use of it.
                 return [Record(Op.USED, record.key._replace(hash=before), 0, 0)]
         elif record.op in {Op.USED, Op.RETAINED}:
             if row < 0:
                 return [record]
             # What is retained counts as used last when its time is over.
             self.use(row, record.time_ns)
-        elif record.op == Op.DEMOTED and row >= 0:
-            self._demote(row, record.time_ns)
         return []
 
     def add(  # noqa: PLR0913 - keywords
@@ -255,21 +253,6 @@ class Ledger:
         if time_ns > int(used[row]):
             used[row] = time_ns
         self.touched.append(row)
-        self.changes += 1
-
-    def _demote(self, row: int, time_ns: int) -> None:
-        """Have a prefix go before all that was ever used; what others use or want kept of it they go on holding.
-
-        Only its last block loses that somebody wanted it kept: who lets it go may have been the one who did.
-        """
-        used, position = self._rows["used"], self._rows["position"]
-        used[row] = 0
-        while (parent := int(self._rows["parent"][row])) and (before := self.find_name(parent)) >= 0:
-            if position[before] >= position[row]:
-                break
-            row = before
-            if used[row] <= time_ns:
-                used[row] = 0
         self.changes += 1
 
     def see(self, rows: int | NDArray[np.signedinteger[Any]]) -> None:

@@ -97,11 +97,7 @@ class JournalWriter:
     ) -> None:
         """Note what was done, for the next flush; a RETAINED for `ahead_seconds`. A repeated USED is left out."""
         with self._lock:
-            if op is Op.DEMOTED:
-                # Whoever uses it next is to be heard.
-                self._recent.discard(key)
-                self._less_recent.discard(key)
-            elif op is not Op.GONE and self._was_seen(key) and op is Op.USED:
+            if op is not Op.GONE and self._was_seen(key) and op is Op.USED:
                 return
             time_ns = self._clock() + int(ahead_seconds * 1e9)
             self._pending.append(encode_record(Record(op, key, payload_bytes, time_ns, lineage)))

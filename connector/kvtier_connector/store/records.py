@@ -70,8 +70,6 @@ class Op(enum.IntEnum):
     """It removed the block, or moved it to quarantine."""
     RETAINED = 4
     """A client wants the prefix that ends with the block kept until the record's time."""
-    DEMOTED = 5
-    """A client has no more use for the prefix that ends with the block."""
 
 
 class Record(NamedTuple):

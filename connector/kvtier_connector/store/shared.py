@@ -165,10 +165,6 @@ class SharedStore:
         """Tell whoever makes room that a client wants the prefix that ends with the block for so long."""
         self._note(Op.RETAINED, key, payload_bytes, ahead_seconds=seconds)
 
-    def note_demoted(self, key: BlockKey, payload_bytes: int) -> None:
-        """Tell whoever makes room that a client has no more use for the prefix that ends with the block."""
-        self._note(Op.DEMOTED, key, payload_bytes)
-
     def put(
         self, key: BlockKey, payload: memoryview, lineage: Lineage = NO_LINEAGE, *, is_scratch: bool = False
     ) -> StoreOutcome:

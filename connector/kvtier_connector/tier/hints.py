@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client asks of the cache for one request: leave it out, keep it, let it go, or read it ahead. Pure.
+"""What a client asks of the cache for one request: leave it out, or keep it for a time. Pure.
 
 It comes as ``kv_transfer_params``, which HTTP has, and as ``kv_hints``, vLLM's envelope of actions, which its engine
 API has; ``kv_transfer_params`` may hold the same envelope. All of it is a client's: what cannot be understood is
@@ -28,8 +28,6 @@ MOST_ACTIONS: Final = 64
 """Of one request that are looked at, and directives of one of them."""
 
 RETAIN: Final = "kv.retain"
-DEMOTE: Final = "kv.demote"
-PREFETCH: Final = "kv.prefetch"
 NO_LOAD: Final = "no_load"
 NO_STORE: Final = "no_store"
 
@@ -72,10 +70,6 @@ class Hints(NamedTuple):
     may_load: bool = True
     may_store: bool = True
     retained: Retention | None = None
-    is_demoted: bool = False
-    """Whether its blocks may go before all others."""
-    is_prefetched: bool = False
-    """Whether all of its prompt is to be read ahead, however quick computing is."""
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -83,8 +77,6 @@ class Hints(NamedTuple):
         """Name what is done for it."""
         wanted = {
             RETAIN: self.retained is not None,
-            DEMOTE: self.is_demoted,
-            PREFETCH: self.is_prefetched,
             NO_LOAD: not self.may_load,
             NO_STORE: not self.may_store,
         }
@@ -154,7 +146,6 @@ class _Parser:
     def __init__(self) -> None:
         self._may = {LOAD_PARAMETER: True, STORE_PARAMETER: True}
         self._retained: Retention | None = None
-        self._is_demoted = self._is_prefetched = False
         self._problems: list[Problem] = []
 
     def hints(self) -> Hints:
@@ -162,8 +153,6 @@ class _Parser:
             self._may[LOAD_PARAMETER],
             self._may[STORE_PARAMETER],
             self._retained,
-            self._is_demoted,
-            self._is_prefetched,
             tuple(dict.fromkeys(self._problems)),
         )
 
@@ -201,21 +190,14 @@ class _Parser:
             self._take_action(read("action_type"), read("action_version", "1.0"), read("payload", {}))
 
     def _take_action(self, kind: Any, version: Any, payload: Any) -> None:
-        if kind not in (RETAIN, DEMOTE, PREFETCH):
+        if kind != RETAIN:
             self.ignore("action", kind)
         elif not isinstance(version, str) or version.partition(".")[0] != "1":
             self.ignore("version", kind)
         elif not isinstance(payload, Mapping):
             self.ignore("payload", kind)
-        elif kind == RETAIN:
-            self._retain(payload)
-        elif payload:
-            # It names a target, such as another session: not this request, and no other is known here.
-            self.ignore("payload", kind)
-        elif kind == DEMOTE:
-            self._is_demoted = True
         else:
-            self._is_prefetched = True
+            self._retain(payload)
 
     def _retain(self, payload: Mapping[Any, Any]) -> None:
         directives = payload.get("directives", [{}])
@@ -226,9 +208,7 @@ class _Parser:
         for directive in directives:
             if not isinstance(directive, Mapping) or not _is_sound(directive):
                 self.ignore("payload", RETAIN)
-            elif directive.get("priority", _MOST_PRIORITY) == 0:
-                self._is_demoted = True
-            else:
+            elif directive.get("priority", _MOST_PRIORITY) > 0:
                 self._keep(directive)
 
     def _keep(self, directive: Mapping[str, Any]) -> None:

@@ -144,8 +144,6 @@ class KVTierManager(TieringOffloadingManager):
     def _find_verdict(
         self, request: TierRequest, on_volume: Collection[OffloadKey], chunks: int, *, is_early: bool
     ) -> Verdict | None:
-        if request.hints.is_prefetched:
-            return Verdict.LOAD
         admission, fetches = self.volume.admission, self._fetches
         to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
         queued = self.volume.transfers.loading + fetches.waiting

@@ -171,7 +171,7 @@ FIRST_TOKEN_PROMPTS = Metric(
 
 HINTS = Metric(
     "vllm:kvtier_request_hints",
-    "Requests that asked something of the cache, by what: no_load, no_store, kv.retain, kv.demote, kv.prefetch.",
+    "Requests that asked something of the cache, by what: no_load, no_store, kv.retain.",
     ("hint",),
 )
 IGNORED_HINTS = Metric(

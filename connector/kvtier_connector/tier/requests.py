@@ -206,10 +206,6 @@ class TierRequest:
         def is_there(key: OffloadKey) -> bool:
             return store.state(self.block_key(key)) is Presence.PRESENT
 
-        if self.hints.is_demoted:
-            for key in self.last_present(is_there):
-                store.note_demoted(self.block_key(key), payload_bytes)
-        # Afterwards: a client may let the end of a prompt go and keep its beginning.
         if (retained := self.hints.retained) is not None:
             limit = math.inf if retained.tokens is None else retained.tokens
             for key in self.last_present(lambda key: self._ends[key] <= limit and is_there(key)):
@@ -320,7 +316,7 @@ class TierRequests:
     def end(self, context: ReqContext) -> None:
         """Take in that a request has ended."""
         hints = self.of(context).hints
-        if hints.may_store and (hints.is_demoted or hints.retained is not None):
+        if hints.may_store and hints.retained is not None:
             self._ended.append(context)
 
     def tell(self, store: SharedStore, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]) -> None:

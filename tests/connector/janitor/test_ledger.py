@@ -229,23 +229,6 @@ def test_what_is_retained_goes_after_what_was_used_until_its_time_is_over() -> N
     assert order_of_eviction(ledger) == [3, 2, 1, 0, 4]
 
 
-def test_what_is_demoted_goes_first_but_not_what_others_share_with_it() -> None:
-    ledger, generation = chains()
-    ledger.apply(generation, [told(Op.USED, 3, 60), told(Op.DEMOTED, 3, 61)])
-    assert order_of_eviction(ledger) == [3, 2, 1, 0, 4]
-    ledger.apply(generation, [told(Op.DEMOTED, 2, 62)])
-    assert order_of_eviction(ledger)[-1] == 4
-    ledger.apply(generation, [told(Op.USED, 2, 63)])
-    assert order_of_eviction(ledger) == [3, 4, 2, 1, 0]
-
-
-def test_a_client_lets_go_of_what_it_retained_but_not_of_what_others_did() -> None:
-    ledger, generation = chains()
-    ledger.apply(generation, [told(Op.RETAINED, 1, 200), told(Op.RETAINED, 2, 100), told(Op.USED, 4, 50)])
-    ledger.apply(generation, [told(Op.DEMOTED, 2, 60)])
-    assert order_of_eviction(ledger) == [2, 3, 4, 1, 0]
-
-
 def test_to_go_on_from_a_block_that_nobody_told_of_is_no_use_of_it() -> None:
     ledger = Ledger()
     generation = ledger.generation("digest")

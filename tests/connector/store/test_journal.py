@@ -94,17 +94,15 @@ def test_a_process_does_not_read_its_own_journal(tmp_path: Path) -> None:
     assert read_all(reader) == []
 
 
-def test_a_use_is_heard_of_after_somebody_had_no_more_use_for_the_block(tmp_path: Path) -> None:
+def test_a_retention_is_noted_with_its_end(tmp_path: Path) -> None:
     writer, reader = make_writer(tmp_path), JournalReader(tmp_path)
     reader.start()
     note(writer, 1, op=Op.USED)
-    note(writer, 1, op=Op.DEMOTED)
-    note(writer, 1, 1, op=Op.USED)
     writer.append(Op.RETAINED, key(1), 4096, ahead_seconds=60)
     writer.flush()
     found = read_all(reader)
-    assert [record.op for record in found] == [Op.USED, Op.DEMOTED, Op.USED, Op.RETAINED]
-    assert [record.time_ns - NOW_NS for record in found] == [0, 0, 0, 60_000_000_000]
+    assert [record.op for record in found] == [Op.USED, Op.RETAINED]
+    assert [record.time_ns - NOW_NS for record in found] == [0, 60_000_000_000]
 
 
 def test_a_use_is_noted_once_in_a_window(tmp_path: Path) -> None:

@@ -43,8 +43,6 @@ def hinted(*actions: Any) -> dict[str, Any]:
             NO_HINTS,
         ),
         ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
-        (hinted(action("kv.demote")), Hints(is_demoted=True)),
-        (hinted(action("kv.prefetch")), Hints(is_prefetched=True)),
         (hinted(action("kv.retain")), Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None))),
         (
             hinted(action("kv.retain", {"scope": "s", "directives": [{"end": 64, "priority": 80, "duration": 60}]})),
@@ -52,7 +50,7 @@ def hinted(*actions: Any) -> dict[str, Any]:
         ),
         (
             hinted(action("kv.retain", {"directives": [{"end": 64, "duration": 5}, {"start": 64, "priority": 0}]})),
-            Hints(retained=Retention(5.0, 64), is_demoted=True),
+            Hints(retained=Retention(5.0, 64)),
         ),
         (
             hinted(
@@ -61,7 +59,10 @@ def hinted(*actions: Any) -> dict[str, Any]:
             ),
             Hints(retained=Retention(9.0, 48)),
         ),
-        ({"kv_hints": {"actions": [{"action_type": "kv.demote"}]}}, Hints(is_demoted=True)),
+        (
+            {"kv_hints": {"actions": [{"action_type": "kv.retain"}]}},
+            Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
+        ),
         (
             hinted(action("kv.retain", {"directives": [{"duration": 10**400}]})),
             Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
@@ -100,16 +101,16 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
         ({"max_offload_tokens": "12"}, "value", "max_offload_tokens"),
         ({"kv_hints": "kv.retain"}, "value", "kv_hints"),
         ({"kv_hints": {"actions": {}}}, "value", "kv_hints"),
-        (hinted(*[action("kv.demote")] * (MOST_ACTIONS + 1)), "value", "kv_hints"),
+        (hinted(*[action("kv.retain")] * (MOST_ACTIONS + 1)), "value", "kv_hints"),
         ({"kv_hints": {"protocol_version": "9", "actions": []}}, "version", "kv_hints"),
         ({"kv_hints": {"protocol_version": [], "actions": []}}, "version", "kv_hints"),
         (hinted("kv.retain"), "action", "(not shown)"),
         (hinted(action("kv.fetch")), "action", "kv.fetch"),
-        (hinted({"action_type": ["kv.demote"]}), "action", "(not shown)"),
-        (hinted(action("kv.demote", version="2.0")), "version", "kv.demote"),
-        (hinted({"action_type": "kv.demote", "action_version": 1}), "version", "kv.demote"),
-        (hinted(action("kv.demote", {"session_id": "s"})), "payload", "kv.demote"),
-        (hinted({"action_type": "kv.prefetch", "payload": 3}), "payload", "kv.prefetch"),
+        (hinted({"action_type": ["kv.retain"]}), "action", "(not shown)"),
+        (hinted(action("kv.retain", version="2.0")), "version", "kv.retain"),
+        (hinted({"action_type": "kv.retain", "action_version": 1}), "version", "kv.retain"),
+        (hinted(action("kv.demote")), "action", "kv.demote"),
+        (hinted({"action_type": "kv.retain", "payload": 3}), "payload", "kv.retain"),
         (hinted(action("kv.retain", {"directives": 3})), "payload", "kv.retain"),
         (hinted(action("kv.retain", {"directives": [{}] * (MOST_ACTIONS + 1)})), "payload", "kv.retain"),
         (hinted(action("kv.retain", {"seconds": 3})), "payload", "kv.retain"),

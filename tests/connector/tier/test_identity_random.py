@@ -57,7 +57,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"max_load_tokens": 70},
     {"max_offload_tokens": 70},
     {"kv_hints": {"actions": [{"action_type": "kv.retain"}, {"action_type": "kv.prefetch"}]}},
-    {"kv_hints": {"actions": [{"action_type": "kv.demote"}, {"action_type": "kv.unheard-of"}]}},
+    {"kv_hints": {"actions": [{"action_type": "kv.retain"}, {"action_type": "kv.unheard-of"}]}},
 )
 WANTED: dict[str, st.SearchStrategy[Any]] = {
     "family": st.integers(0, 1),

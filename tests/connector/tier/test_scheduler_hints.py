@@ -22,12 +22,9 @@ from vllm.v1.request import Request
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.store.records import RECORD_BYTES
-from kvtier_connector.tier.admission import Admission, Verdict
 
 CHUNKS = len(PROMPT) // BLOCK_TOKENS
 RETAIN = {"actions": [{"action_type": "kv.retain", "payload": {"directives": [{"duration": 3600}]}}]}
-DEMOTE = {"actions": [{"action_type": "kv.demote"}]}
-PREFETCH = {"actions": [{"action_type": "kv.prefetch"}]}
 
 
 def serve(engine: SimulatedEngine, name: str, prompt: Sequence[int], params: Any, hints: Any = None) -> int:
@@ -115,7 +112,6 @@ def test_a_state_that_ends_behind_what_may_be_stored_is_not_stored_and_ends_no_e
         ({"kvtier_store": False}, 0),
         ({"kv_hints": RETAIN}, 2),
         ({"kv_hints": RETAIN, "kvtier_store": False}, 0),
-        ({"kv_hints": DEMOTE, "kvtier_store": False}, 0),
     ],
 )
 @pytest.mark.usefixtures("writer")
@@ -149,7 +145,7 @@ def test_a_request_that_wants_nothing_loaded_is_computed(engines: Engines) -> No
         ({"kvtier_store": "no"}, "value"),
         ({"max_load_tokens": "5"}, "value"),
         ({"kv_hints": {"actions": [{"action_type": "kv.pin"}]}}, "action"),
-        ({"kv_hints": {"actions": [{"action_type": "kv.demote", "payload": {"session_id": "s"}}]}}, "payload"),
+        ({"kv_hints": {"actions": [{"action_type": "kv.retain", "payload": {"session_id": "s"}}]}}, "payload"),
     ],
 )
 @pytest.mark.usefixtures("writer")
@@ -221,15 +217,11 @@ def envelope(kind: str) -> KvHintsEnvelope:
         (None, None, (13, 8)),
         ({"kv_hints": RETAIN}, None, (20, 1)),
         (envelope("kv.retain"), None, (20, 1)),
-        (None, {"kv_hints": DEMOTE}, (20, 1)),
-        (None, envelope("kv.demote"), (20, 1)),
         ({"kv_hints": RETAIN}, {"kv_hints": RETAIN}, (13, 8)),
     ],
-    ids=["no hint", "retained", "retained by the engine's API", "demoted", "demoted by the engine's API", "both"],
+    ids=["no hint", "retained", "retained by the engine's API", "both"],
 )
-def test_the_janitor_keeps_what_clients_want_and_gives_up_what_they_do_not(
-    engines: Engines, early: Any, late: Any, left: tuple[int, int]
-) -> None:
+def test_the_janitor_keeps_what_clients_want(engines: Engines, early: Any, late: Any, left: tuple[int, int]) -> None:
     engine = engines.make()
     for name, prompt, hints in (("early", PROMPT, early), ("late", LATER, late)):
         is_envelope = isinstance(hints, KvHintsEnvelope)
@@ -238,15 +230,3 @@ def test_the_janitor_keeps_what_clients_want_and_gives_up_what_they_do_not(
     finish(engine)
     assert engines.count() == CHUNKS + 8
     assert janitor_leaves(engines, engine, 22) == left
-
-
-@pytest.mark.parametrize(("hints", "is_read"), [(None, False), (PREFETCH, True)])
-@pytest.mark.usefixtures("writer")
-def test_a_prompt_is_read_ahead_however_quick_computing_is(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, hints: Any, *, is_read: bool
-) -> None:
-    monkeypatch.setattr(Admission, "decide", lambda *_, **__: Verdict.COMPUTE)
-    reader = restart(engines)
-    computed = serve(reader, "r", PROMPT, hints and {"kv_hints": hints})
-    assert computed == len(PROMPT) - (CHUNKS * BLOCK_TOKENS if is_read else 0)
-    finish(reader)
