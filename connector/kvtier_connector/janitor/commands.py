@@ -146,8 +146,7 @@ def gc(
         config: The janitor's document; without it only `limits` apply.
         yes: Whether to remove.
     """
-    # A check or a purge needs no numpy.
-    from kvtier_connector.janitor.keeper import Keeper  # noqa: PLC0415
+    from kvtier_connector.janitor.keeper import Keeper  # noqa: PLC0415 - a check or a purge needs no numpy
 
     document: dict[str, Any] = {"dryRun": not yes, "evicted": {}, "removedLeftovers": {}}
     if not _generations(directory):

@@ -40,12 +40,13 @@ DATA = Path(__file__).parents[1] / "data"
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
 
 u32 = st.integers(0, 2**32 - 1)
+positions = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 hashes = st.binary(min_size=3, max_size=32)
 tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
 keys = st.builds(BlockKey, hashes, st.integers(0, MAX_GROUP), tenants)
 adapters = st.just("") | st.from_regex("[0-9a-f]{32}", fullmatch=True)
-lineages = st.builds(Lineage, st.just(b"") | hashes, u32, adapters)
+lineages = st.builds(Lineage, st.just(b"") | hashes, positions, adapters)
 homes = st.builds(
     Home,
     st.from_regex(GENERATION_PATTERN, fullmatch=True),
