@@ -9,13 +9,11 @@ start of an operator on, and says what that kept from a tier besides.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -84,9 +82,6 @@ PLURALS: Final = (
 NEVER_KEPT_BACK: Final = frozenset({"configmaps", "persistentvolumeclaims", "services"})
 """What a tier has whatever else is forbidden."""
 
-RIVAL_IMAGE: Final = "registry.example.com/rival-janitor:1"
-"""What an operator of another installation would have janitors run."""
-
 
 @dataclass
 class Trouble:
@@ -145,9 +140,6 @@ def faults(  # noqa: PLR0913  what a run is made of
         cluster.faults.append(run.trouble.fault)
         cluster.call("POST", TIERS, tier("first"))
         until(lambda: _is_ready(cluster, "first"), seconds=120)
-        rival = operators.enter_context(_rival(cluster, folder))
-        # No kubelet is here that would start it again, should its first look at the cluster fail.
-        until(lambda: "does not work on the tiers" in rival.log.read_text(), seconds=120)
         began = time.monotonic()
         for plural in kinds:
             run.trouble.forbidden, run.trouble.rate = plural, RATE
@@ -170,7 +162,6 @@ def faults(  # noqa: PLR0913  what a run is made of
             "injected": dict(sorted(run.trouble.injected.items())),
             "by_forbidden_kind": by_kind,
             "recovered_seconds": settled["settled_seconds"],
-            "rival_waits": rival.process.poll() is None,
             "wrong": [*missed, *settled["wrong"]],
         }
 
@@ -275,17 +266,7 @@ def wrong(cluster: BenchCluster, wanted: dict[str, int], *, without: str = "") -
         for name, replicas in wanted.items() if (plural, suffix) in ENGINE else ():
             has = standing.get(f"{name}-{suffix}", {}).get("spec", {}).get("replicas", replicas)
             found += [f"{name} has {has} replicas instead of {replicas}"] if has != replicas else []
-    for each in cluster.api.list("deployments.apps", NAMESPACE):
-        if RIVAL_IMAGE in json.dumps(each["spec"]):
-            found.append(f"{each['metadata']['name']} is what the operator that waits would make")
     return found
-
-
-@contextmanager
-def _rival(cluster: BenchCluster, folder: Path) -> Iterator[OperatorProcess]:
-    """Run an operator of another installation, as somebody's laptop does."""
-    with operator(cluster, folder, KVTIER_JANITOR_IMAGE=RIVAL_IMAGE, KVTIER_LEASE_SECONDS="60") as process:
-        yield process
 
 
 def forbidden(folder: Path, *, kinds: tuple[str, ...] = FORBIDDEN, seconds: float = 30) -> Json:
