@@ -47,9 +47,10 @@ def test_ext4_takes_direct_io_and_blocks_are_written_and_read_with_it(root: Path
     assert DirectIo(LOCAL, str(root), direct=None).is_supported()
     store = BlockStore(root, fs=Listing())
     store.put(key(1), payload(1))
-    assert flags[-1] & os.O_DIRECT
+    assert any(how & os.O_DIRECT for how in flags)
+    flags.clear()
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert flags[-1] & os.O_DIRECT
+    assert any(how & os.O_DIRECT for how in flags)
 
 
 @pytest.mark.parametrize("direct", [True, False])
