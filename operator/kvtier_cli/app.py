@@ -31,7 +31,7 @@ class Verb(NamedTuple):
 
     section: str
     place: str
-    """Module below this package and function, as ``module:function``."""
+    """Module and function, as ``module:function``."""
     summary: str
 
 
@@ -43,26 +43,26 @@ _TIERS, _PLANS, _VOLUME, _CLUSTER = (
 )
 
 VERBS: Final[Mapping[str, Verb]] = {
-    "plan": Verb(_PLANS, "offline:plan", "say what a tier takes and holds, or what an edit costs"),
-    "validate": Verb(_PLANS, "offline:validate", "say what is wrong with a file, and how to mend it"),
-    "render": Verb(_PLANS, "offline:render", "print the objects that the operator would make"),
-    "status": Verb(_TIERS, "status:status", "show conditions, sizes, use, hits and what to do next"),
-    "pause": Verb(_TIERS, "tiers:pause", "let the operator change nothing, until --off"),
-    "mode": Verb(_TIERS, "tiers:mode", "show or set what engines do with the volume, while they run"),
-    "restart": Verb(_TIERS, "tiers:restart", "replace the engines, one at a time"),
-    "warm": Verb(_TIERS, "warm:warm", "send the prompts of a file, so that their blocks are stored"),
+    "plan": Verb(_PLANS, "kvtier_cli.offline:plan", "say what a tier takes and holds, or what an edit costs"),
+    "validate": Verb(_PLANS, "kvtier_cli.offline:validate", "say what is wrong with a file, and how to mend it"),
+    "render": Verb(_PLANS, "kvtier_cli.offline:render", "print the objects that the operator would make"),
+    "status": Verb(_TIERS, "kvtier_cli.status:status", "show conditions, sizes, use, hits and what to do next"),
+    "pause": Verb(_TIERS, "kvtier_cli.tiers:pause", "let the operator change nothing, until --off"),
+    "mode": Verb(_TIERS, "kvtier_cli.tiers:mode", "show or set what engines do with the volume, while they run"),
+    "restart": Verb(_TIERS, "kvtier_cli.tiers:restart", "replace the engines, one at a time"),
+    "warm": Verb(_TIERS, "kvtier_cli.warm:warm", "send the prompts of a file, so that their blocks are stored"),
     "bench": Verb(
-        _TIERS, "bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
+        _TIERS, "kvtier_cli.bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
     ),
-    "inspect": Verb(_VOLUME, "volume:inspect", "count what is there, by generation, tenant and age"),
-    "check": Verb(_VOLUME, "volume:check", "verify every byte"),
-    "purge": Verb(_VOLUME, "volume:purge", "remove blocks by generation, tenant or adapter, or all"),
-    "gc": Verb(_VOLUME, "volume:gc", "do once, now, what the janitor does all the time"),
-    "doctor": Verb(_CLUSTER, "doctor:doctor", "look whether a cluster has what kvtier needs"),
-    "report": Verb(_CLUSTER, "bundle:report", "pack what support needs to see, without secrets or prompts"),
-    "install": Verb(_CLUSTER, "install:install", "print what installs kvtier: operator, chart, samples"),
-    "run": Verb(_CLUSTER, "process:run", "run the operator until it is told to stop"),
-    "version": Verb(_CLUSTER, "process:version", "print the version"),
+    "inspect": Verb(_VOLUME, "kvtier_cli.volume:inspect", "count what is there, by generation, tenant and age"),
+    "check": Verb(_VOLUME, "kvtier_cli.volume:check", "verify every byte"),
+    "purge": Verb(_VOLUME, "kvtier_cli.volume:purge", "remove blocks by generation, tenant or adapter, or all"),
+    "gc": Verb(_VOLUME, "kvtier_cli.volume:gc", "do once, now, what the janitor does all the time"),
+    "doctor": Verb(_CLUSTER, "kvtier_cli.doctor:doctor", "look whether a cluster has what kvtier needs"),
+    "report": Verb(_CLUSTER, "kvtier_cli.bundle:report", "pack what support needs to see, without secrets or prompts"),
+    "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print what installs kvtier: operator, chart, samples"),
+    "run": Verb(_CLUSTER, "kvtier_cli.process:run", "run the operator until it is told to stop"),
+    "version": Verb(_CLUSTER, "kvtier_cli.process:version", "print the version"),
 }
 
 
@@ -79,7 +79,7 @@ class Verbs(click.Group):
             return None
         module, _, name = VERBS[cmd_name].place.partition(":")
         try:
-            command: click.Command = getattr(importlib.import_module(f"kvtier_cli.{module}"), name)
+            command: click.Command = getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
             if (error.name or "kvtier").startswith("kvtier"):
                 raise
