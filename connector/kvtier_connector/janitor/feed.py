@@ -15,8 +15,17 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtier_connector.janitor import kv_events
-from kvtier_connector.janitor.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvtier_connector.janitor.kv_events import (
+    MEDIUM,
+    REMOTE,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    encode,
+    shown,
+)
 from kvtier_connector.janitor.ledger import Ledger
 from kvtier_connector.store.layout import find_home
 
@@ -82,7 +91,7 @@ class Feed:
         events = self._changes() if self._is_whole else self._everything()
         self._is_whole = True
         while some := tuple(islice(events, BATCH)):
-            if not self._outlet.send(kv_events.encode(some, seconds=self._clock())):
+            if not self._outlet.send(encode(some, seconds=self._clock())):
                 self._is_whole = False  # the rest would make no sense
                 break
         self._stored.clear()
@@ -135,10 +144,10 @@ class Feed:
             token_ids=[],
             block_size=self._block_tokens,
             lora_id=None,
-            medium=kv_events.MEDIUM,
+            medium=MEDIUM,
             lora_name=None,
             group_idx=key.group,
-            locality=kv_events.REMOTE,
+            locality=REMOTE,
             ownership=self._owner(row),
         )
 
@@ -146,11 +155,11 @@ class Feed:
         key = self._ledger.key(row)
         return BlockRemoved(
             block_hashes=[self._shown(key.hash)],
-            medium=kv_events.MEDIUM,
+            medium=MEDIUM,
             group_idx=key.group,
-            locality=kv_events.REMOTE,
+            locality=REMOTE,
             ownership=self._owner(row),
         )
 
-    def _shown(self, block_hash: bytes) -> kv_events.BlockHash:
-        return kv_events.shown(block_hash, is_integer=self._is_integer)
+    def _shown(self, block_hash: bytes) -> BlockHash:
+        return shown(block_hash, is_integer=self._is_integer)

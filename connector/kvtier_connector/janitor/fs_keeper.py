@@ -20,14 +20,13 @@ from pathlib import Path
 
 from kvtier_connector.contract_janitor import JanitorConfig
 from kvtier_connector.contract_usage import GenerationUsage, Usage
-from kvtier_connector.janitor import vllm_files
 from kvtier_connector.janitor.brake import BrakeWriter
 from kvtier_connector.janitor.budget import Space, make_limits, make_space
 from kvtier_connector.janitor.clocks import Clocks
 from kvtier_connector.janitor.problems import Problems
 from kvtier_connector.janitor.removal import ActiveFileSystem
 from kvtier_connector.janitor.report import Report, Tallies
-from kvtier_connector.janitor.vllm_files import File
+from kvtier_connector.janitor.vllm_files import File, directories, is_generation, walk
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 logger = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class FsKeeper:
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         for generation in generations:
-            for files in vllm_files.walk(self._fs, self._dir, generation):
+            for files in walk(self._fs, self._dir, generation):
                 self._note(files, seen)
                 yield
         self._count(generations, seen)
@@ -155,7 +154,7 @@ class FsKeeper:
         except FileNotFoundError:
             return []  # no engine has stored anything yet
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        found = [name for name in names if vllm_files.is_generation(self._fs, f"{self._dir}/{name}")]
+        found = [name for name in names if is_generation(self._fs, f"{self._dir}/{name}")]
         return sorted(found, key=lambda name: (name != self.config.current, name))
 
     @staticmethod
@@ -265,7 +264,7 @@ class FsKeeper:
                 self._tallies.removed_leftovers["partial"] += 1
             yield
         for generation in sorted(self._condemned(seen)):
-            for directory in list(vllm_files.directories(self._fs, self._dir, generation)):
+            for directory in list(directories(self._fs, self._dir, generation)):
                 if not self._may_act():
                     return
                 try:
