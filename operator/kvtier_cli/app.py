@@ -51,9 +51,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "mode": Verb(_TIERS, "kvtier_cli.tiers:mode", "show or set what engines do with the volume, while they run"),
     "restart": Verb(_TIERS, "kvtier_cli.tiers:restart", "replace the engines, one at a time"),
     "warm": Verb(_TIERS, "kvtier_cli.warm:warm", "send the prompts of a file, so that their blocks are stored"),
-    "bench": Verb(
-        _TIERS, "kvtier_cli.bench.command:bench", "send the same prompts to tiers or endpoints, and compare what they took"
-    ),
+    "bench": Verb(_TIERS, "kvtier_cli.bench.command:bench", "send the same prompts to tiers, and compare times"),
     "inspect": Verb(_VOLUME, "kvtier_cli.volume:inspect", "count what is there, by generation, tenant and age"),
     "check": Verb(_VOLUME, "kvtier_cli.volume:check", "verify every byte"),
     "purge": Verb(_VOLUME, "kvtier_cli.volume:purge", "remove blocks by generation, tenant or adapter, or all"),
