@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
-TOOLS = r"cd|rsync|kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eval|for"
+TOOLS = r"bash|cd|rsync|kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eval|for"
 PROGRAM = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{TOOLS})(?:\s|$)")
 SEPARATORS = {"&&", "||", "|", ";", "|&"}
 METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")

@@ -92,14 +92,14 @@ def test_a_file_that_kubectl_is_given_is_there(command: str) -> None:
 def test_a_verb_after_a_sample_was_applied_names_the_tier_of_the_sample(page: Path) -> None:
     applied = ""
     for line in code(page).splitlines():
-        if found := re.search(r"kubectl apply -f (crds/samples/\S+\.yaml)", line):
-            body = next(yaml.safe_load_all((ROOT / found[1]).read_text()))
+        if found := re.search(r"kubectl apply -f (crds/samples/\S+\.yaml)|bash e2e/kind/quickstart\.sh", line):
+            body = next(yaml.safe_load_all((ROOT / (found[1] or "e2e/kind/tier.yaml")).read_text()))
             applied = body["metadata"]["name"] if body["kind"] == "KVCacheTier" else ""
         elif applied and (found := re.match(r"\s*(?:kubectl )?kvtier (?:status|mode|restart|pause) ([a-z]\S*)", line)):
             assert found[1] == applied, line
 
 
 def test_the_operator_that_flux_installs_has_the_name_that_the_docs_have() -> None:
-    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "flux.yaml").read_text())
+    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
     (release,) = (each for each in found if each["kind"] == "HelmRelease")
     assert release["spec"]["releaseName"] == "kvtier"

@@ -12,7 +12,8 @@ PYTHON=.venv/bin/python
 for program in docker kind kubectl; do
   command -v "$program" >/dev/null || { echo "e2e-kind needs $program: https://kind.sigs.k8s.io/docs/user/quick-start" >&2; exit 2; }
 done
-HELM=$("$PYTHON" -c 'import sys; sys.path.insert(0, ".ci"); import helm; print(helm.binary("helm"))')
+# helm of the locked tools
+PATH=$(dirname "$("$PYTHON" -c 'import sys; sys.path.insert(0, ".ci"); import helm; print(helm.binary("helm"))')"):$PATH
 mkdir -p "$OUT"
 KUBECONFIG=$(realpath "$OUT")/kubeconfig
 export KUBECONFIG
@@ -33,35 +34,20 @@ end() {
   [ "${KEEP:-}" = 1 ] || kind delete cluster --name "$NAME" >/dev/null 2>&1 || true
   exit "$status"
 }
-install() { # the tag of the images
-  "$HELM" upgrade --install kvtier charts/kvtier --namespace kvtier-system --create-namespace --wait --timeout 5m \
-    --set image.repository=kvtier-operator --set image.tag="$1" --set connectorImage="kvtier-connector:$1" \
-    --set janitorImage="kvtier-janitor:$1" --set settings.resyncSeconds=20
-}
 
 if [ "${1:-}" = upgrade ]; then
-  install two
+  helm upgrade kvtier charts/kvtier --namespace kvtier-system --wait --timeout 5m --reuse-values \
+    --set image.tag=two --set connectorImage=kvtier-connector:two --set janitorImage=kvtier-janitor:two
   exit 0
 fi
 
 trap end EXIT
 rm -rf "${OUT:?}"/*
-mkdir -p /tmp/kvtier-kind/blocks
-chmod 777 /tmp/kvtier-kind/blocks
-for each in operator/Dockerfile connector/Dockerfile connector/janitor.Dockerfile; do
-  case $each in
-    operator/*) image=kvtier-operator ;;
-    *janitor*) image=kvtier-janitor ;;
-    *) image=kvtier-connector ;;
-  esac
-  docker build --quiet --file "$each" --tag "$image:one" --tag "$image:two" .
-done
-kind create cluster --name "$NAME" --config e2e/kind/cluster.yaml --wait 5m
+NAME=$NAME TAG=one TIER="" bash e2e/kind/quickstart.sh --set settings.resyncSeconds=20
 for image in kvtier-operator kvtier-connector kvtier-janitor; do
-  kind load docker-image --name "$NAME" "$image:one" "$image:two"
+  docker tag "$image:one" "$image:two"
+  kind load docker-image --name "$NAME" "$image:two"
 done
-kubectl apply -f e2e/kind/volume.yaml
-install one
 E2E_KUBECONFIG=$KUBECONFIG E2E_SECONDS=${E2E_SECONDS:-1200} E2E_UPGRADE="bash e2e/kind/run.sh upgrade" \
-  "$PYTHON" -m pytest tests/kind -x -n 0 --timeout 7200
+  "$PYTHON" -m pytest tests/kind/test_scenarios.py -x -n 0 --timeout 7200
 CONFORMANCE_KUBECONFIG=$KUBECONFIG "$PYTHON" -m pytest tests/conformance

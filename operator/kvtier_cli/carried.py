@@ -29,5 +29,5 @@ def find(name: str) -> Path:
 
 
 def samples() -> dict[str, Path]:
-    """Return the samples by name."""
-    return {path.stem: path for path in sorted(find(SAMPLES).glob("*.yaml"))}
+    """Return the samples by name. Those in the folder `others` have kinds that a cluster need not know."""
+    return {path.stem: path for path in sorted(find(SAMPLES).rglob("*.yaml"))}

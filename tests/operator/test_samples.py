@@ -11,17 +11,19 @@ import kubernetes_schemas
 import pytest
 import yaml
 from chart import ROOT, render, tools
-from live import NAMESPACE, TIERS, Client, running
+from live import TIERS, Client, running
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.api import parse
 from kvtier_operator.api.volume_spec import SHARED
 
-SAMPLES = sorted((ROOT / "crds" / "samples").glob("*.yaml"))
-GITOPS = {"argocd", "flux"}
-OF_OTHERS = {"keda"}
-"""Has an object of a kind that a cluster need not know."""
+FOLDER = ROOT / "crds" / "samples"
+OTHERS = FOLDER / "others"
+"""Samples with kinds that a cluster need not know."""
+SAMPLES = sorted(FOLDER.rglob("*.yaml"))
+REFERRING = {"full"}
+"""Names Secrets, claims and adapters that somebody else makes, so its tier never becomes ready by itself."""
 KUBECTL = tools.binary("kubectl")
 
 
@@ -44,18 +46,18 @@ def test_a_sample_says_when_to_use_it(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
-@pytest.mark.usefixtures("controllers")
+def test_kubectl_applies_the_folder_of_samples_without_an_error(api: ApiServerThread, kubectl: Client) -> None:
+    del api, kubectl
+    done = apply(FOLDER)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("controllers", "api")
 @pytest.mark.parametrize(
-    "path", [each for each in SAMPLES if each.stem not in GITOPS | OF_OTHERS], ids=lambda path: path.stem
+    "path", [each for each in sorted(FOLDER.glob("*.yaml")) if each.stem not in REFERRING], ids=lambda path: path.stem
 )
-def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, api: ApiServerThread, kubectl: Client) -> None:
+def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, kubectl: Client) -> None:
     (sample,) = tiers(path)
-    namespace = sample["metadata"].get("namespace", NAMESPACE)
-    if namespace != NAMESPACE:
-        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        done = apply(path, "--dry-run=server")
-        assert done.returncode == 0, done.stderr
-        return
     with running():
         done = apply(path)
         assert done.returncode == 0, done.stderr
@@ -66,13 +68,6 @@ def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, api: ApiServe
 def test_samples_can_be_tried_one_after_the_other() -> None:
     found = [each["metadata"] for path in SAMPLES for each in tiers(path)]
     assert len({(each["name"], each.get("namespace")) for each in found}) == len(found)
-
-
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_in_a_namespace_of_its_own_says_how_to_make_that(path: Path) -> None:
-    for each in tiers(path):
-        if "namespace" in each["metadata"]:
-            assert f"#   kubectl create namespace {each['metadata']['namespace']}\n" in path.read_text()
 
 
 def test_the_minimal_sample_needs_no_token_and_no_shared_volume_and_the_next_one_shares() -> None:
@@ -107,11 +102,11 @@ def open_definition(group: str, kind: str, version: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(GITOPS))
+@pytest.mark.parametrize("name", ["argocd", "flux"])
 def test_a_gitops_sample_is_applied_and_installs_a_chart_that_is_there_with_values_that_it_knows(
     name: str, api: ApiServerThread
 ) -> None:
-    path = ROOT / "crds" / "samples" / f"{name}.yaml"
+    path = OTHERS / f"{name}.yaml"
     found = documents(path)
     for namespace in {each["metadata"]["namespace"] for each in found}:
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
@@ -133,15 +128,14 @@ def test_a_gitops_sample_is_applied_and_installs_a_chart_that_is_there_with_valu
     assert render(values)
 
 
-@pytest.mark.parametrize("name", ["hpa", "keda"])
-def test_an_autoscaler_scales_the_tier_of_its_sample(name: str) -> None:
-    path = ROOT / "crds" / "samples" / f"{name}.yaml"
+@pytest.mark.parametrize("path", [FOLDER / "hpa.yaml", OTHERS / "keda.yaml"], ids=lambda path: path.stem)
+def test_an_autoscaler_scales_the_tier_of_its_sample(path: Path) -> None:
     (tier,) = tiers(path)
     parse(tier)
     (scaler,) = (each for each in documents(path) if each["kind"] != "KVCacheTier")
     target = scaler["spec"]["scaleTargetRef"]
     assert target == {"apiVersion": tier["apiVersion"], "kind": tier["kind"], "name": tier["metadata"]["name"]}
-    if name == "hpa":
+    if path.stem == "hpa":
         kubernetes_schemas.validate(scaler, "1.37")
     assert "num_requests_waiting" in str(scaler)
     assert "kv_cache_usage_perc" in str(scaler)
