@@ -109,7 +109,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.api.conditions_reference --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
-	$(RUN) kvtier_connector.tier.metrics_reference --check
+	$(RUN) kvtier_connector.vllm_adapter.metrics_reference --check
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
 	PYTHONPATH=. $(RUN) e2e.backends.page --check
@@ -119,7 +119,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_operator.api.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
-	$(RUN) kvtier_connector.tier.metrics_reference --write
+	$(RUN) kvtier_connector.vllm_adapter.metrics_reference --write
 	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write
 	PYTHONPATH=. $(RUN) e2e.matrix --write

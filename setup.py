@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CARRIED = ("charts/kvtier", "crds/kvcachetier.yaml", "crds/samples", "docs/operator.yaml")
-"""What `kvtier_cli.carried` finds in a checkout, and in an installed package below `carried/`."""
+"""What `kvtier_cli.install` finds in a checkout, and in an installed package below `carried/`."""
 
 
 class BuildWithManifests(build_py):

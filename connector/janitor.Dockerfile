@@ -8,7 +8,7 @@ COPY requirements/janitor.lock /tmp/janitor.lock
 RUN pip install --no-cache-dir --no-deps --require-hashes --requirement /tmp/janitor.lock && rm /tmp/janitor.lock
 COPY connector/kvtier_connector /opt/connector/kvtier_connector
 # Never imported here, and needs vLLM.
-RUN rm -r /opt/connector/kvtier_connector/tier
+RUN rm -r /opt/connector/kvtier_connector/vllm_adapter /opt/connector/kvtier_connector/cascade
 ENV PYTHONPATH=/opt/connector PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 EXPOSE 9400

@@ -12,8 +12,8 @@ import pytest
 
 import kvtier_connector
 import kvtier_operator
-from kvtier_connector.contract import ConnectorConfig, decode, encode
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.contract.engine import ConnectorConfig, decode, encode
+from kvtier_connector.contract.errors import ConfigInvalid
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ConnectorConfig(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier_connector.contract import CONFIG_FILE, ConnectorConfig, encode
+from kvtier_connector.contract.engine import CONFIG_FILE, ConnectorConfig, encode
 
 NONE = "none"
 """vLLM without offloading."""
@@ -75,7 +75,7 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
         }
     is_ours = backend == KVTIER or offload.is_cpu_build
     spec = (
-        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}
+        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.vllm_adapter.spec"}
         if is_ours
         else {"spec_name": "TieringOffloadingSpec"}
     )
@@ -83,7 +83,7 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
     if backend == KVTIER:
         connector = {
             "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier_connector.tier.connector",
+            "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
         }
     return {
         **connector,
@@ -115,7 +115,11 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
     )
     path = directory / CONFIG_FILE
     path.write_text(encode(config), encoding="utf-8")
-    return {"type": "SharedVolumeTier", "module_path": "kvtier_connector.tier.tier", "config_file": str(path)}
+    return {
+        "type": "SharedVolumeTier",
+        "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
+        "config_file": str(path),
+    }
 
 
 def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, Self, TextIO
 
 from e2e.bench import models
 
-from kvtier_connector.shm import clear_stale_regions
+from kvtier_connector.pod_tools.shm import clear_stale_regions
 
 START_LIMIT_SECONDS = 300.0
 CLOSE_LIMIT_SECONDS = 40.0

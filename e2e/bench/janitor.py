@@ -27,14 +27,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier_connector.contract_janitor import JanitorConfig, encode
-from kvtier_connector.store import check
-from kvtier_connector.store.format import HEADER_BYTES, Header, encode_header
+from kvtier_connector.contract.janitor import JanitorConfig, encode
+from kvtier_connector.store import fsck
 from kvtier_connector.store.fs import LOCAL, make_directories
+from kvtier_connector.store.header import HEADER_BYTES, Header, encode_header
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalLimits, JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
-from kvtier_connector.store.records import JournalLimits, Op
 
 TICKS = os.sysconf("SC_CLK_TCK")
 WINDOW_SECONDS = 30.0
@@ -339,7 +338,7 @@ def _judge(run: Run, tier_dir: Path, mistakes: Path) -> None:
     if run.most_bytes > run.allowed_bytes:
         run.problems.append(f"{run.most_bytes} bytes were used of {run.allowed_bytes} allowed")
     # Partial files of killed writers are young; an hour later the janitor removes them.
-    report = check.inspect_all(tier_dir)
+    report = fsck.inspect_all(tier_dir)
     run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
     for path in sorted((tier_dir / "aa" / "journal").glob("*.kvj")):
         run.evicted += path.read_bytes().count(b"\x03\x20\x00\x00\x00\x00\x00\x00")

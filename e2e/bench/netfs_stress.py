@@ -27,17 +27,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvtier_connector.contract_janitor import JanitorConfig, encode
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.contract.janitor import JanitorConfig, encode
+from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.tasks import Done, Lane, Task
+from kvtier_connector.io_workers.worker import MoversSettings
 from kvtier_connector.janitor.pins import write_pins
-from kvtier_connector.movers.engine import Movers
-from kvtier_connector.movers.mover import MoversSettings
-from kvtier_connector.movers.rows import Region
-from kvtier_connector.movers.tasks import Done, Lane, Task
-from kvtier_connector.store import check
+from kvtier_connector.store import fsck
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
-from kvtier_connector.store.breaker import Breaker
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.header import HEADER_BYTES
+from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Lineage, block_path
 from kvtier_connector.store.shared import SharedStore
@@ -320,7 +320,7 @@ class Stress:
             elif bytes(buffer) != content(each):
                 run.problems.append(f"{block_path(each)} is not what was stored")
         for root in self._roots:
-            report = check.inspect_all(root.parent)
+            report = fsck.inspect_all(root.parent)
             run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
         run.blocks_at_end, run.compressed_at_end = report.blocks, report.compressed
         run.bytes_at_end = self._used_bytes()

@@ -25,7 +25,7 @@ import yaml
 from e2e.bench import journal
 from e2e.bench.memory_api import KINDS, Json, MemoryApi
 
-from kvtier_connector import contract_janitor
+from kvtier_connector.contract import janitor
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan.digest import digest, digest_text
 
@@ -208,7 +208,7 @@ def _settings(config: Json) -> str:
     if "connector.json" in data:
         return digest_text(data["connector.json"])
     told = json.loads(data["janitor.json"])
-    return digest({field: told[field] for field in ("version", *contract_janitor.FIXED_FIELDS)})
+    return digest({field: told[field] for field in ("version", *janitor.FIXED_FIELDS)})
 
 
 def uids_in(body: Json) -> set[str]:

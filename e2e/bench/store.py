@@ -26,13 +26,13 @@ import numpy.typing as npt
 from e2e.bench import journal, volumes
 from e2e.bench.report import store_report
 
-from kvtier_connector.movers.engine import Movers
-from kvtier_connector.movers.mover import MoversSettings
-from kvtier_connector.movers.rows import Region as Rows
-from kvtier_connector.movers.tasks import Lane, Task
+from kvtier_connector.io_workers.buffers import Region as Rows
+from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.tasks import Lane, Task
+from kvtier_connector.io_workers.worker import MoversSettings
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
-from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
+from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 

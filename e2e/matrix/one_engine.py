@@ -38,7 +38,7 @@ _ENGINE: Final = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
-    "kvtier_connector.tier.offloading_connector",
+    "kvtier_connector.vllm_adapter.offloading_connector",
 )
 _COUNTED = (
     "vllm:kvtier_",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier_connector import contract
+from kvtier_connector.contract import engine as contract
 from kvtier_operator import names
 from kvtier_operator.api.parse import parse
 from kvtier_operator.names import TierRef

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 import click
 from click.shell_completion import ShellComplete
 
-from kvtier_cli.exits import FOUND, INTERRUPTED
-from kvtier_connector.errors import ConnectorError
+from kvtier_cli.output import FOUND, INTERRUPTED
+from kvtier_connector.contract.errors import ConnectorError
 from kvtier_operator import __version__
 from kvtier_operator.errors import OperatorError
 
@@ -43,9 +43,9 @@ _TIERS, _PLANS, _VOLUME, _CLUSTER = (
 )
 
 VERBS: Final[Mapping[str, Verb]] = {
-    "plan": Verb(_PLANS, "kvtier_cli.offline:plan", "say what a tier takes and holds, or what an edit costs"),
-    "validate": Verb(_PLANS, "kvtier_cli.offline:validate", "say what is wrong with a file, and how to mend it"),
-    "render": Verb(_PLANS, "kvtier_cli.offline:render", "print the objects that the operator would make"),
+    "plan": Verb(_PLANS, "kvtier_cli.plan:plan", "say what a tier takes and holds, or what an edit costs"),
+    "validate": Verb(_PLANS, "kvtier_cli.plan:validate", "say what is wrong with a file, and how to mend it"),
+    "render": Verb(_PLANS, "kvtier_cli.plan:render", "print the objects that the operator would make"),
     "status": Verb(_TIERS, "kvtier_cli.status:status", "show conditions, sizes, use, hits and what to do next"),
     "pause": Verb(_TIERS, "kvtier_cli.tiers:pause", "let the operator change nothing, until --off"),
     "mode": Verb(_TIERS, "kvtier_cli.tiers:mode", "show or set what engines do with the volume, while they run"),
@@ -57,10 +57,10 @@ VERBS: Final[Mapping[str, Verb]] = {
     "purge": Verb(_VOLUME, "kvtier_cli.volume:purge", "remove blocks by generation, tenant or adapter, or all"),
     "gc": Verb(_VOLUME, "kvtier_cli.volume:gc", "do once, now, what the janitor does all the time"),
     "doctor": Verb(_CLUSTER, "kvtier_cli.doctor:doctor", "look whether a cluster has what kvtier needs"),
-    "report": Verb(_CLUSTER, "kvtier_cli.bundle:report", "pack what support needs to see, without secrets or prompts"),
+    "report": Verb(_CLUSTER, "kvtier_cli.report:report", "pack what support needs to see, without secrets or prompts"),
     "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print what installs kvtier: operator, chart, samples"),
-    "run": Verb(_CLUSTER, "kvtier_cli.process:run", "run the operator until it is told to stop"),
-    "version": Verb(_CLUSTER, "kvtier_cli.process:version", "print the version"),
+    "run": Verb(_CLUSTER, "kvtier_cli.run:run", "run the operator until it is told to stop"),
+    "version": Verb(_CLUSTER, "kvtier_cli.run:version", "print the version"),
 }
 
 

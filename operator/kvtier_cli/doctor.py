@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, carried, targets
-from kvtier_cli.exits import FINE, FOUND
+from kvtier_cli import client, install
+from kvtier_cli import output as answers
+from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import __version__, names
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing
 
@@ -44,21 +45,21 @@ class Finding:
 
 @click.command
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def doctor(*, output: str, **cluster: str) -> int:
     """Look whether a cluster has what kvtier needs: its version, the CRD, an operator, storage, nodes, your rights.
 
     Changes nothing. Exit code 1: something is missing.
     """
-    found = examine(targets.Where(**cluster))
+    found = examine(client.Where(**cluster))
     answers.show([asdict(each) for each in found], output, lambda: _page(found))
     return FOUND if any(each.state == "missing" for each in found) else FINE
 
 
-def examine(where: targets.Where) -> list[Finding]:
+def examine(where: client.Where) -> list[Finding]:
     """Return what each look shows; raises ClusterError where there is no cluster at all."""
     version = where.person.ask("/version", "ask for the cluster's version")
-    looks: tuple[tuple[str, Callable[[targets.Where], Iterator[Finding]]], ...] = (
+    looks: tuple[tuple[str, Callable[[client.Where], Iterator[Finding]]], ...] = (
         ("definition", _definition),
         ("operator", _operators),
         ("storage", _storage),
@@ -90,7 +91,7 @@ def _version(version: names.Manifest) -> Finding:
     return Finding(what="cluster", state="ok", message=text)
 
 
-def _definition(where: targets.Where) -> Iterator[Finding]:
+def _definition(where: client.Where) -> Iterator[Finding]:
     import yaml  # noqa: PLC0415  takes a while
 
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
@@ -101,7 +102,7 @@ def _definition(where: targets.Where) -> Iterator[Finding]:
         message = f"the cluster does not know {names.KIND}"
         yield Finding(what="definition", state="missing", message=message, remedy=remedy)
         return
-    ours = yaml.safe_load(carried.find(carried.CRD).read_text())
+    ours = yaml.safe_load(install.carried_file(install.CRD).read_text())
     if _fields(live) == _fields(ours):
         yield Finding(what="definition", state="ok", message=f"{names.KIND} is that of kvtier {__version__}")
     else:
@@ -122,7 +123,7 @@ def _names(schema: Any) -> Any:
     return {**below, **({"[]": _names(schema["items"])} if "items" in schema else {})}
 
 
-def _operators(where: targets.Where) -> Iterator[Finding]:
+def _operators(where: client.Where) -> Iterator[Finding]:
     selector = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=kvtier"
     found = where.person.cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
     for each in found:
@@ -149,7 +150,7 @@ def _release(deployment: names.Manifest, image: str) -> str:
     return tag or said
 
 
-def _held(where: targets.Where) -> Iterator[Finding]:
+def _held(where: client.Where) -> Iterator[Finding]:
     """Tell of an operator outside the cluster by what the tiers of the namespace say."""
     tiers = where.person.tiers(where.asked_namespace)
     seen = [(each.get("status") or {}).get("observedGeneration") == each["metadata"]["generation"] for each in tiers]
@@ -165,7 +166,7 @@ def _held(where: targets.Where) -> Iterator[Finding]:
     )
 
 
-def _storage(where: targets.Where) -> Iterator[Finding]:
+def _storage(where: client.Where) -> Iterator[Finding]:
     found = where.person.ask("/apis/storage.k8s.io/v1/storageclasses", "list storage classes")["items"]
     shared = [each["metadata"]["name"] for each in found if SHARED.search(each.get("provisioner", ""))]
     default = [
@@ -192,7 +193,7 @@ def _storage(where: targets.Where) -> Iterator[Finding]:
         yield Finding(what="storage", state="warning", message="no storage class is the default one", remedy=remedy)
 
 
-def _nodes(where: targets.Where) -> Iterator[Finding]:
+def _nodes(where: client.Where) -> Iterator[Finding]:
     nodes = where.person.ask("/api/v1/nodes", "list nodes")["items"]
     devices: dict[str, int] = {}
     for node in nodes:
@@ -212,7 +213,7 @@ def _nodes(where: targets.Where) -> Iterator[Finding]:
         )
 
 
-def _namespace(where: targets.Where) -> Iterator[Finding]:
+def _namespace(where: client.Where) -> Iterator[Finding]:
     name = where.asked_namespace
     labels = where.person.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce", "none")
@@ -221,7 +222,7 @@ def _namespace(where: targets.Where) -> Iterator[Finding]:
     )
 
 
-def _rights(where: targets.Where) -> Iterator[Finding]:
+def _rights(where: client.Where) -> Iterator[Finding]:
     for group, resource, subresource, verb, purpose in _RIGHTS:
         attributes = {"group": group, "resource": resource, "subresource": subresource, "verb": verb}
         review = {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs ``install …``: what this release installs, as text; nothing is sent to a cluster."""
+"""Where the CRD, the chart, the samples and the rendered operator of this release are.
+
+The verbs ``install …``: what this release installs, as text; nothing is sent to a cluster.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,34 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, carried
-from kvtier_cli.exits import FINE
+from kvtier_cli import output as answers
+from kvtier_cli.output import FINE
 from kvtier_operator import names
+
+CHART: Final = "charts/kvtier"
+CRD: Final = "crds/kvcachetier.yaml"
+SAMPLES: Final = "crds/samples"
+OPERATOR: Final = "docs/operator.yaml"
+
+_HERE: Final = Path(__file__).resolve().parent
+
+
+def carried_file(name: str) -> Path:
+    """Return the path of one of them.
+
+    Raises:
+        ClickException: this installation was built without.
+    """
+    for base in (_HERE / "carried", _HERE.parents[1]):
+        if (base / name).exists():
+            return base / name
+    raise click.ClickException(f"{name} is not part of this installation: use the wheel, or a checkout")
+
+
+def carried_samples() -> dict[str, Path]:
+    """Return the samples by name. Those in the folder `others` have kinds that a cluster need not know."""
+    return {path.stem: path for path in sorted(carried_file(SAMPLES).rglob("*.yaml"))}
+
 
 _NAMESPACE: Final = "kvtier-system"
 """Of the rendered operator."""
@@ -45,7 +73,7 @@ def generate(  # noqa: PLR0913 - options
     """
     import yaml  # noqa: PLC0415  the group's help does without it
 
-    documents = [each for each in yaml.safe_load_all(carried.find(carried.OPERATOR).read_text()) if each]
+    documents = [each for each in yaml.safe_load_all(carried_file(OPERATOR).read_text()) if each]
     variables = {"KVTIER_CONNECTOR_IMAGE": connector_image, "KVTIER_JANITOR_IMAGE": janitor_image}
     for document in documents:
         _move(document, namespace)
@@ -56,7 +84,7 @@ def generate(  # noqa: PLR0913 - options
             container["env"] = [*rest, *({"name": name, "value": value} for name, value in set_here.items())]
     if with_crd:
         # A kind stands before what is of it, and a namespace before what is in it.
-        documents.insert(0, yaml.safe_load(carried.find(carried.CRD).read_text()))
+        documents.insert(0, yaml.safe_load(carried_file(CRD).read_text()))
     if output == "yaml":
         click.echo(answers.as_yaml(documents), nl=False)
     else:
@@ -87,14 +115,14 @@ def chart(directory: Path, *, output: str) -> int:
     """Write the Helm chart of this release to DIRECTORY, which must not be there yet."""
     if directory.exists():
         raise click.UsageError(f"{directory} is there already: name another directory, or remove it")
-    shutil.copytree(carried.find(carried.CHART), directory)
+    shutil.copytree(carried_file(CHART), directory)
     command = f"helm install kvtier {directory} --namespace {_NAMESPACE} --create-namespace"
     answers.show({"directory": str(directory), "next": command}, output, lambda: f"{command}\n")
     return FINE
 
 
 def _names_like(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
-    return [each for each in carried.samples() if each.startswith(begun)]
+    return [each for each in carried_samples() if each.startswith(begun)]
 
 
 @install.command
@@ -102,7 +130,7 @@ def _names_like(_context: click.Context, _parameter: click.Parameter, begun: str
 @answers.output_option()
 def samples(name: str | None, *, output: str) -> int:
     """List the samples, or print the one of that NAME: `kvtier install samples minimal | kubectl apply -f -`."""
-    found = carried.samples()
+    found = carried_samples()
     if name is None:
         purposes = {each: _purpose(path) for each, path in found.items()}
         answers.show(purposes, output, lambda: answers.columns([("NAME", "WHAT IT SHOWS"), *purposes.items()]))

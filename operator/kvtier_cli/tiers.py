@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, targets
-from kvtier_cli.exits import FINE, FOUND
-from kvtier_connector import contract
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_cli import client
+from kvtier_cli import output as answers
+from kvtier_cli.output import FINE, FOUND
+from kvtier_connector.contract import engine
+from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_operator import names
 from kvtier_operator.names import ObjectKey
 
@@ -38,13 +39,13 @@ def _waits(tier: str, body: Mapping[str, Any]) -> str:
 @_TIER
 @click.option("--off", is_flag=True, help="let the operator work again")
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def pause(tier: str, *, off: bool, output: str, **cluster: str) -> int:
     """Let the operator change nothing about TIER, until --off; engines go on, and its status is still reported.
 
     It is an annotation, so whoever keeps the spec in git need not touch it.
     """
-    where = targets.Where(**cluster)
+    where = client.Where(**cluster)
     namespace = where.asked_namespace
     body = where.person.tier(namespace, tier)
     if off and (body["spec"].get("paused") is True):
@@ -59,14 +60,14 @@ def pause(tier: str, *, off: bool, output: str, **cluster: str) -> int:
 @_TIER
 @click.argument("mode", type=click.Choice(MODES), required=False)
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def mode(tier: str, mode: str | None, *, output: str, **cluster: str) -> int:
     """Show what engines of TIER do with the volume, or set it; they follow within a minute or two, without a restart.
 
     ReadWrite loads and stores, ReadOnly loads alone, Bypass does not touch the volume. Exit code 1: the tier is paused,
     or the operator has not passed the mode on to the engines within 20 seconds.
     """
-    where = targets.Where(**cluster)
+    where = client.Where(**cluster)
     namespace = where.asked_namespace
     body = where.person.tier(namespace, tier)
     before, waits = _mode(body), _waits(tier, body)
@@ -80,7 +81,7 @@ def mode(tier: str, mode: str | None, *, output: str, **cluster: str) -> int:
     return _answer(tier, output, f"{tier}: {mode}, was {before}; {follows}\n", mode=mode, waits=waits)
 
 
-def _not_passed_on(where: targets.Where, namespace: str, tier: str, mode: str) -> str:
+def _not_passed_on(where: client.Where, namespace: str, tier: str, mode: str) -> str:
     """Wait until the file that engines follow has the mode; return why it has not, or nothing."""
     name = names.config(names.TierRef(namespace=namespace, name=tier, uid=""))
     key = ObjectKey(api_version="v1", kind="ConfigMap", name=name)
@@ -88,7 +89,7 @@ def _not_passed_on(where: targets.Where, namespace: str, tier: str, mode: str) -
     while True:
         found = where.person.cluster.get(key, namespace)
         try:
-            if found is not None and contract.decode_live(found["data"][contract.LIVE_FILE]).mode == mode:
+            if found is not None and engine.decode_live(found["data"][engine.LIVE_FILE]).mode == mode:
                 return ""
         except (LookupError, ConfigInvalid):
             pass  # the operator repairs it
@@ -114,14 +115,14 @@ def _mode(body: Mapping[str, Any]) -> str:
 @_TIER
 @answers.yes_option("replace them")
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def restart(tier: str, *, yes: bool, output: str, **cluster: str) -> int:
     """Replace the engines of TIER, one at a time, with what this release of the operator renders.
 
     What lies on the volume stays; what only their memory holds is computed or loaded again. Without --yes it only says
     which pods would go. Exit code 1: the tier is paused, so none goes yet.
     """
-    where = targets.Where(**cluster)
+    where = client.Where(**cluster)
     namespace = where.asked_namespace
     body = where.person.tier(namespace, tier)
     waits = _waits(tier, body) if yes else ""

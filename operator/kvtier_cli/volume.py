@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, parameters, targets
-from kvtier_cli.answers import columns, duration
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.inspect import OLDER
-from kvtier_connector.store.progress import counted, readable_size
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS
+from kvtier_cli import client
+from kvtier_cli import output as answers
+from kvtier_cli import output as parameters
+from kvtier_cli.output import columns, duration
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.store.fsck import OLDER
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, counted, readable_size
 
 Document = Mapping[str, Any]
 _MOST_THREADS: Final = 64
@@ -43,7 +44,7 @@ def _threads(default: int) -> Callable[[answers.Function], answers.Function]:
 
 def _do(verb: str, target: str, cluster: dict[str, str], output: str, options: dict[str, Any]) -> int:
     with answers.progress() as tell:
-        outcome = targets.do(verb, target, targets.Where(**cluster), options, tell)
+        outcome = client.do(verb, target, client.Where(**cluster), options, tell)
     answers.show(outcome.document, output, lambda: _PAGES[verb](outcome.document))
     return outcome.status
 
@@ -52,7 +53,7 @@ def _do(verb: str, target: str, cluster: dict[str, str], output: str, options: d
 @_TARGET
 @_threads(4)
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def inspect(target: str, *, threads: int, output: str, **cluster: str) -> int:
     """Count what lies on a volume: names, sizes and times; no block is read.
 
@@ -74,13 +75,13 @@ def inspect(target: str, *, threads: int, output: str, **cluster: str) -> int:
 )
 @_threads(min(16, 2 * (os.cpu_count() or 1)))
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int, output: str, **cluster: str) -> int:
     """Verify every byte of every block, and list what is wrong. Changes nothing.
 
     Exit code 1 if there are problems.
     """
-    if keys_dir and not targets.is_directory(target, targets.Where(**cluster)):
+    if keys_dir and not client.is_directory(target, client.Where(**cluster)):
         raise click.UsageError(
             "--keys-dir is for a directory: keys stay where they are, and the janitor of a tier has none"
         )
@@ -97,7 +98,7 @@ def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int
 @answers.yes_option("remove them")
 @_threads(8)
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def purge(  # noqa: PLR0913 - options
     target: str,
     *,
@@ -137,11 +138,11 @@ def purge(  # noqa: PLR0913 - options
 @click.option("--current", help="the generation in use  [default: the newest]")
 @answers.yes_option("remove it")
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any) -> int:
     """Do once, and now, what the janitor does all the time; without --yes only say what would go."""
     where = {name: others.pop(name) for name in ("namespace", "context", "kubeconfig")}
-    if config and not targets.is_directory(target, targets.Where(**where)):
+    if config and not client.is_directory(target, client.Where(**where)):
         raise click.UsageError("--config is for a directory: a tier has its own document")
     limits = {name: value for name, value in others.items() if value is not None}
     if {"low_watermark", "high_watermark"} <= set(limits) and limits["low_watermark"] >= limits["high_watermark"]:

@@ -27,9 +27,10 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, targets
-from kvtier_cli.exits import FINE, FOUND
-from kvtier_connector.store.progress import Tell, counted
+from kvtier_cli import client
+from kvtier_cli import output as answers
+from kvtier_cli.output import FINE, FOUND
+from kvtier_connector.store.scan import Tell, counted
 from kvtier_operator import names
 from kvtier_operator.api.routing_spec import ROUTER
 from kvtier_operator.errors import OperatorError
@@ -70,7 +71,7 @@ class Prompt:
 @click.option("--model", default="", help="model of prompts that name none  [default: the first that is served]")
 @click.option("--key-variable", default="VLLM_API_KEY", show_default=True, help="environment variable with the API key")
 @answers.output_option()
-@targets.cluster_options
+@client.cluster_options
 def warm(  # noqa: PLR0913 - options
     target: str,
     file: Path,
@@ -93,7 +94,7 @@ def warm(  # noqa: PLR0913 - options
     with contextlib.ExitStack() as stack:
         url = target.rstrip("/").removesuffix("/v1")
         if "://" not in target:
-            url, least = stack.enter_context(_forwarded(target, targets.Where(**cluster)))
+            url, least = stack.enter_context(_forwarded(target, client.Where(**cluster)))
             times = times or least
         engine = Engine(url, key=os.environ.get(key_variable, ""))
         model = model or engine.served()
@@ -254,7 +255,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def _forwarded(tier: str, where: targets.Where) -> Iterator[tuple[str, int]]:
+def _forwarded(tier: str, where: client.Where) -> Iterator[tuple[str, int]]:
     """Forward a port to the tier's Service; yield the local address and the tier's ``minReuse``."""
     namespace = where.asked_namespace
     try:

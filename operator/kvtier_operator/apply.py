@@ -14,16 +14,16 @@ from typing import Any, Final, NamedTuple
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Preflight, Problem, State, View, unknown
 from kvtier_operator.errors import ClusterError, ClusterUnavailable, KindMissing
-from kvtier_operator.jobs import read_preflight
+from kvtier_operator.gather import read_preflight
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.ownership import stands
+from kvtier_operator.kube.managed_fields import stands
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import claim, preflight, routing
-from kvtier_operator.parts.connector_config import with_live_settings
 from kvtier_operator.parts.engine import deployment
+from kvtier_operator.parts.engine_config import with_live_settings
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Preflight, Problem, State, View, unknown
 from kvtier_operator.snapshot import Live, Snapshot
 
 

@@ -18,14 +18,14 @@ from kvtier_operator.inventory import Inventory
 from kvtier_operator.kube.cache import NODES, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import KubernetesCluster
-from kvtier_operator.kube.health import Health
-from kvtier_operator.kube.workqueue import Done, Priority, WorkQueue
+from kvtier_operator.kube.http_server import Health
+from kvtier_operator.kube.work_queue import Done, Priority, WorkQueue
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
-from kvtier_operator.proof.api_keys import read_key
-from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.monitor import Proofs
-from kvtier_operator.proof.probes import Probes
+from kvtier_operator.observe.api_keys import read_key
+from kvtier_operator.observe.http_client import Asker
+from kvtier_operator.observe.monitor import Proofs
+from kvtier_operator.observe.poller import Probes
 from kvtier_operator.reconcile import Outcome, reconcile
 from kvtier_operator.settings import Settings
 

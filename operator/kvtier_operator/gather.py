@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read everything that one reconcile needs into a snapshot. Writes nothing, decides nothing."""
+"""Read everything that one reconcile needs into a snapshot. Writes nothing, decides nothing.
+
+Reads how far the Job is that tries the claim of a tier.
+
+What keeps the kubelet from starting a pod at all: volumes that are not there, or cannot be mounted.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,16 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from kvtier_connector.contract_janitor import JANITOR_PORT
-from kvtier_connector.contract_usage import USAGE_PATH, Usage
+from kvtier_connector.contract.janitor import JANITOR_PORT
+from kvtier_connector.contract.usage import USAGE_PATH, Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SpecInvalid
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.mounts import is_held_up, mount_problem
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.proof.asker import Address
-from kvtier_operator.proof.pod_reports import read_metrics, read_usage
-from kvtier_operator.proof.probes import Probes, Subject
+from kvtier_operator.observe.http_client import Address
+from kvtier_operator.observe.pod_reports import read_metrics, read_usage
+from kvtier_operator.observe.poller import Probes, Subject
 from kvtier_operator.snapshot import (
     Claim,
     Container,
@@ -28,8 +32,104 @@ from kvtier_operator.snapshot import (
     Live,
     Neighbour,
     Pod,
+    SeenJob,
     Snapshot,
 )
+
+
+def read_preflight(cluster: Cluster, tier: TierRef) -> SeenJob:
+    """Read how far the Job is that tries a claim."""
+    return _read_job(cluster, tier, names.preflight_key(tier), names.COMPONENT_PREFLIGHT, names.ANNOTATION_PREFLIGHT)
+
+
+def _read_job(cluster: Cluster, tier: TierRef, job: ObjectKey, component: str, annotation: str) -> SeenJob:
+    """Read a Job whose one container is called like its component."""
+    found = cluster.get(job, tier.namespace)
+    if found is None:
+        return SeenJob()
+    uid = found["metadata"]["uid"]
+    if not names.is_controlled(found, tier):
+        return SeenJob(uid=uid, is_foreign=True)
+    selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
+    try:
+        listed = cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
+    except ClusterForbidden:
+        listed = []  # how it ended, the Job itself tells, though not with which words
+    pods = [
+        pod for pod in listed if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
+    ]
+    ended = [each for each in (_terminated(pod, component) for pod in pods) if each is not None]
+    # One that went through counts, whatever failed before it.
+    best = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
+    conditions = found.get("status", {}).get("conditions", ())
+    told = {each["type"]: each for each in conditions if each["status"] == "True"}
+    annotations = found["metadata"].get("annotations") or {}
+    return SeenJob(
+        key=annotations.get(annotation, "?"),
+        uid=uid,
+        failure=str(told.get("Failed", {}).get("message", "")),
+        waiting=next(filter(None, (_waiting(pod, component) for pod in pods)), ""),
+        exit_code=(0 if "Complete" in told else None) if best is None else best.get("exitCode"),
+        message="" if best is None else str(best.get("message", "")),
+    )
+
+
+def _tried(pod: Manifest, container: str) -> Mapping[str, Any]:
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return next((each.get("state") or {} for each in statuses if each["name"] == container), {})
+
+
+def _terminated(pod: Manifest, container: str) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = _tried(pod, container).get("terminated")
+    return found
+
+
+def _waiting(pod: Manifest, container: str) -> str:
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"no node takes pod {pod['metadata']['name']}: {condition.get('message', '')}"
+    waiting = _tried(pod, container).get("waiting") or {}
+    if waiting.get("reason", "") in {"", "ContainerCreating", "PodInitializing"}:
+        return ""
+    return f"pod {pod['metadata']['name']} waits: {waiting['reason']}: {waiting.get('message', '')}"
+
+
+MOUNT_PATIENCE: Final = timedelta(seconds=30)
+"""A pod whose volumes are not mounted for this long after it was made is asked about."""
+
+_MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+
+
+def mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
+    """Return what keeps the kubelet from starting a pod at all; only Events tell, so they are read only for such a pod.
+
+    A pod in that state names nothing but ContainerCreating, for ever.
+    """
+    metadata = pod["metadata"]
+    born = metadata.get("creationTimestamp")
+    if not is_held_up(pod) or born is None:
+        return ""
+    if now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
+        return ""
+    found = [
+        event
+        for event in cluster.events(metadata["namespace"], uid=metadata["uid"])
+        if event.get("reason") in _MOUNT_REASONS
+    ]
+    latest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
+    return "" if latest is None else f"{latest['reason']}: {latest.get('message', '')}"
+
+
+def is_held_up(pod: Manifest) -> bool:
+    """Tell whether the kubelet starts nothing of a pod yet."""
+    status = pod.get("status", {})
+    waiting = [
+        (each.get("state") or {}).get("waiting") or {}
+        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+    ]
+    is_waiting = all(each.get("reason") in {"ContainerCreating", "PodInitializing"} for each in waiting)
+    return bool(waiting) and is_waiting and "deletionTimestamp" not in pod["metadata"]
+
 
 _NO_ADDRESS: Final = frozenset({"", "None"})
 """Cluster IP of a Service that has none yet, or none at all."""

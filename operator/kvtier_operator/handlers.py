@@ -8,23 +8,37 @@ kopf ends where tiers may not be watched, or where the API server fails for long
 kopf runs anew, in those namespaces whose tiers may be read.
 
 Threads: kopf's event loop has one of its own; its handlers only enter what it tells into memory.
+
+The operator as a process: what it serves, the wait for the lead, and the order in which it all starts and ends.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import logging
+import os
+import resource
+import signal
 import threading
-from collections.abc import Callable, Iterable
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import kopf
 
 from kvtier_operator import names
 from kvtier_operator.controller import Operator
-from kvtier_operator.kube.client import Credentials
+from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SettingsInvalid
+from kvtier_operator.kube.client import Credentials, KubernetesCluster, connect
+from kvtier_operator.kube.cluster import Cluster
+from kvtier_operator.kube.http_server import Health
 from kvtier_operator.kube.informer import LONGEST_PAUSE_SECONDS, PAGE, WATCH_SECONDS
+from kvtier_operator.kube.leadership import REQUEST_SECONDS, Leadership
+from kvtier_operator.metrics import OperatorMetrics
+from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -147,3 +161,149 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = PAGE
     settings.queueing.idle_timeout = 0.2
     return settings
+
+
+process_logger = logging.getLogger(__name__)
+
+MOST_OPEN_FILES: Final = 4096
+
+
+def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
+    """Run until a signal comes and return the exit status.
+
+    Raises:
+        OperatorError: the settings or the cluster do not allow to start.
+    """
+    _log(log_format, is_verbose=is_verbose)
+    _open_many_files()
+    metrics, health, stop = OperatorMetrics(), Health(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        if settings.metrics_port:
+            stack.callback(_listening("KVTIER_METRICS_PORT", settings.metrics_port, metrics.serve))
+        if settings.liveness_endpoint:
+            host, port = _address(settings.liveness_endpoint)
+            stack.callback(_listening("--liveness", port, lambda port: health.serve(port, host=host)))
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, lambda *_: stop.set())
+        leadership = stack.enter_context(_campaign(settings, metrics)) if settings.leader_elect else None
+        cluster = connect(
+            may_write=leadership.is_leader if leadership is not None else lambda: True, on_answer=metrics.count_request
+        )
+        if leadership is None:
+            _refuse_another(cluster, settings)
+        try:
+            check_access(cluster, settings.namespaces)
+        except ClusterForbidden as error:
+            # Whoever grants it need not start this process again; until then it says that it is not ready.
+            process_logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
+        operator = Operator(settings, cluster=cluster, metrics=metrics, health=health)
+        if leadership is not None and not leadership.wait(stop):
+            return 0
+        metrics.set_leader(is_leader=True)
+        serve(operator, stop, login=lambda: connect().credentials())
+    return 0
+
+
+def _listening(setting: str, port: int, serve_at: Callable[[int], Callable[[], None]]) -> Callable[[], None]:
+    """Begin to serve at a port and return what ends it.
+
+    Raises:
+        SettingsInvalid: the port cannot be used.
+    """
+    try:
+        return serve_at(port)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise SettingsInvalid(f"{setting}: cannot listen on port {port} ({reason}): choose a free port") from error
+
+
+def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:
+    """List tiers once, so that a missing CRD or a missing permission is said at once and in words.
+
+    Raises:
+        ClusterError: they cannot be listed.
+    """
+    for namespace in namespaces or ("",):
+        try:
+            next(cluster.pages(names.API_VERSION, names.KIND, namespace=namespace))
+        except KindMissing as error:
+            raise KindMissing(
+                f"the cluster does not know {names.KIND} resources: kubectl apply -f crds/kvcachetier.yaml ({error})"
+            ) from error
+
+
+def _log(log_format: str, *, is_verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonLines() if log_format == "json" else logging.Formatter(_LINES[log_format]))
+    logging.basicConfig(level=logging.DEBUG if is_verbose else logging.INFO, handlers=[handler], force=True)
+    # Signals are this process's own, and of what kopf tells of each event, ours say what they wrote.
+    logging.getLogger("kopf").setLevel(logging.DEBUG if is_verbose else logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+
+
+_LINES: Final = {"plain": "%(message)s", "full": "[%(asctime)s] %(name)-24.24s [%(levelname)-8.8s] %(message)s"}
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, in the words that log collectors know."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat()
+        line = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": time}
+        return json.dumps({**line, **({"trace": self.formatException(record.exc_info)} if record.exc_info else {})})
+
+
+@contextlib.contextmanager
+def _campaign(settings: Settings, metrics: OperatorMetrics) -> Iterator[Leadership]:
+    leadership = Leadership(
+        connect(timeout_seconds=(REQUEST_SECONDS, REQUEST_SECONDS), on_answer=metrics.count_request),
+        namespace=settings.lease_namespace,
+        name=settings.lease_name,
+        seconds=settings.lease_seconds,
+        on_change=lambda leads: metrics.set_leader(is_leader=leads),
+    )
+    leadership.start()
+    try:
+        yield leadership
+    finally:
+        leadership.close()
+
+
+def _refuse_another(cluster: KubernetesCluster, settings: Settings) -> None:
+    """Refuse to run beside an operator that is installed in the cluster: both would write to the same tiers.
+
+    Raises:
+        SettingsInvalid: one is installed for the same class of tiers.
+    """
+    selector = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=kvtier"
+    try:
+        found = cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
+    except ClusterError:
+        return  # without the right to look, the person who runs it has to know
+    for each in found:
+        containers = each["spec"]["template"]["spec"]["containers"]
+        words = [word for container in containers for word in container.get("args") or ()]
+        option = "--operator-class="
+        theirs = next((word.removeprefix(option) for word in words if word.startswith(option)), "")
+        if theirs == settings.operator_class and each["spec"].get("replicas", 1):
+            name = f"{each['metadata']['namespace']}/{each['metadata']['name']}"
+            raise SettingsInvalid(
+                f"the operator {name} works on these tiers: scale its Deployment to 0, or give this one a class of its "
+                "own (--operator-class, spec.operatorClassName)"
+            )
+
+
+def _open_many_files() -> None:
+    """Open as many files as are allowed: each pod that is asked is one, and containers often begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MOST_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _address(url: str) -> tuple[str, int]:
+    found = urllib.parse.urlsplit(url)
+    if found.scheme != "http" or not found.hostname or not found.port:
+        raise SettingsInvalid(f"--liveness={url!r} must be http://ADDRESS:PORT")
+    return found.hostname, found.port

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kvtier_connector import generated_page
+from kvtier_connector.contract import generated_page
 from kvtier_operator import __version__
 from kvtier_operator.kube.http_server import EVERYWHERE, HttpServer
 

@@ -28,29 +28,21 @@ from kvtier_operator.apply import (
     apply_preflight,
     try_engines,
 )
+from kvtier_operator.conditions import State
 from kvtier_operator.errors import ClusterError, SpecInvalid
-from kvtier_operator.gather import JANITOR_PATIENCE, gather
+from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.mounts import MOUNT_PATIENCE
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
-from kvtier_operator.parts.edits import applicable_spec, keep_pods
+from kvtier_operator.observe.canary import Chunk
+from kvtier_operator.observe.monitor import Proofs
+from kvtier_operator.observe.poller import Probes
+from kvtier_operator.observe.targets import make_ask
+from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
 from kvtier_operator.parts.engine import outdated
-from kvtier_operator.plan import (
-    Decisions,
-    Refusal,
-    decide,
-    decisions,
-    make_plan,
-    shares,
-)
+from kvtier_operator.plan import Decisions, Refusal, decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.problems import State
-from kvtier_operator.proof.canary import Chunk
-from kvtier_operator.proof.monitor import Proofs
-from kvtier_operator.proof.probes import Probes
-from kvtier_operator.proof.targets import make_ask
 from kvtier_operator.snapshot import Nodes, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -375,7 +367,7 @@ def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> No
     """Return the nodes, with what runs on them where that decides something."""
     if inventory is None:
         return None
-    return inventory.look(with_pods=shares.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
+    return inventory.look(with_pods=nodes.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
 
 
 def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -> None:

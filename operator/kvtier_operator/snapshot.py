@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier_connector.contract_usage import Usage as VolumeUsage
+from kvtier_connector.contract.usage import Usage as VolumeUsage
 from kvtier_operator.errors import ClusterError
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 

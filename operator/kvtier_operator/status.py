@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.api import TierSpec, loras
-from kvtier_operator.api.api_reference import CONDITIONS
+from kvtier_operator.api import TierSpec, model_spec
+from kvtier_operator.api.crd import CONDITIONS
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Problem, View, look_of, met
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, preflight, proofs, routing, serving
-from kvtier_operator.parts.applicable import not_applicable
+from kvtier_operator.parts import PARTS, disk, observations, preflight, routing, serving
+from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.plan import Generation, backends
 from kvtier_operator.plan import report as plan_report
-from kvtier_operator.problems import Problem, View, look_of, met
 
 __all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
 
@@ -123,7 +123,7 @@ _KEPT: Final = ("sizing", "generation")
 def _loras(view: View) -> dict[str, Any]:
     """Return the adapters, in the order of the spec; nothing where there are none."""
     served = () if view.spec is None else view.spec.model.loras
-    found = [{"name": lora["name"], "source": loras.describe(lora["source"])} for lora in served]
+    found = [{"name": lora["name"], "source": model_spec.describe(lora["source"])} for lora in served]
     return {"loras": found} if found else {}
 
 
@@ -144,7 +144,7 @@ def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    rollout, kept = proofs.rollout(view, previous), preflight.document(view, previous)
+    rollout, kept = observations.rollout(view, previous), preflight.document(view, previous)
     return {
         **({} if rollout is None else {"proof": {"rollout": rollout}}),
         **({"storage": kept} if kept else {}),

@@ -24,7 +24,7 @@ from kvtier_cli.app import main
 from kvtier_cli.bench import endpoints, trace
 from kvtier_cli.bench.client import Endpoint, Sample, prompt_of
 from kvtier_cli.bench.results import Pass, compare, distribution, shares
-from kvtier_cli.targets import Where
+from kvtier_cli.client import Where
 
 BLOCK = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier_cli import standing, status_page
+from kvtier_cli import status
 
 METRICS = """
 vllm:prompt_tokens_total{engine="0"} 100000
@@ -28,17 +28,17 @@ def document(**changes: Any) -> dict[str, Any]:
         "sizing": None,
         "generations": [],
         "tiers": [{"name": "disk", "usedBytes": 73 << 30, "capacityBytes": 1 << 40}],
-        "hits": standing.hits([METRICS]),
+        "hits": status.hits([METRICS]),
         **changes,
     }
 
 
 def test_tokens_from_the_volume_are_time_that_accelerators_did_not_spend() -> None:
-    hits = standing.hits([METRICS])
+    hits = status.hits([METRICS])
     assert hits["bySource"] == {"disk": 72000, "device": 8000}
     assert hits["prefillSecondsNotSpent"] == 3600
-    assert standing.hits([METRICS, METRICS])["prefillSecondsNotSpent"] == 7200
-    assert standing.hits([]) == {}
+    assert status.hits([METRICS, METRICS])["prefillSecondsNotSpent"] == 7200
+    assert status.hits([]) == {}
 
 
 COUNTED = (
@@ -49,11 +49,11 @@ COUNTED = (
 
 
 def test_an_engine_that_counts_seconds_is_believed() -> None:
-    assert standing.hits([COUNTED])["prefillSecondsNotSpent"] == 2700
+    assert status.hits([COUNTED])["prefillSecondsNotSpent"] == 2700
 
 
 def test_the_page_shows_hits_by_tier_and_the_time_saved() -> None:
-    page = status_page.one(document())
+    page = status.one(document())
     assert "disk      72,000 tokens  72.0%" in page
     assert "computed  20,000 tokens  20.0%" in page
     assert "the disk saved 1.0 h of prefill" in page

@@ -19,21 +19,22 @@ from definition import tier_definition
 from kubernetes import client
 from typing_extensions import override
 
-from kvtier_cli import doctor, targets, tiers
+from kvtier_cli import client as targets
+from kvtier_cli import doctor, tiers
 from kvtier_cli.app import main
-from kvtier_connector.contract import encode_live
-from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
+from kvtier_connector.contract.engine import encode_live
+from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_localcluster.apiserver.executing import ERRORS, OUTPUT, Send
+from kvtier_localcluster.apiserver.streams import ERRORS, OUTPUT, Send
 from kvtier_operator import __version__, names
 from kvtier_operator.errors import ClusterUnavailable
-from kvtier_operator.kube import kubeconfig as kubeconfig_module
-from kvtier_operator.kube import person as person_module
+from kvtier_operator.kube import cli_client as person_module
+from kvtier_operator.kube import client as kubeconfig_module
+from kvtier_operator.kube.cli_client import Person
 from kvtier_operator.kube.client import KubernetesCluster
-from kvtier_operator.kube.person import Person
 
 ROOT = Path(__file__).parents[2]
 

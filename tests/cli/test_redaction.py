@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvtier_cli import redaction
+from kvtier_cli import report
 
 SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdWIiOiIx.sig", "once upon a time", "acme")
 
@@ -27,7 +27,7 @@ SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdW
     ],
 )
 def test_a_line_loses_what_is_secret(line: str) -> None:
-    assert not any(secret in redaction.line(line) for secret in SECRETS)
+    assert not any(secret in report.redact_line(line) for secret in SECRETS)
 
 
 LEAKS = ("s3cret", "abc", "pw1", "patient")
@@ -58,9 +58,9 @@ LEAKS = ("s3cret", "abc", "pw1", "patient")
     ],
 )
 def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
-    assert not any(leak in redaction.line(line) for leak in LEAKS)
+    assert not any(leak in report.redact_line(line) for leak in LEAKS)
     held = {"metadata": {"annotations": {"said": line}}, "spec": {"args": ["sh", "-c", line]}}
-    assert not any(leak in json.dumps(redaction.manifest(held)) for leak in LEAKS)
+    assert not any(leak in json.dumps(report.redact_manifest(held)) for leak in LEAKS)
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
     ],
 )
 def test_a_line_that_only_looks_like_one_stays(line: str) -> None:
-    assert redaction.line(line) == line
+    assert report.redact_line(line) == line
 
 
 @pytest.mark.parametrize(
     "line", ["INFO 11-22 engine.py:1 ready in 5 s", "prompt throughput: fine", "kvtier_disk_active 1.0", ""]
 )
 def test_a_line_without_a_secret_stays(line: str) -> None:
-    assert redaction.line(line) == line or "prompt" in line
+    assert report.redact_line(line) == line or "prompt" in line
 
 
 def test_variables_flags_and_documents_of_a_manifest_lose_what_may_be_secret() -> None:
     env = [{"name": "MY_THING", "value": "hunter2"}, {"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]
-    found = redaction.manifest(
+    found = report.redact_manifest(
         {
             "metadata": {"annotations": {"rendered": json.dumps({"env": env, "args": ["--api-key", "hunter2"]})}},
             "spec": {"env": [*env, {"name": "VLLM_API_KEY", "value": "hunter2"}], "args": ["--api-key=hunter2", "-v"]},
@@ -101,10 +101,10 @@ def test_variables_flags_and_documents_of_a_manifest_lose_what_may_be_secret() -
 
 
 def test_a_tenant_has_the_same_mark_everywhere() -> None:
-    mark = redaction.tenant("acme")
-    assert redaction.manifest({"tenants": [{"tenant": "acme", "blocks": 1}]})["tenants"][0]["tenant"] == mark
-    assert mark in redaction.line('x{tenant="acme"} 1')
-    assert redaction.tenant("other") != mark
+    mark = report.tenant_mark("acme")
+    assert report.redact_manifest({"tenants": [{"tenant": "acme", "blocks": 1}]})["tenants"][0]["tenant"] == mark
+    assert mark in report.redact_line('x{tenant="acme"} 1')
+    assert report.tenant_mark("other") != mark
 
 
 VLLM = "(APIServer pid=1) INFO 11-22 07:43:17 [logger.py:47] "
@@ -119,7 +119,7 @@ def test_a_prompt_of_several_lines_goes_with_its_record(repeated: str) -> None:
         f"{repeated}and so acme'",
     ]
     after = "(APIServer pid=1) INFO 11-22 07:43:18 [engine.py:1] Added request"
-    kept = redaction.log("\n".join([f"{VLLM}starting", *told, after]), is_cut=False).splitlines()
+    kept = report.redact_log("\n".join([f"{VLLM}starting", *told, after]), is_cut=False).splitlines()
     assert kept[0] == f"{VLLM}starting"
     assert not any(word in "\n".join(kept) for word in ("once", "hunter2", "acme"))
     assert kept[-1] == after
@@ -135,26 +135,26 @@ def test_a_prompt_of_several_lines_goes_with_its_record(repeated: str) -> None:
     ],
 )
 def test_what_follows_a_prompt_of_several_lines_stays(next_record: str) -> None:
-    found = redaction.log(f"INFO 11-22 07:43:17 [a.py:1] prompt: once\nupon a time\n{next_record}\n", is_cut=False)
+    found = report.redact_log(f"INFO 11-22 07:43:17 [a.py:1] prompt: once\nupon a time\n{next_record}\n", is_cut=False)
     assert "upon" not in found
     assert next_record in found
 
 
 def test_the_rest_of_a_record_whose_beginning_was_cut_off_is_left_out() -> None:
     lines = "upon a time\nINFO 11-22 07:43:17 [a.py:1] ready\n"
-    assert "upon" not in redaction.log(lines, is_cut=True)
-    assert redaction.log(lines, is_cut=False) == lines
-    assert redaction.log("Traceback:\nKeyError: 'layers.0'\n", is_cut=True).startswith("Traceback")
+    assert "upon" not in report.redact_log(lines, is_cut=True)
+    assert report.redact_log(lines, is_cut=False) == lines
+    assert report.redact_log("Traceback:\nKeyError: 'layers.0'\n", is_cut=True).startswith("Traceback")
 
 
 def test_records_of_json_are_each_by_themselves() -> None:
     lines = '{"message": "a", "prompt": "once"}\n{"message": "wrote"}\n'
-    assert "once" not in redaction.log(lines, is_cut=False)
-    assert '{"message": "wrote"}' in redaction.log(lines, is_cut=False)
+    assert "once" not in report.redact_log(lines, is_cut=False)
+    assert '{"message": "wrote"}' in report.redact_log(lines, is_cut=False)
 
 
 def test_the_last_words_of_a_container_lose_a_prompt_of_several_lines() -> None:
     state = {"terminated": {"message": f"{VLLM}prompt: 'once\nupon a time'\nINFO 11-22 07:43:18 [a.py:1] ended"}}
-    found = json.dumps(redaction.manifest({"status": {"containerStatuses": [{"name": "engine", "state": state}]}}))
+    found = json.dumps(report.redact_manifest({"status": {"containerStatuses": [{"name": "engine", "state": state}]}}))
     assert "upon" not in found
     assert "ended" in found

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, decode, encode
+from kvtier_connector.contract.usage import GenerationUsage, TenantUsage, Usage, decode, encode
 
 SIZES = st.integers(min_value=0, max_value=2**62)
 TIMES = st.floats(min_value=0, max_value=2**40)

@@ -8,25 +8,25 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvtier_connector import contract, contract_janitor
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.contract import engine, janitor
+from kvtier_connector.contract.errors import ConfigInvalid
 
-CONNECTOR = contract.encode(
-    contract.ConnectorConfig(tier="ns/llama", root="/kv/0a1b", digest="0a1b", identity={}, max_bytes=0)
+CONNECTOR = engine.encode(
+    engine.ConnectorConfig(tier="ns/llama", root="/kv/0a1b", digest="0a1b", identity={}, max_bytes=0)
 )
-JANITOR = contract_janitor.encode(contract_janitor.JanitorConfig(tier="ns/llama", tier_dir="/kv", current="0a1b"))
+JANITOR = janitor.encode(janitor.JanitorConfig(tier="ns/llama", tier_dir="/kv", current="0a1b"))
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(contract.ConnectorConfig)])
+@pytest.mark.parametrize("name", [each.name for each in fields(engine.ConnectorConfig)])
 def test_a_connector_field_of_another_type_is_named(name: str) -> None:
     with pytest.raises(ConfigInvalid, match=rf"^connector\.json: {name}=\[\] must be (a|an|true) "):
-        contract.decode(json.dumps({**json.loads(CONNECTOR), name: []}))
+        engine.decode(json.dumps({**json.loads(CONNECTOR), name: []}))
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(contract_janitor.JanitorConfig)])
+@pytest.mark.parametrize("name", [each.name for each in fields(janitor.JanitorConfig)])
 def test_a_janitor_field_of_another_type_is_named(name: str) -> None:
     with pytest.raises(ConfigInvalid, match=rf"^janitor\.json: {name}=\[\] must be (a|an|true) "):
-        contract_janitor.decode(json.dumps({**json.loads(JANITOR), name: []}))
+        janitor.decode(json.dumps({**json.loads(JANITOR), name: []}))
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_a_janitor_field_of_another_type_is_named(name: str) -> None:
 )
 def test_a_value_of_another_type_is_told_from_one_out_of_range(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigInvalid, match=complaint):
-        contract.decode(json.dumps({**json.loads(CONNECTOR), **change}))
+        engine.decode(json.dumps({**json.loads(CONNECTOR), **change}))
 
 
 @pytest.mark.parametrize("change", [{"refresh_seconds": 2}, {"direct_io": None}, {"identity": {"layers": [1, 2]}}])
 def test_what_json_writes_in_another_way_is_read(change: dict[str, object]) -> None:
     (name,) = change
-    assert getattr(contract.decode(json.dumps({**json.loads(CONNECTOR), **change})), name) == change[name]
+    assert getattr(engine.decode(json.dumps({**json.loads(CONNECTOR), **change})), name) == change[name]
 
 
 _ALWAYS_WRITTEN = {
@@ -69,11 +69,11 @@ def test_a_field_that_came_later_is_written_only_where_it_says_something(documen
 
 
 def test_what_a_later_field_says_is_written_and_read() -> None:
-    base = contract_janitor.decode(JANITOR)
+    base = janitor.decode(JANITOR)
     added = [each for each in fields(base) if each.metadata]
     assert {"events_port", "layout"} <= {each.name for each in added}
-    said = replace(base, events_port=5557, layout=contract_janitor.VLLM_FS_LAYOUT)
-    written = json.loads(contract_janitor.encode(said))
+    said = replace(base, events_port=5557, layout=janitor.VLLM_FS_LAYOUT)
+    written = json.loads(janitor.encode(said))
     assert written["events_port"] == 5557
     assert "block_tokens" not in written
-    assert contract_janitor.decode(json.dumps(written)) == said
+    assert janitor.decode(json.dumps(written)) == said

@@ -15,8 +15,8 @@ import pytest
 from clocks import Clock
 from waiting import until
 
-from kvtier_connector.errors import LeaseConflict, LeaseUnavailable
-from kvtier_connector.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
+from kvtier_connector.contract.errors import LeaseConflict, LeaseUnavailable
+from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector import redis_check
+from kvtier_connector.pod_tools import redis_check
 
 
 class Speaker(socketserver.StreamRequestHandler):

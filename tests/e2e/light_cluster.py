@@ -19,7 +19,7 @@ import kvtier_connector
 from kvtier_localcluster import kinds
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_images
 from kvtier_localcluster.kinds import Kind
-from kvtier_localcluster.node.images import ImageProfile
+from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings
 from kvtier_localcluster.testing import Bench, fetch, until
 

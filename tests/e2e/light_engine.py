@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from kvtier_connector import contract
-from kvtier_connector.errors import IdentityMismatch
-from kvtier_connector.ready import Report
+from kvtier_connector.contract import engine as contract
+from kvtier_connector.contract.errors import IdentityMismatch
+from kvtier_connector.pod_tools.ready import Report
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import Hit
 from kvtier_connector.store.layout import BlockKey

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_images
-from kvtier_localcluster.node.images import ImageProfile
+from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.loop_thread import LoopThread
 from kvtier_localcluster.node import registration
-from kvtier_localcluster.node.addresses import PodAddresses
+from kvtier_localcluster.node.services import PodAddresses
 from kvtier_localcluster.node.simulated import SimulatedNode
 from kvtier_localcluster.ports import free_port
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.header import Fault
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import crashes
+from kvtier_operator.parts import crash_causes
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "charts" / "kvtier" / "rules"
@@ -79,7 +79,7 @@ def causes_of(alert: str, label: str) -> set[str]:
 
 
 def test_engines_that_end_for_a_cause_that_is_known_raise_the_alert() -> None:
-    known = {clue.reason.value for clue in crashes._CLUES}
+    known = {clue.reason.value for clue in crash_causes._CLUES}
     # Which engines end again and again for want of a device, too, but have an alert of its own: it names the remedy.
     assert known - causes_of("KVTierCrashLoop", "reason") == {Reason.DEVICE_MISSING.value}
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-from kvtier_operator.proof.asker import Address, Asker, Done, Question, Reply
+from kvtier_operator.observe.http_client import Address, Asker, Done, Question, Reply
 
 Found = TypeVar("Found")
 

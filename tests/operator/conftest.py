@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from asking_pods import running
 from live import Client, Controllers
 
-from kvtier_operator.proof.asker import Asker
+from kvtier_operator.observe.http_client import Asker
 
 
 @pytest.fixture

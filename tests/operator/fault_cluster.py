@@ -24,7 +24,7 @@ from aiohttp import web
 from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, running
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
-from kvtier_localcluster.apiserver.audit import parse_path
+from kvtier_localcluster.apiserver.requests import parse_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TIERS = f"/apis/kvtier.dev/v1alpha1/namespaces/{NAMESPACE}/kvcachetiers"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiers import tier
 
-from kvtier_connector.contract_usage import Usage
+from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, status
 from kvtier_operator.api import conditions_reference, parse
 from kvtier_operator.plan import Decisions, decide, make_generation, sizing_of

@@ -20,7 +20,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.controller import Operator
 from kvtier_operator.handlers import serve
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.http_server import Health
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 

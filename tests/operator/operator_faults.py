@@ -23,7 +23,7 @@ from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, tier, until
 from fault_cluster import TIERS, BenchCluster, Json, is_final, operator
 
 from kvtier_localcluster.apiserver import ApiError
-from kvtier_localcluster.apiserver.audit import parse_path
+from kvtier_localcluster.apiserver.requests import parse_path
 from kvtier_localcluster.ports import free_port
 
 FAULTS: Final = ((409, "Conflict"), (429, "TooManyRequests"), (500, "InternalError"), (503, "ServiceUnavailable"))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier_operator.proof.engine_client import EngineError, EngineLocked, Served
-from kvtier_operator.proof.exposition import Reading
+from kvtier_operator.observe.engine_client import EngineError, EngineLocked, Served
+from kvtier_operator.observe.pod_reports import Reading
 
 
 @dataclass

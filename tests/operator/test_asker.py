@@ -12,9 +12,8 @@ import pytest
 from asking_pods import Pods, on_loop, running, unreachable
 from waiting import until
 
-from kvtier_operator.proof import asker as asker_module
-from kvtier_operator.proof.asker import Address, Asker, Question, Reply
-from kvtier_operator.proof.turns import Turns
+from kvtier_operator.observe import http_client as asker_module
+from kvtier_operator.observe.http_client import Address, Asker, Question, Reply, Turns
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts import render
-from kvtier_operator.parts.applicable import not_applicable
+from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.snapshot import Engines, Neighbour, Snapshot
 

@@ -18,11 +18,11 @@ import yaml
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
-from kvtier_operator.api.api_reference import CONDITIONS
+from kvtier_operator.api.crd import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts import render
-from kvtier_operator.parts.applicable import not_applicable
-from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.parts.capabilities import not_applicable
+from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
 from kvtier_operator.snapshot import Container, Engines, Pod, Snapshot
 
@@ -121,7 +121,9 @@ def test_vllm_knows_the_connector_of_lmcaches_cache_server(vllm: dict[str, Any])
 
 def test_importing_the_connector_the_spec_and_the_tier_starts_nothing(vllm: dict[str, Any]) -> None:
     started = vllm["started"]
-    assert {f"kvtier_connector.tier.{each}" for each in ("connector", "spec", "tier")} <= set(started["modules"])
+    assert {f"kvtier_connector.vllm_adapter.{each}" for each in ("connector", "spec", "secondary_tier")} <= set(
+        started["modules"]
+    )
     assert (started["threads"], started["cuda"]) == ([], False)
 
 

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_localcluster.apiserver.api_errors import ApiError
-from kvtier_localcluster.apiserver.resources import Registry, Resource
-from kvtier_localcluster.apiserver.validation import Validator
+from kvtier_localcluster.apiserver.admission.validation import Validator
+from kvtier_localcluster.apiserver.store.api_errors import ApiError
+from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 from kvtier_operator.api import TierSpec, crd, parse
 from kvtier_operator.api.tier_spec import NO_PREFIXES
 from kvtier_operator.errors import SpecInvalid

@@ -20,7 +20,7 @@ from kvtier_operator.kube.cache import NODES, TIERS, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.informer import Informer, Scope
-from kvtier_operator.kube.shelf import Shelf, Watched
+from kvtier_operator.kube.object_store import Shelf, Watched
 from kvtier_operator.names import ObjectKey, TierName
 
 CONFIGS = Watched(api_version="v1", kind="ConfigMap")

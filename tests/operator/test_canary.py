@@ -17,12 +17,11 @@ from proof_engines import Clock, ScriptedEngine, SharedVolume
 
 from kvtier_operator import names
 from kvtier_operator.kube.http_server import HttpServer
-from kvtier_operator.proof import canary
-from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.canary import TEXT_ALONE, Chunk, Replica, Subjects, Waiting
-from kvtier_operator.proof.engine_client import EngineError, HttpEngine
-from kvtier_operator.proof.findings import Canary, CanaryOutcome
-from kvtier_operator.proof.picture import SIDE, new_picture
+from kvtier_operator.observe import canary
+from kvtier_operator.observe.canary import SIDE, TEXT_ALONE, Chunk, Replica, Subjects, Waiting, new_picture
+from kvtier_operator.observe.engine_client import EngineError, HttpEngine
+from kvtier_operator.observe.findings import Canary, CanaryOutcome
+from kvtier_operator.observe.http_client import Asker
 
 Found = TypeVar("Found")
 

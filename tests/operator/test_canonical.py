@@ -12,7 +12,7 @@ from tiers import tier
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason, Refusal
-from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.parts.engine import deployment
 from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan
 

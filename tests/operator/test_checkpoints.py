@@ -13,7 +13,7 @@ from kvtier_operator.names import TierRef
 from kvtier_operator.parts import engine
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.plan.checkpoints import LARGEST_BLOCK_TOKENS, STEP_TOKENS
+from kvtier_operator.plan.chunks import LARGEST_BLOCK_TOKENS, STEP_TOKENS
 from kvtier_operator.plan.decisions import checkpoints_of, kv_of
 from kvtier_operator.plan.model_layout import ModelLayout
 

@@ -19,7 +19,7 @@ from kvtier_operator import names, status
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.kube.cache import TIERS as WATCHED_TIERS
-from kvtier_operator.kube.shelf import Shelf
+from kvtier_operator.kube.object_store import Shelf
 from kvtier_operator.snapshot import Janitor, Neighbour
 
 BUDGET = 900 << 30

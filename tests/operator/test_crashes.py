@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import crashes
+from kvtier_operator.parts import crash_causes
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from kvtier_operator.parts import crashes
             Reason.SHM_TOO_SMALL,
         ),
         (
-            "kvtier_connector.errors.ConfigInvalid: /dev/shm is too small: the CPU tier needs 9 MiB there",
+            "kvtier_connector.contract.errors.ConfigInvalid: /dev/shm is too small: the CPU tier needs 9 MiB there",
             Reason.SHM_TOO_SMALL,
         ),
         ("FileExistsError: [Errno 17] File exists: '/dev/shm/vllm_offload_1.mmap'", Reason.STALE_SHM),
@@ -51,7 +51,7 @@ from kvtier_operator.parts import crashes
 )
 def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: Reason) -> None:
     message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
-    found = crashes.explain(message, 1)
+    found = crash_causes.explain(message, 1)
     assert found is not None
     assert found.reason is reason
     assert found.quote in line
@@ -64,31 +64,31 @@ def test_vllm_itself_says_that_an_encoder_decoder_model_takes_no_connector() -> 
     assert vllm.origin is not None
     source = Path(vllm.origin).with_name("v1") / "core" / "sched" / "scheduler.py"
     said = next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line)
-    found = crashes.explain(f"AssertionError: {said.strip()}", 1)
+    found = crash_causes.explain(f"AssertionError: {said.strip()}", 1)
     assert found is not None
     assert found.reason is Reason.MODEL_UNSUPPORTED
 
 
 def test_a_bus_error_is_a_page_of_shared_memory_that_is_not_there() -> None:
-    found = crashes.explain("", 135)
+    found = crash_causes.explain("", 135)
     assert found is not None
     assert found.reason is Reason.SHM_TOO_SMALL
 
 
 @pytest.mark.parametrize("message", ["", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n"])
 def test_words_that_nobody_knows_explain_nothing(message: str) -> None:
-    assert crashes.explain(message, 1) is None
+    assert crash_causes.explain(message, 1) is None
 
 
 def test_the_cause_is_told_and_not_what_followed_from_it() -> None:
     message = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
-    found = crashes.explain(message, 1)
+    found = crash_causes.explain(message, 1)
     assert found is not None
     assert found.reason is Reason.TOKEN_REFUSED
 
 
 def test_a_long_line_is_quoted_by_its_end() -> None:
-    found = crashes.explain("x" * 5000 + " CUDA out of memory", 1)
+    found = crash_causes.explain("x" * 5000 + " CUDA out of memory", 1)
     assert found is not None
     assert len(found.quote) <= 200
     assert found.quote.endswith("CUDA out of memory")

@@ -14,12 +14,13 @@ import pytest
 import yaml
 from pydantic.alias_generators import to_camel
 
-from kvtier_localcluster.apiserver.cel import rule_problems
-from kvtier_localcluster.apiserver.cel_cost import DEFINITION_LIMIT, RULE_LIMIT, costs
-from kvtier_localcluster.apiserver.crd_schema import set_defaults
-from kvtier_localcluster.apiserver.structural import structural_problems
+from kvtier_localcluster.apiserver.admission.cel import rule_problems
+from kvtier_localcluster.apiserver.admission.cel_cost import DEFINITION_LIMIT, RULE_LIMIT, costs
+from kvtier_localcluster.apiserver.admission.crd_schema import set_defaults
+from kvtier_localcluster.apiserver.admission.structural import structural_problems
 from kvtier_operator import names, status
-from kvtier_operator.api import api_reference, crd, parse
+from kvtier_operator.api import crd, parse
+from kvtier_operator.api import crd as api_reference
 from kvtier_operator.api.tier_spec import LONGEST_NAME
 from kvtier_operator.parts import PARTS
 from kvtier_operator.plan.capacity import Capacity

@@ -16,7 +16,7 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.gather import gather
-from kvtier_operator.parts.edits import explain_edit
+from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff
 from kvtier_operator.plan.report import describe_diff
 from kvtier_operator.reconcile import reconcile

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvtier_operator.proof import effect, exposition
-from kvtier_operator.proof.effect import Sample
-from kvtier_operator.proof.exposition import Reading
-from kvtier_operator.proof.findings import EffectOutcome
+from kvtier_operator.observe import effect, pod_reports
+from kvtier_operator.observe.effect import Sample
+from kvtier_operator.observe.findings import EffectOutcome
+from kvtier_operator.observe.pod_reports import Reading
 
 METRICS = """\
 # HELP vllm:prompt_tokens_cached_by_source_total Prefix-cache hit tokens
@@ -32,7 +32,7 @@ vllm:unreadable{
 
 
 def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
-    assert exposition.read(METRICS) == Reading(
+    assert pod_reports.read(METRICS) == Reading(
         disk_tokens=520,
         written_blocks=9,
         verdicts=8,
@@ -45,7 +45,7 @@ def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
         block_tokens=16,
         has_tier=True,
     )
-    assert exposition.read("") == Reading()
+    assert pod_reports.read("") == Reading()
 
 
 def samples(*readings: Reading, step: float = 600.0) -> tuple[Sample, ...]:

@@ -17,15 +17,15 @@ from fake_cluster import FakeCluster
 from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_localcluster.apiserver.rbac import Rbac
+from kvtier_localcluster.apiserver.authorization import Rbac
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.http_server import HttpServer
-from kvtier_operator.proof.api_keys import KeySource, find_key, read_key
-from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.engine_client import EngineLocked, HttpEngine
+from kvtier_operator.observe.api_keys import KeySource, find_key, read_key
+from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine
+from kvtier_operator.observe.http_client import Asker
 
 SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
 OPTIONAL = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}

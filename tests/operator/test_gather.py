@@ -13,10 +13,10 @@ from fake_cluster import FakeCluster
 from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, LEASE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
 from waiting import until
 
-from kvtier_connector.contract_usage import GenerationUsage, Usage, encode
+from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
-from kvtier_operator.proof.asker import Address
-from kvtier_operator.proof.probes import Probes
+from kvtier_operator.observe.http_client import Address
+from kvtier_operator.observe.poller import Probes
 from kvtier_operator.reconcile import reconcile
 
 USAGE = Usage(

@@ -15,11 +15,12 @@ import kubernetes_schemas
 import pytest
 import yaml
 
-from kvtier_cli.answers import as_yaml
-from kvtier_connector import contract, contract_janitor
+from kvtier_cli.output import as_yaml
+from kvtier_connector.contract import engine as contract
+from kvtier_connector.contract import janitor as contract_janitor
 from kvtier_operator import names
 from kvtier_operator.api import parse
-from kvtier_operator.parts import pod_security, render
+from kvtier_operator.parts import pods, render
 from kvtier_operator.plan import TierPlan, make_unchecked_plan
 
 OPERATOR = Path(__file__).parents[2] / "docs" / "operator.yaml"
@@ -80,8 +81,8 @@ def test_kubernetes_knows_every_field_that_is_rendered(case: str, version: str) 
 @pytest.mark.parametrize("case", CASES)
 def test_what_leaves_the_restricted_standard_is_said(case: str) -> None:
     template = parse(yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())).engine.pod_template
-    assert list(pod_security.objections(template)) == LESS_RESTRICTED.get(case, [])
-    assert bool(pod_security.warning(template)) == (case in LESS_RESTRICTED)
+    assert list(pods.objections(template)) == LESS_RESTRICTED.get(case, [])
+    assert bool(pods.warning(template)) == (case in LESS_RESTRICTED)
 
 
 @pytest.mark.parametrize(("case", "component"), [each for each in PODS if each[0] != "pod-template"])

@@ -16,7 +16,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.ports import free_port
 from kvtier_operator import controller
-from kvtier_operator.kube.health import Health
+from kvtier_operator.kube.http_server import Health
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:

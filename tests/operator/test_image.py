@@ -55,7 +55,7 @@ def test_a_verb_for_which_a_package_is_missing_names_it_and_the_remedy(tmp_path:
     done = run(COMMAND.format(arguments=["check", str(tmp_path)]), tmp_path)
     assert done.returncode == 1
     assert done.stderr == (
-        "Error: check needs the package blake3, which the operator's image does without: pip install kvtier\n"
+        "Error: check needs the package numpy, which the operator's image does without: pip install kvtier\n"
     )
 
 

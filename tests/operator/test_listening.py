@@ -14,8 +14,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from kvtier_localcluster.ports import free_port
-from kvtier_operator.kube.health import Health
-from kvtier_operator.kube.http_server import EVERYWHERE, HttpServer
+from kvtier_operator.kube.http_server import EVERYWHERE, Health, HttpServer
 from kvtier_operator.metrics import OperatorMetrics
 
 

@@ -22,7 +22,7 @@ from tiers import (
     tier,
 )
 
-from kvtier_connector import contract, contract_janitor
+from kvtier_connector.contract import engine, janitor
 from kvtier_operator import names
 
 
@@ -43,7 +43,7 @@ def test_a_budget_reaches_engines_and_janitor_without_a_new_pod() -> None:
     cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": budget}, "generations": {"keepPrevious": 0}}})
     assert set(run(cluster).written) == {CONFIG, JANITOR_CONFIG}
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["max_bytes"] == 1 << 40
-    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (told.max_bytes, told.ttl_seconds, told.low_watermark, told.keep_previous) == (1 << 40, 3600, 0.5, 0)
 
 
@@ -54,7 +54,7 @@ def test_a_budget_reaches_engines_and_janitor_without_a_new_pod() -> None:
 def test_free_space_reaches_the_janitor_as_a_share_or_as_an_amount(free: str, fraction: float, count: int) -> None:
     cluster = FakeCluster(tier(disk={"budget": {"minFree": free}}))
     run(cluster)
-    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (told.min_free_fraction, told.min_free_bytes) == (fraction, count)
 
 
@@ -81,8 +81,8 @@ def test_quotas_reach_engines_and_janitor() -> None:
     quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
     cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter", "quotas": quotas, "defaultMaxBytes": "1Gi"}}))
     run(cluster)
-    served = contract.decode(cluster.look(CONFIG)["data"]["connector.json"])
-    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    served = engine.decode(cluster.look(CONFIG)["data"]["connector.json"])
+    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert served.tenant_from == "Parameter"
     assert served.tenant_quotas == told.quotas == {"acme": 1 << 40}
     assert served.default_quota_bytes == told.default_quota_bytes == 1 << 30
@@ -101,10 +101,10 @@ def test_the_lease_is_left_to_its_holder() -> None:
 def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
     cluster = FakeCluster(tier())
     run(cluster)
-    before = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    before = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     cluster.edit(TIER_KEY, {"spec": {"hash": {"seed": "7"}}})
     assert JANITOR not in run(cluster).written
-    after = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    after = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (before.tier_dir, before.current != after.current) == (after.tier_dir, True)
 
 
@@ -144,7 +144,7 @@ def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
     assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
-    told = contract_janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (told.max_bytes, told.keep_previous) == (1 << 40, 0)
     ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")
     assert ready["status"] == "False"

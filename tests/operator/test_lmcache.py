@@ -174,7 +174,7 @@ def test_a_redis_that_is_not_there_is_a_miss() -> None:
 ASK_CLIENT = """
 import json, select, sys
 from lmcache.v1.distributed.l2_adapters.native_plugin_l2_adapter import NativePluginL2AdapterConfig
-from kvtier_connector.lmcache_processes import RedisClient
+from kvtier_connector.pod_tools.lmcache_server_redis import RedisClient
 given = NativePluginL2AdapterConfig.from_dict(json.loads(sys.argv[1]))
 client = RedisClient(**given.adapter_params)
 def ask(number):

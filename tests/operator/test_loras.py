@@ -18,7 +18,7 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.parts import engine
-from kvtier_operator.parts.crashes import explain
+from kvtier_operator.parts.crash_causes import explain
 from kvtier_operator.plan import TierPlan, make_unchecked_plan
 
 with warnings.catch_warnings():

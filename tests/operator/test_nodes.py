@@ -231,7 +231,7 @@ def kv(name: str, **layout: Any) -> ModelLayout:
     ],
 )
 def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], blocks: int | None) -> None:
-    assert chunks.choose(kv(name, **layout), asked_tokens=None).blocks == blocks
+    assert chunks.choose_chunking(kv(name, **layout), asked_tokens=None).blocks == blocks
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -239,7 +239,7 @@ def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], block
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_files_of_known_models_have_4_to_16_mebibytes(name: str, tp: int, kv_dtype: str) -> None:
     found = kv(name, tensor_parallel=tp, kv_dtype=kv_dtype)
-    chunking = chunks.choose(found, asked_tokens=None)
+    chunking = chunks.choose_chunking(found, asked_tokens=None)
     tokens = chunks.tokens_of(chunking, found)
     assert tokens is not None
     assert found.block_tokens is not None

@@ -15,7 +15,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.ownership import stands
+from kvtier_operator.kube.managed_fields import stands
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "apps/v1",

@@ -25,7 +25,7 @@ from tiers import (
     tier,
 )
 
-from kvtier_connector import contract
+from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import ObjectKey
@@ -123,13 +123,13 @@ def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
 ) -> None:
     cluster = FakeCluster(tier())
     run(cluster)
-    before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][contract.CONFIG_FILE]
+    before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][engine.CONFIG_FILE]
     disk = {**change.get("disk", {}), "mode": "Bypass"}
     cluster.edit(TIER_KEY, {"spec": {**change, "replicas": 1, "disk": disk}})
     run(cluster)
     assert condition(cluster, "Ready")["status"] == "False"
     assert mode(cluster) == "Bypass"
-    assert cluster.look(CONFIG)["data"][contract.CONFIG_FILE] == config
+    assert cluster.look(CONFIG)["data"][engine.CONFIG_FILE] == config
     assert cluster.look(DEPLOYMENT)["spec"] == {**before["spec"], "replicas": replicas}
 
 

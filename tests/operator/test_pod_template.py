@@ -16,9 +16,10 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import engine, pod_security, render
-from kvtier_operator.parts.overlay import lay_over
-from kvtier_operator.plan import make_unchecked_plan, nodes, shares
+from kvtier_operator.parts import engine, pods, render
+from kvtier_operator.parts.pods import lay_over
+from kvtier_operator.plan import make_unchecked_plan, nodes
+from kvtier_operator.plan import nodes as shares
 from kvtier_operator.snapshot import Container, Engines, Nodes
 
 SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
@@ -179,14 +180,14 @@ def test_service_and_budget_are_what_the_user_says() -> None:
     ],
 )
 def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict[str, Any], objection: str) -> None:
-    said = pod_security.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
+    said = pods.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
     assert objection in said
     assert "pod-security.kubernetes.io/enforce" in said
 
 
 def test_what_satisfies_the_standard_is_not_spoken_of() -> None:
     spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    assert pod_security.warning(spec.engine.pod_template) == ""
+    assert pods.warning(spec.engine.pod_template) == ""
 
 
 def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> None:
@@ -208,12 +209,12 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
             }
         )
     )
-    assert nodes.beside(asked) == (2 << 30, 500)
+    assert nodes.sidecar_requests(asked) == (2 << 30, 500)
     assert not nodes.matching(asked, Nodes(nodes=(NODE,)))
     equipped = replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2})
     assert nodes.matching(asked, Nodes(nodes=(equipped,)))
     assert "2 rdma/hca" in shares.wanted_text(asked)
-    assert shares.inputs(asked) != shares.inputs(SPEC)
+    assert shares.share_inputs(asked) != shares.share_inputs(SPEC)
 
 
 def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:

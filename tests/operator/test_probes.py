@@ -11,9 +11,9 @@ from asking_pods import Pods, running
 from clocks import Clock
 from waiting import until
 
-from kvtier_operator.proof import probes
-from kvtier_operator.proof.asker import Address, Asker
-from kvtier_operator.proof.probes import Answer, Probes, Subject
+from kvtier_operator.observe import poller
+from kvtier_operator.observe.http_client import Address, Asker
+from kvtier_operator.observe.poller import Answer, Probes, Subject
 
 HOST = "127.0.0.1"
 
@@ -102,7 +102,7 @@ def test_a_pod_is_asked_once_per_interval_though_nobody_looks_again(rig: Rig) ->
 
 
 def test_who_is_one_of_very_many_is_asked_more_seldom(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "MOST_A_SECOND", 0.05)
+    monkeypatch.setattr(poller, "MOST_A_SECOND", 0.05)
     rig.look()
     rig.settle(1)
     rig.pass_time(17.0)
@@ -192,7 +192,7 @@ def test_an_answer_that_breaks_its_reader_is_a_failure_like_any_other(rig: Rig) 
 def test_pods_that_are_gone_are_forgotten(rig: Rig) -> None:
     rig.look()
     rig.settle(1)
-    rig.clock.seconds = probes.FORGET_SECONDS + 1
+    rig.clock.seconds = poller.FORGET_SECONDS + 1
     rig.look(host="127.0.0.2")
     rig.settle(2)
     assert rig.look() is None

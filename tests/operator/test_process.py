@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier_operator import process
+from kvtier_operator import handlers
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings
 
@@ -16,7 +16,7 @@ def test_a_port_in_use_is_named_with_its_setting_and_a_remedy() -> None:
         port = taken.getsockname()[1]
         remedy = rf"cannot listen on port {port} \(Address already in use\): choose a free port"
         with pytest.raises(SettingsInvalid, match=f"^KVTIER_METRICS_PORT: {remedy}"):
-            process.run(replace(Settings(), metrics_port=port), log_format="plain", is_verbose=False)
+            handlers.run(replace(Settings(), metrics_port=port), log_format="plain", is_verbose=False)
         endpoint = f"http://127.0.0.1:{port}/healthz"
         with pytest.raises(SettingsInvalid, match=f"^--liveness: {remedy}"):
-            process.run(replace(Settings(), liveness_endpoint=endpoint), log_format="plain", is_verbose=False)
+            handlers.run(replace(Settings(), liveness_endpoint=endpoint), log_format="plain", is_verbose=False)

@@ -17,13 +17,13 @@ from waiting import until
 from kvtier_operator import status
 from kvtier_operator.api import parse
 from kvtier_operator.names import TierName
-from kvtier_operator.proof.api_keys import KeySource
-from kvtier_operator.proof.asker import Asker
-from kvtier_operator.proof.canary import Chunk, Subjects
-from kvtier_operator.proof.engine_client import EngineLocked
-from kvtier_operator.proof.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
-from kvtier_operator.proof.monitor import Proofs
-from kvtier_operator.proof.targets import Ask, NoCanary, Target, make_ask
+from kvtier_operator.observe.api_keys import KeySource
+from kvtier_operator.observe.canary import Chunk, Subjects
+from kvtier_operator.observe.engine_client import EngineLocked
+from kvtier_operator.observe.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
+from kvtier_operator.observe.http_client import Asker
+from kvtier_operator.observe.monitor import Proofs
+from kvtier_operator.observe.targets import Ask, NoCanary, Target, make_ask
 
 TIER = TierName(namespace="serving", name="llama")
 TARGETS = (Target(pod="a", address="10.0.0.1"), Target(pod="b", address="10.0.0.2"))

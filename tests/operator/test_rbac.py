@@ -25,8 +25,9 @@ from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers
 from tiers import tier
 from waiting import until
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread, writes
-from kvtier_localcluster.apiserver.rbac import Grant, Rbac, aggregated, grants_of
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver.authorization import Grant, Rbac, aggregated, grants_of
+from kvtier_localcluster.apiserver.registry import writes
 from kvtier_operator import names
 
 POLICY = "/apis/policy/v1"

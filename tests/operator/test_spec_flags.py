@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvtier_operator import names
-from kvtier_operator.api import parse, pod_template, reserved_flags
+from kvtier_operator.api import engine_spec, parse, pod_template
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
@@ -55,11 +55,11 @@ def is_accepted(word: str) -> bool:
 
 
 def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
-    assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(reserved_flags.FLAGS)
+    assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(engine_spec.FLAGS)
 
 
 def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
-    for flag in reserved_flags.FLAGS:
+    for flag in engine_spec.FLAGS:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
             meant = [known for known in vllm_flags if known.startswith(flag[:length])]
             if meant == [flag]:
@@ -70,7 +70,7 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
 def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[str, Any]) -> None:
     rendered = {word.partition("=")[0] for word in deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
-    assert rendered - {"--served-model-name", *reserved_flags.HARMLESS} <= set(reserved_flags.FLAGS)
+    assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= set(engine_spec.FLAGS)
 
 
 def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(dep
     variables = {
         entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
     }
-    directory = re.search(r"points it at (\S+);", reserved_flags.ENV["HF_HOME"])
+    directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
     assert directory is not None
     assert directory[1] == variables["HF_HOME"]
-    assert set(reserved_flags.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
+    assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)

@@ -10,8 +10,8 @@ import pytest
 from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions
 from tiers import tier
 
-from kvtier_connector.contract import REPLACED_WEIGHTS
-from kvtier_connector.contract_usage import GenerationUsage, Usage
+from kvtier_connector.contract.engine import REPLACED_WEIGHTS
+from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_operator import status
 from kvtier_operator.api import parse
 from kvtier_operator.api.status_schema import TierStatus

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.contract_usage import GenerationUsage, TenantUsage, Usage, encode
-from kvtier_operator.proof import pod_reports
+from kvtier_connector.contract.usage import GenerationUsage, TenantUsage, Usage, encode
+from kvtier_operator.observe import pod_reports
 from kvtier_operator.snapshot import EngineReport
 
 HOUR = 3600.0

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from waiting import until
 
-from kvtier_operator.kube.workqueue import Done, Priority, WorkQueue
+from kvtier_operator.kube.work_queue import Done, Priority, WorkQueue
 
 NEVER = 3600.0
 

@@ -83,7 +83,7 @@ def main() -> None:
             "keeps_hybrid_kv": args.disable_hybrid_kv_cache_manager is False,
         }
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier")]
-    ours = sorted(name for name in sys.modules if name.startswith("kvtier_connector.tier."))
+    ours = sorted(name for name in sys.modules if name.startswith("kvtier_connector.vllm_adapter."))
     started = {"modules": ours, "threads": threads, "cuda": torch.cuda.is_initialized()}
     json.dump({"read": answers, "started": started}, sys.stdout)
 

@@ -11,14 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier_connector.contract_janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
-from kvtier_connector.errors import ConnectorError
-from kvtier_connector.janitor.election import make_leader
-from kvtier_connector.janitor.feed import Feed
-from kvtier_connector.janitor.loop import Loop
-from kvtier_connector.janitor.metrics import exposition
-from kvtier_connector.janitor.publisher import Publisher
-from kvtier_connector.janitor.server import Server, make_pages
+from kvtier_connector.contract.errors import ConnectorError
+from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
+from kvtier_connector.janitor.events import Feed, Publisher
+from kvtier_connector.janitor.loop import Loop, make_leader
+from kvtier_connector.janitor.metrics import Server, exposition, make_pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,10 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, replacing, write_all
 from kvtier_connector.store.layout import MAX_HASH_BYTES, MIN_HASH_BYTES
-from kvtier_connector.store.publishing import replacing, write_all
 
 PINS_FILE = "pins.json"
 """Name of the file, beside the generations of the tier."""

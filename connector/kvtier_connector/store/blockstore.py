@@ -2,6 +2,13 @@
 """Read and write the blocks of one root: a block is there whole and verified, or it is not there.
 
 What a full, read-only, failing or damaged volume does to a block is an outcome, not an exception. No threads live here.
+
+Makes the directories that blocks lie in with no more calls than the volume needs: to many, each is a round trip.
+
+There are 4096 of them, so many of the first blocks begin one. As long as directories had to be made, one is made before
+anything is tried in it; once they are there, nothing is asked first.
+
+Lets one thread of the process at a time write a block, since a second one would write the same bytes.
 """
 
 from __future__ import annotations
@@ -12,29 +19,104 @@ import errno
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_connector import contract
-from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store.access import Access, Read
-from kvtier_connector.store.checksums import CHECKSUM_BYTES
-from kvtier_connector.store.choices import read_choices
-from kvtier_connector.store.codec import Codec
-from kvtier_connector.store.compression import Compression
-from kvtier_connector.store.directories import BlockDirectories
-from kvtier_connector.store.format import HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
-from kvtier_connector.store.fs import FIRST_WRITE_FLAGS, LOCAL, DirectIo, FileSystem, new_page, write_block
-from kvtier_connector.store.keyring import Keyring
+from kvtier_connector.contract import engine
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store.compression import Codec, Compression
+from kvtier_connector.store.crypto import Keyring, encrypt, scratch_for, with_checksum
+from kvtier_connector.store.fs import (
+    FIRST_WRITE_FLAGS,
+    LOCAL,
+    DirectIo,
+    FileSystem,
+    make_directories,
+    new_page,
+    replacing,
+    write_block,
+)
+from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
-from kvtier_connector.store.publishing import replacing
 from kvtier_connector.store.purges import PurgeMarks
-from kvtier_connector.store.sealing import encrypt, scratch_for, with_checksum
+from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_verified, stream_verified
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
-from kvtier_connector.store.verify import Handing, Take, mapped_verified, read_verified, stream_verified
+from kvtier_connector.store.volume_profile import read_choices
 from kvtier_connector.store.walks import walk_here
-from kvtier_connector.store.writers import Writers
+
+_MOST_KNOWN = 1 << 14
+"""Of those known to be there; four times what one tenant has. Beyond that they are learnt anew."""
+
+
+class BlockDirectories:
+    """The directories of one root. Any thread may call: what is remembered is a hint, and a wrong one costs a call."""
+
+    def __init__(self, fs: FileSystem) -> None:
+        """Store the settings; nothing is made yet."""
+        self._fs = fs
+        self._known: set[str] = set()
+        """Those that this process has found or made."""
+        self._is_new = False
+        """Whether the last one that it did not know had to be made."""
+        self._gives_mode: set[str] = set()
+        """In which ones a directory was seen to have the mode that it is to have without being told twice: it takes
+        over a part of that from the one above, which somebody may have copied without it."""
+
+    def prepare(self, directory: str) -> None:
+        """Make the directory of a block that is about to be written, if it is likely not to be there."""
+        if self._is_new and directory not in self._known:
+            self.make(directory)
+
+    def make(self, directory: str) -> None:
+        """Make the directory of a block, and those above; one that is there already is fine."""
+        try:
+            self._is_new = self._make_one(directory)
+        except FileNotFoundError:
+            # The first block of all, or somebody has removed the tree; a network volume may say so for a while, too.
+            self._is_new = True
+            make_directories(self._fs, directory.rpartition("/")[0])
+            try:
+                self._make_one(directory)
+            except FileNotFoundError:
+                make_directories(self._fs, directory)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+            self._gives_mode.clear()
+        self._known.add(directory)
+
+    def _make_one(self, directory: str) -> bool:
+        """Make one, and say whether it was not there."""
+        try:
+            self._fs.mkdir_plainly(directory)
+        except FileExistsError:
+            return False
+        above = directory.rpartition("/")[0]
+        if above not in self._gives_mode and self._fs.mend_mode(directory):
+            self._gives_mode.add(above)
+        return True
+
+
+class Writers:
+    """The blocks that are being written; `_changed` guards them, and is held while none is."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._changed = threading.Condition()
+        self._keys: set[BlockKey] = set()
+
+    @contextlib.contextmanager
+    def alone(self, key: BlockKey) -> Iterator[None]:
+        """Wait until no other thread of this process writes the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._keys)
+            self._keys.add(key)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._keys.discard(key)
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +211,7 @@ class BlockStore:
         max_bytes: int = 0,
         keys_dir: str = "",
         quotas: Quotas = NO_QUOTAS,
-        compression: str = contract.COMPRESSION_OFF,
+        compression: str = engine.COMPRESSION_OFF,
     ) -> None:
         """Store the settings; nothing is read or written yet.
 

@@ -2,6 +2,10 @@
 """The few system calls that the store makes, behind one object, and what is built directly on them.
 
 Tests derive from `FileSystem` to fail or stop at any chosen call; nothing else in the store touches the disk.
+
+How a file gets its name: written aside, closed, renamed. Readers see the old file or the new one, never half of one.
+
+Whoever dies on the way leaves a partial file, which anybody may remove when it is old.
 """
 
 from __future__ import annotations
@@ -572,3 +576,47 @@ def _rest(buffers: tuple[memoryview, memoryview], done: int, piece_bytes: int = 
     start = max(0, done - page.nbytes)
     part = payload[start : start + piece_bytes] if piece_bytes else payload[start:]
     return [page[done:], part] if done < page.nbytes else [part]
+
+
+_PIECE_BYTES = 1 << 22
+"""Written by one system call at most, so that a slow volume holds a thread no longer than that takes."""
+
+
+@contextlib.contextmanager
+def replacing(
+    fs: FileSystem, path: str, *, flags: int = CREATE_FLAGS, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[int]:
+    """Give the descriptor of a new file, which takes the path when the caller is done; after a failure it is gone.
+
+    Raises:
+        OSError: the volume does not take it, or `is_wanted` says False at the end; what was at the path stays.
+    """
+    partial = partial_path(path, new_token())
+    fd = -1
+    is_left = True
+    try:
+        try:
+            fd = fs.open(partial, flags)
+        except FileNotFoundError:
+            # Its directory is not there yet, so neither is the file: one call less for the first one of each.
+            is_left = False
+            raise
+        yield fd
+        closing, fd = fd, -1
+        # Network file systems report a failed write here, so the file gets its name only afterwards.
+        fs.close(closing)
+        if not is_wanted():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
+        fs.rename(partial, path)
+        is_left = False
+    finally:
+        if is_left:
+            abandon(fs, fd, partial)
+
+
+def write_all(fs: FileSystem, fd: int, data: memoryview, offset: int = 0) -> int:
+    """Write all of it at the offset; return where it ends. The view must be of bytes."""
+    done = 0
+    while done < data.nbytes:
+        done += fs.pwritev(fd, [data[done : done + _PIECE_BYTES]], offset + done)
+    return offset + done

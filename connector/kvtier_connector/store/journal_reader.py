@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, NO_FILE, READ_FLAGS, FileSystem
-from kvtier_connector.store.journal import LOST
+from kvtier_connector.store.journal import DEFAULT_LIMITS, LOST, RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, Mark, journal_path, parse_journal_path, parse_mark_path
-from kvtier_connector.store.records import DEFAULT_LIMITS, RECORD_BYTES, Op, Record, decode_record, is_head
 
 _READ_BYTES = 4096 * RECORD_BYTES
 _FEW_RECORDS = 64  # nothing else of the process runs while they are decoded

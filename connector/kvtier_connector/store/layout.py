@@ -11,7 +11,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from kvtier_connector.contract import EPOCH_PATTERN, GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.contract.engine import EPOCH_PATTERN, GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 
 ALIGNMENT = 4096
 """Size of a file's header, and what O_DIRECT needs of a buffer's address and of a payload's length."""

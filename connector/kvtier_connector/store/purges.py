@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem
+from kvtier_connector.store.fs import CREATE_FLAGS, READ_FLAGS, FileSystem, replacing, write_all
 from kvtier_connector.store.layout import PURGES_FILE, BlockKey, Lineage
-from kvtier_connector.store.publishing import replacing, write_all
 
 _MOST_READ_BYTES = 1 << 16
 """News longer than this is taken for a purge of everything."""

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.bell import Bell
 from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present, Stored, StoreOutcome
-from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem, new_token
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.index import NAME_BYTES, BlockIndex, Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalWriter, Op, Record
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
-from kvtier_connector.store.records import Op, Record
+from kvtier_connector.store.reading import Take
 from kvtier_connector.store.usage import NO_QUOTAS, Quotas
-from kvtier_connector.store.verify import Take
 from kvtier_connector.store.walks import Batch, Walk, WalkLostError, walk_here
 
 ACTIVE_SECONDS = 600.0

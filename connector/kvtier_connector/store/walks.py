@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import compact
 from kvtier_connector.store.layout import tenant_of

@@ -41,12 +41,11 @@ from kvtier_localcluster.errors import ClusterUnavailable
 from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.loop_thread import LoopThread
 from kvtier_localcluster.node import registration
-from kvtier_localcluster.node.addresses import PodAddresses
 from kvtier_localcluster.node.agent import NodeAgent
-from kvtier_localcluster.node.images import ImageProfile
-from kvtier_localcluster.node.logs import read_log
+from kvtier_localcluster.node.container import read_log
+from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.processes import end_leftovers
-from kvtier_localcluster.node.services import NodeServices, NodeSettings
+from kvtier_localcluster.node.services import NodeServices, NodeSettings, PodAddresses
 from kvtier_localcluster.node.simulated import SimulatedNode
 from kvtier_localcluster.recorder import EventRecorder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from kvtier_connector import generated_page
+from kvtier_connector.contract import generated_page
 from kvtier_monitoring.boards import BOARDS
 
 DASHBOARDS = Path(__file__).resolve().parents[3] / "charts" / "kvtier" / "dashboards"

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import answers, targets
+from kvtier_cli import client as targets
+from kvtier_cli import output as answers
 from kvtier_cli.bench import client, endpoints, picture, results, trace, workloads
 from kvtier_cli.bench.client import LOWEST_TOKEN
 from kvtier_cli.bench.endpoints import Target
 from kvtier_cli.bench.results import Pass
 from kvtier_cli.bench.workloads import Request, Sizes
-from kvtier_cli.exits import FINE, FOUND, INTERRUPTED
+from kvtier_cli.output import FINE, FOUND, INTERRUPTED
 from kvtier_operator.errors import OperatorError
 
 WORKLOADS: Final = ("single", "turns", "shared", "never")

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import standing
+from kvtier_cli import status
 from kvtier_cli.bench.client import Endpoint
-from kvtier_cli.targets import Where
+from kvtier_cli.client import Where
 from kvtier_operator import names
 from kvtier_operator.api.routing_spec import CLIENT_IP, ROUTER
 from kvtier_operator.errors import OperatorError
@@ -49,7 +49,7 @@ class Target:
 
     def counts(self) -> Mapping[str, Any]:
         """Return what the engines have counted since they started."""
-        return {} if self.read_metrics is None else standing.hits(list(self.read_metrics()))
+        return {} if self.read_metrics is None else status.hits(list(self.read_metrics()))
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def _forwarded(tier: str, where: Where) -> Iterator[tuple[list[str], list[names.
 
 
 def _serves(pod: names.Manifest) -> bool:
-    return standing.is_ready(pod) and "deletionTimestamp" not in pod["metadata"]
+    return status.is_ready(pod) and "deletionTimestamp" not in pod["metadata"]
 
 
 def _asked(body: names.Manifest, pods: list[names.Manifest]) -> list[str]:

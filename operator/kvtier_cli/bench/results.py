@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from kvtier_cli.answers import columns
 from kvtier_cli.bench.client import Sample
-from kvtier_cli.standing import SOURCES
+from kvtier_cli.output import columns
+from kvtier_cli.status import SOURCES
 
 Document = dict[str, Any]
 _MOST_LISTED: Final = 20

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from kvtier_connector import generated_page
-from kvtier_operator.api.api_reference import CONDITIONS
+from kvtier_connector.contract import generated_page
+from kvtier_operator.api.crd import CONDITIONS
 from kvtier_operator.api.reasons import Reason
 
 REFERENCE: Final = Path(__file__).parents[3] / "docs" / "conditions.md"

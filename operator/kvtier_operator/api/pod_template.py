@@ -13,8 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from kvtier_operator.api.rules import ApiModel, Checked, Keyed, Pasted, Rule
-from kvtier_operator.api.scalars import LabelKey, LabelValue, ObjectName
+from kvtier_operator.api.rules import ApiModel, Checked, Keyed, LabelKey, LabelValue, ObjectName, Pasted, Rule
 
 ENGINE: Final = "engine"
 """Name of the engine's own container."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.routing`` of a KVCacheTier: how a request comes to the replica that has its cache. Pure."""
+"""``spec.kvEvents`` of a KVCacheTier: what engines and the volume tell routers about their blocks. Pure.
+
+``spec.routing`` of a KVCacheTier: how a request comes to the replica that has its cache. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,25 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
 
-from kvtier_operator.api.engine_spec import ServiceSettings
-from kvtier_operator.api.reserved_flags import abbreviations
-from kvtier_operator.api.rules import ApiModel, Checked, Rule
-from kvtier_operator.api.scalars import ByteQuantity, CpuQuantity, ObjectName, Word
+from kvtier_operator.api.engine_spec import ServiceSettings, abbreviations
+from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, CpuQuantity, ObjectName, Rule, Word
+
+EVENTS_PORT: Final = 5557
+"""Where they are published. An engine of several data-parallel ranks takes the ports after it, too."""
+REPLAY_PORT: Final = 5757
+"""Where they are repeated to who missed some; as far away as ranks may count."""
+
+
+class KvEvents(ApiModel):
+    """KV events over ZeroMQ, as vLLM publishes them, for routers that know what lies where.
+
+    Engines tell of their accelerator and host memory; the janitor tells of the volume, once for the whole tier.
+    """
+
+    block_hashes: Literal["Integers", "Bytes"] = "Integers"
+    """How a block is named: `Integers`, the last 64 bits of its hash, as vLLM does by default; or `Bytes`, all of
+    it."""
+
 
 NONE: Final = "None"
 CLIENT_IP: Final = "ClientIP"

@@ -3,24 +3,34 @@
 
 A `Rule` is written once and enforced twice: as CEL by the API server, with the same message, and as a predicate when
 the operator reads the resource, so that clusters with an older CRD and offline rendering refuse the same things.
+
+Texts and numbers that fields of the KVCacheTier API hold: quantities, names, labels. Pure.
+
+Every text has a greatest length: the API server estimates the cost of its rules from it and refuses unbounded ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    StrictInt,
+    StrictStr,
+    StringConstraints,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
+
+from kvtier_operator import quantity
 
 Value = TypeVar("Value")
 
@@ -186,3 +196,59 @@ class Pasted:
             handler.generate_schema(self.model),
             serialization=core_schema.plain_serializer_function_ser_schema(dict),
         )
+
+
+IS_QUANTITY = Rule(
+    cel="isQuantity(self)",
+    message='is not a quantity; write a number and a unit, such as "64Gi", or "64G" for what is sold as 64GB',
+    check=quantity.is_quantity,
+)
+
+AT_LEAST_ONE_MEBIBYTE = Rule(
+    cel="!isQuantity(self) || quantity(self).compareTo(quantity('1Mi')) >= 0",
+    message='must be at least 1Mi; a number without a unit counts bytes, so write the unit, such as "64Gi"',
+    check=lambda text: not quantity.is_quantity(text) or quantity.parse_quantity(text) >= 1 << 20,
+)
+
+_FEWEST_CPUS = quantity.parse_quantity("10m")
+_MOST_CPUS = quantity.parse_quantity("4096")
+
+IS_CPU_QUANTITY = Rule(
+    cel="isQuantity(self)",
+    message='is not a quantity; write a number of CPUs, such as "4" or "500m"',
+    check=quantity.is_quantity,
+)
+
+CPU_RANGE = Rule(
+    cel="!isQuantity(self) || (quantity(self).compareTo(quantity('10m')) >= 0"
+    " && quantity(self).compareTo(quantity('4096')) <= 0)",
+    message='must be between 10m and 4096 CPUs; write a number of CPUs, such as "4" or "500m"',
+    check=lambda text: not quantity.is_quantity(text) or _FEWEST_CPUS <= quantity.parse_quantity(text) <= _MOST_CPUS,
+)
+
+_QuantityText = Annotated[StrictStr, StringConstraints(min_length=1, max_length=32)]
+
+ByteQuantity = Annotated[_QuantityText, Checked((IS_QUANTITY, AT_LEAST_ONE_MEBIBYTE))]
+"""An amount of memory or storage."""
+
+CpuQuantity = Annotated[_QuantityText, Checked((IS_CPU_QUANTITY, CPU_RANGE))]
+"""An amount of processors."""
+
+Word = Annotated[StrictStr, StringConstraints(min_length=1, max_length=512, pattern=r"^\S+$")]
+"""Text without white space."""
+
+ObjectName = Annotated[
+    StrictStr, StringConstraints(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+]
+"""The name of another Kubernetes object in the same namespace."""
+
+LabelKey = Annotated[StrictStr, StringConstraints(max_length=317)]
+LabelValue = Annotated[
+    StrictStr, StringConstraints(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")
+]
+
+Amount = Annotated[StrictInt, Field(ge=0, json_schema_extra={"format": "int64"})]
+"""A number of bytes, seconds or events that the operator reports."""
+
+Count = Annotated[StrictInt, Field(ge=0, json_schema_extra={"format": "int32"})]
+"""A number of pods."""

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StrictBool, StrictInt, StrictStr
 
-from kvtier_operator.api.rules import ApiModel, Keyed, Pasted
-from kvtier_operator.api.scalars import Amount, Count
+from kvtier_operator.api.rules import Amount, ApiModel, Count, Keyed, Pasted
 
 
 class Condition(ApiModel):

@@ -15,16 +15,14 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvtier_operator import quantity
-from kvtier_operator.api import backend_rules
+from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
-from kvtier_operator.api.events_spec import KvEvents
-from kvtier_operator.api.loras import ONE_PLACE, LoraRank, Loras, MostAtOnce
+from kvtier_operator.api.model_spec import ONE_PLACE, LoraRank, Loras, MostAtOnce
 from kvtier_operator.api.pod_template import Anything
-from kvtier_operator.api.routing_spec import Routing
-from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, Checked, Rule
-from kvtier_operator.api.scalars import ByteQuantity, ObjectName, Word
+from kvtier_operator.api.routing_spec import KvEvents, Routing
+from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, ByteQuantity, Checked, ObjectName, Rule, Word
 from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
 
 
@@ -236,7 +234,7 @@ class TierSpec(ApiModel):
 
     rules = (
         ONE_PLACE,
-        *backend_rules.RULES,
+        *connector_spec.RULES,
         Rule(
             cel=f"!has(self.kvEvents) || self.connector.type != '{BUNDLED}' || !has(self.janitor) || "
             "!has(self.janitor.enabled) || self.janitor.enabled",
@@ -254,7 +252,7 @@ class TierSpec(ApiModel):
             field=".operatorClassName",
         ),
         Rule(
-            cel=f"self.replicas <= 1 || !{backend_rules.USES_VOLUME} || !has(self.volume) || "
+            cel=f"self.replicas <= 1 || !{connector_spec.USES_VOLUME} || !has(self.volume) || "
             f"!has(self.volume.claim) || '{SHARED}' in self.volume.claim.accessModes",
             message=f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, "
             "or use a storage class whose volumes several nodes can mount",

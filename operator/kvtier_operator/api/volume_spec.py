@@ -9,8 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictStr
 
 from kvtier_operator import quantity
-from kvtier_operator.api.rules import ApiModel, Checked, Rule
-from kvtier_operator.api.scalars import ByteQuantity, ObjectName
+from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, ObjectName, Rule
 
 SHARED: Final = "ReadWriteMany"
 

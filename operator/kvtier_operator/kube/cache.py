@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.kube.informer import Informer, Scope, Source
-from kvtier_operator.kube.shelf import Shelf, Watched
+from kvtier_operator.kube.object_store import Shelf, Watched
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
 Told = Callable[[str, frozenset[TierName]], None]

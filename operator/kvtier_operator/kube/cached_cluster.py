@@ -15,7 +15,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict
 from kvtier_operator.kube.cache import Cache
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.shelf import Shelf
+from kvtier_operator.kube.object_store import Shelf
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 
 

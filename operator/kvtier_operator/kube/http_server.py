@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small HTTP servers of the operator: over IPv4 and IPv6, whichever the cluster's pods have, in JSON, unlogged."""
+"""The small HTTP servers of the operator: over IPv4 and IPv6, whichever the cluster's pods have, in JSON, unlogged.
+
+What the kubelet is told: ``/healthz`` while this process does its work, ``/readyz`` once it can.
+
+Served by a thread of its own, so that it answers, with the reason, just when the operator is stuck, and already while
+it waits for the lead. kopf's own probes live in its event loop, which is not there then.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import ClassVar, Final
 
 EVERYWHERE: Final = "::"
 """All addresses of this machine; those of IPv4 alone where it has no IPv6."""
@@ -81,3 +87,62 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log nothing: probes come all the time, and the API server has an audit log."""
+
+
+Check = Callable[[], str | None]
+"""Returns what is wrong, in words for who reads the pod's events, or None."""
+
+
+class Health:
+    """Named checks, asked at each request. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        """Have nothing to check yet."""
+        self._alive: dict[str, Check] = {}
+        self._ready: dict[str, Check] = {}
+
+    def alive_if(self, name: str, check: Check) -> None:
+        """Let the kubelet restart this process when the check finds something."""
+        self._alive = {**self._alive, name: check}
+
+    def ready_if(self, name: str, check: Check) -> None:
+        """Let the pod count as not ready when the check finds something."""
+        self._ready = {**self._ready, name: check}
+
+    def problems(self, path: str) -> dict[str, str]:
+        """Return what is wrong, by the name of the check; a check that fails to answer is wrong, too."""
+        checks = self._alive if path == "/healthz" else {**self._alive, **self._ready}
+        found: dict[str, str] = {}
+        for name, check in checks.items():
+            try:
+                problem = check()
+            except Exception as error:  # noqa: BLE001  an edge: the kubelet must get an answer
+                problem = f"cannot be checked: {error!r}"
+            if problem is not None:
+                found[name] = problem
+        return found
+
+    def serve(self, port: int, *, host: str = EVERYWHERE) -> Callable[[], None]:
+        """Serve on a thread and return what stops it.
+
+        Raises:
+            OSError: the port cannot be listened on.
+        """
+
+        class Handler(_Handler):
+            health = self
+
+        return HttpServer(host, port, Handler).serve_on_thread("health")
+
+
+class _Handler(JsonHandler):
+    health: ClassVar[Health]
+
+    def do_GET(self) -> None:
+        """Answer a probe."""
+        path = self.path.partition("?")[0]
+        if path not in {"/healthz", "/readyz"}:
+            self.answer(404, {"error": "there are /healthz and /readyz"})
+            return
+        problems = self.health.problems(path)
+        self.answer(503 if problems else 200, {"ok": not problems, "problems": problems})

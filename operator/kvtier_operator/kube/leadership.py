@@ -17,11 +17,10 @@ import uuid
 from collections.abc import Callable
 from typing import Final
 
-from kvtier_connector.errors import LeaseConflict, LeaseUnavailable
-from kvtier_connector.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
+from kvtier_connector.contract.errors import LeaseConflict, LeaseUnavailable
+from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
 from kvtier_operator.errors import ClusterConflict, ClusterError, KindMissing
-from kvtier_operator.kube.client import KubernetesCluster
-from kvtier_operator.kube.kubeconfig import own_namespace
+from kvtier_operator.kube.client import KubernetesCluster, own_namespace
 
 logger = logging.getLogger(__name__)
 

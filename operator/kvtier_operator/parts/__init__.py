@@ -14,19 +14,18 @@ from typing import Final
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Condition
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import claim, disk, engine_checks, proofs
+from kvtier_operator.parts import claim, disk, engine_checks, observations
 from kvtier_operator.parts.backends.outside import mooncake_master
 from kvtier_operator.parts.backends.redis import redis
-from kvtier_operator.parts.connector_config import config
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
+from kvtier_operator.parts.engine_config import config
 from kvtier_operator.parts.janitor import HEALTHY, janitor
 from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.parts.router import router
-from kvtier_operator.parts.routing import ROUTED
+from kvtier_operator.parts.routing import ROUTED, router
 from kvtier_operator.parts.serving import AVAILABLE, disruption_budget, service, service_account
 from kvtier_operator.plan import Refusal, TierPlan
-from kvtier_operator.problems import Condition
 from kvtier_operator.snapshot import Snapshot
 
 
@@ -100,7 +99,12 @@ PARTS: Final = (
     ),
     # Whose Jobs come and go by themselves, and who has no objects: they are told of, and nothing is applied for them.
     Part(name=PREFLIGHT, wants=lambda _plan: (), kinds=frozenset({"Job"}), conditions=(CHECKED,)),
-    Part(name="proof", wants=lambda _plan: (), kinds=frozenset(), conditions=(proofs.SHARED, proofs.EFFECTIVE)),
+    Part(
+        name="proof",
+        wants=lambda _plan: (),
+        kinds=frozenset(),
+        conditions=(observations.SHARED, observations.EFFECTIVE),
+    ),
 )
 """In the order in which they are applied: what a pod refers to stands before the pods."""
 

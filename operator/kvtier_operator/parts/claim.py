@@ -9,9 +9,7 @@ from typing import Any, Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.names import Manifest
-from kvtier_operator.plan import SHARED, Refusal, TierPlan, lets_claim_go
-from kvtier_operator.problems import (
+from kvtier_operator.conditions import (
     Condition,
     Look,
     Problem,
@@ -24,6 +22,8 @@ from kvtier_operator.problems import (
     not_checked,
     quoted,
 )
+from kvtier_operator.names import Manifest
+from kvtier_operator.plan import SHARED, Refusal, TierPlan, lets_claim_go
 from kvtier_operator.snapshot import Claim, Snapshot
 
 DELETE: Final = "Delete"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvtier_connector.contract import REPLACED_WEIGHTS
-from kvtier_connector.contract_usage import Usage
+from kvtier_connector.contract.engine import REPLACED_WEIGHTS
+from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.problems import Condition, Look, Problem, View, as_before, checked, listed
+from kvtier_operator.conditions import Condition, Look, Problem, View, as_before, checked, listed
 from kvtier_operator.snapshot import Janitor, Snapshot
 
 _TOLERANCE: Final = 1.02

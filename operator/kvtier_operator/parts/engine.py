@@ -9,31 +9,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from kvtier_connector.contract import SUPPORTED_VLLM, vllm_release
+from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_operator import names, quantity
 from kvtier_operator.api import pod_template
 from kvtier_operator.api.disk_spec import Encryption
+from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.api.reserved_flags import HARMLESS
+from kvtier_operator.conditions import Condition, Problem, View, as_before, listed, met, not_checked, unknown
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import adapters, backends, kv_events, pod_settings
+from kvtier_operator.parts import backends, engine_config
+from kvtier_operator.parts import pods as pod_settings
 from kvtier_operator.parts.backends import Rendered
-from kvtier_operator.parts.overlay import lay_over
+from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.backends import is_in_shm
 from kvtier_operator.plan.decisions import checkpoints_of
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.plan.pin import make_pin
-from kvtier_operator.problems import (
-    Condition,
-    Problem,
-    View,
-    as_before,
-    listed,
-    met,
-    not_checked,
-    unknown,
-)
 
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
@@ -55,7 +47,7 @@ _PROBE_PERIOD_SECONDS: Final = 5
 _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
 
 # With -S, the packages of the image, which take their time to be found, stay away.
-_READY_COMMAND: Final = ["python3", "-S", "-m", "kvtier_connector.ready", f"--state={names.ENGINE_STATE}"]
+_READY_COMMAND: Final = ["python3", "-S", "-m", "kvtier_connector.pod_tools.ready", f"--state={names.ENGINE_STATE}"]
 
 
 def deployment(plan: TierPlan) -> Manifest:
@@ -187,7 +179,7 @@ def _install_container(plan: TierPlan) -> Manifest:
     return {
         "name": names.INSTALL_CONTAINER,
         "image": plan.connector_image,
-        "command": ["python3", "-m", "kvtier_connector.install"],
+        "command": ["python3", "-m", "kvtier_connector.pod_tools.install"],
         # What a crashed engine left in shared memory outlives its container, because the emptyDir is the pod's.
         "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT, *_link_caches(plan)],
         "resources": {
@@ -245,7 +237,7 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
         "env": _env(plan, rendered),
         "ports": [
             {"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"},
-            *kv_events.ports(plan.spec),
+            *engine_config.events_ports(plan.spec),
             *rendered.ports,
         ],
         "resources": pod_settings.engine_resources(plan),
@@ -275,7 +267,7 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
             *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
-            *adapters.mounts(plan.spec.model),
+            *engine_config.adapter_mounts(plan.spec.model),
             *_compiled_mounts(plan),
             *engine.pod_template.volume_mounts,
         ],
@@ -301,10 +293,10 @@ def _args(plan: TierPlan, rendered: Rendered) -> list[str]:
         f"--prefix-caching-hash-algo={plan.spec.hash.algorithm}",
         f"--shutdown-timeout={_shutdown_seconds(plan)}",
         f"--kv-transfer-config={rendered.transfer_text}",
-        *kv_events.args(plan.spec),
+        *engine_config.events_args(plan.spec),
         *rendered.args,
         *checkpoints_of(plan.spec, plan.decisions.chunking).args(),
-        *adapters.args(model),
+        *engine_config.adapter_args(model),
         *(word for word in engine.args if word not in HARMLESS),
     ]
 
@@ -325,7 +317,7 @@ def _env(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         {"name": "TRITON_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/triton"},
         {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{names.SCRATCH_MOUNT}/torchinductor"},
     ]
-    ours += kv_events.env(plan.spec)
+    ours += engine_config.events_env(plan.spec)
     if token is not None:
         ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
     ours += rendered.env
@@ -343,7 +335,7 @@ def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         {"name": "scratch", "emptyDir": {}},
         *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
-        *adapters.volumes(plan.spec.model),
+        *engine_config.adapter_volumes(plan.spec.model),
         *_compiled_volumes(plan),
         *plan.spec.engine.pod_template.volumes,
     ]

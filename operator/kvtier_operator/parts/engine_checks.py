@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import crashes
-from kvtier_operator.plan import nodes, shares
+from kvtier_operator.conditions import Check, Condition, Look, Problem, View, checked, listed, met, quoted
+from kvtier_operator.parts import crash_causes
+from kvtier_operator.plan import nodes
+from kvtier_operator.plan import nodes as shares
 from kvtier_operator.plan.sizing import Sizing
-from kvtier_operator.problems import Check, Condition, Look, Problem, View, checked, listed, met, quoted
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 
 
@@ -58,7 +59,7 @@ def a_node_is_large_enough(look: Look) -> Problem | None:
             "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
             "this passes",
         )
-    beside, millis = nodes.beside(spec)
+    beside, millis = nodes.sidecar_requests(spec)
     memory, millis = look.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
     if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
         return None
@@ -225,7 +226,7 @@ def engines_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | No
 
 
 def _crash(pod: Pod, container: Container) -> Problem:
-    cause = crashes.explain(container.exit_message, container.exit_code)
+    cause = crash_causes.explain(container.exit_message, container.exit_code)
     ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
     log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
     if cause is None:
@@ -254,7 +255,7 @@ def volumes_are_mounted(look: Look) -> Problem | None:
     """No pod waits for its node to mount what it needs."""
     for pod in _alive(look.snapshot):
         if pod.mount_problem and not pod.is_ready:
-            reason, remedy = crashes.explain_mount(pod.mount_problem)
+            reason, remedy = crash_causes.explain_mount(pod.mount_problem)
             return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
     return None
 

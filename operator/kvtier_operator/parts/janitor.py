@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvtier_connector import contract_janitor
+from kvtier_connector.contract import janitor as contract_janitor
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import kv_events, pod_settings
+from kvtier_operator.parts import engine_config, pods
 from kvtier_operator.plan import TierPlan, lets_claim_go
 from kvtier_operator.plan.janitor_config import JanitorPlan
-from kvtier_operator.problems import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.snapshot import Container, Pod, Snapshot
 
 _COMPONENT: Final = names.COMPONENT_JANITOR
@@ -104,7 +104,7 @@ def _service(plan: TierPlan) -> Manifest:
             "selector": names.selector(plan.tier, _COMPONENT),
             "ports": [
                 {"name": "metrics", "port": port, "targetPort": "metrics", "protocol": "TCP"},
-                *kv_events.service_ports(plan.spec),
+                *engine_config.events_service_ports(plan.spec),
             ],
         },
     }
@@ -143,7 +143,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 30,
         # The user and group of the engines: it removes what they wrote.
-        "securityContext": pod_settings.security_context(template),
+        "securityContext": pods.security_context(template),
         # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
         "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *_tolerations(plan)],
         **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
@@ -159,7 +159,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
 
 def _tolerations(plan: TierPlan) -> list[Manifest]:
     # Elsewhere, it has no business on nodes with devices; a volume of one node may be nowhere else.
-    return pod_settings.tolerations(plan) if plan.is_on_one_node else list(plan.spec.engine.pod_template.tolerations)
+    return pods.tolerations(plan) if plan.is_on_one_node else list(plan.spec.engine.pod_template.tolerations)
 
 
 def _beside_the_engine(plan: TierPlan) -> Manifest:
@@ -178,7 +178,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "args": ["--config", config_file, f"--host={plan.listen_host}"],
         "ports": [
             {"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"},
-            *kv_events.ports(plan.spec),
+            *engine_config.events_ports(plan.spec),
         ],
         "resources": {
             "requests": {"cpu": resources.cpu, "memory": resources.memory, "ephemeral-storage": "16Mi"},
@@ -187,7 +187,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "readinessProbe": {**_health(), "failureThreshold": 3},
         # A volume that hangs is no reason to restart it; only a process that answers nobody is.
         "livenessProbe": {**_health(), "failureThreshold": 12},
-        "securityContext": pod_settings.hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "config", "mountPath": names.JANITOR_CONFIG_MOUNT, "readOnly": True},

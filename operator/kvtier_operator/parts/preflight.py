@@ -13,11 +13,11 @@ from typing import Any, Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Condition, Preflight, Problem, State, View, not_checked, unknown
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts import pods
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.digest import digest
-from kvtier_operator.problems import Condition, Preflight, Problem, State, View, not_checked, unknown
 from kvtier_operator.snapshot import SeenJob, Snapshot
 
 RESULT_FILE: Final = "/dev/termination-log"
@@ -59,7 +59,7 @@ def job(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
     node_affinity = (template.affinity or {}).get("nodeAffinity")
     optional = {
         "nodeSelector": dict(template.node_selector),
-        "tolerations": pod_settings.tolerations(plan),
+        "tolerations": pods.tolerations(plan),
         "affinity": {"nodeAffinity": node_affinity} if node_affinity else {},
         "priorityClassName": template.priority_class_name,
         "schedulerName": template.scheduler_name,
@@ -82,10 +82,10 @@ def job(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
                 },
                 "spec": {
                     "restartPolicy": "Never",
-                    "serviceAccountName": pod_settings.service_account(plan),
+                    "serviceAccountName": pods.service_account(plan),
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
-                    "securityContext": pod_settings.security_context(template),
+                    "securityContext": pods.security_context(template),
                     **{field: value for field, value in optional.items() if value},
                     "containers": [_container(plan, places_volume=places_volume)],
                     "volumes": [
@@ -104,12 +104,12 @@ def _container(plan: TierPlan, *, places_volume: bool) -> Manifest:
     return {
         "name": names.PREFLIGHT_CONTAINER,
         "image": plan.connector_image,
-        "command": ["python3", "-m", "kvtier_connector.preflight"],
+        "command": ["python3", "-m", "kvtier_connector.pod_tools.preflight"],
         "args": ["--root", "/".join(part for part in parts if part), "--result", RESULT_FILE],
-        "resources": pod_settings.engine_resources(plan) if places_volume else little,
+        "resources": pods.engine_resources(plan) if places_volume else little,
         "terminationMessagePath": RESULT_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": pod_settings.hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [
             {"name": "blocks", "mountPath": names.VOLUME_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvtier_connector import contract
+from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, canonical, chunks, digest, engine_args, shares
+from kvtier_operator.plan import backends, canonical, chunks, digest, engine_args, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -185,16 +185,16 @@ def decide(
     unusable = None if is_running else _refuse_block_tokens(spec) or canonical.refuse(spec)
     if unusable is not None:
         return unusable
-    cpu = shares.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
+    cpu = nodes.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
     assumed = cpu if isinstance(cpu, Refusal) else None
-    if assumed is not None and not (may_assume and assumed.reason in shares.ENDS_WITH_A_NODE):
+    if assumed is not None and not (may_assume and assumed.reason in nodes.ENDS_WITH_A_NODE):
         return assumed
-    cpu_bytes, node_bytes = (shares.assume(kept), None) if isinstance(cpu, Refusal) else cpu
+    cpu_bytes, node_bytes = (nodes.assume(kept), None) if isinstance(cpu, Refusal) else cpu
     return Decisions(
         cpu_bytes=cpu_bytes,
         node_bytes=node_bytes,
         # Assumed for nothing in particular, it is decided as soon as it can be.
-        cpu_for="" if assumed is not None else shares.inputs(spec),
+        cpu_for="" if assumed is not None else nodes.share_inputs(spec),
         assumed=assumed,
         chunking=chunking,
         weight_bytes=weight_bytes,
@@ -204,8 +204,8 @@ def decide(
 
 def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_image: str, janitor_image: str) -> TierPlan:
     generation, encryption = make_generation(spec, tier, decisions), spec.disk.encryption
-    config_text = contract.encode(
-        contract.ConnectorConfig(
+    config_text = engine.encode(
+        engine.ConnectorConfig(
             tier=str(tier),
             root=generation.root,
             digest=generation.digest,
@@ -220,7 +220,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             cost_aware=spec.disk.admission.cost_aware,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
-            live_file=f"{names.CONFIG_MOUNT}/{contract.LIVE_FILE}",
+            live_file=f"{names.CONFIG_MOUNT}/{engine.LIVE_FILE}",
             state_dir=names.ENGINE_STATE,
         )
     )
@@ -252,7 +252,7 @@ def _chunk_tokens(spec: TierSpec, decisions: Decisions) -> int | None:
 def live_text(spec: TierSpec) -> str:
     """Return what engines follow while they run."""
     encryption = spec.disk.encryption
-    return contract.encode_live(
+    return engine.encode_live(
         spec.disk.mode,
         max_bytes=spec.disk.budget.max_bytes or 0,
         active_key="" if encryption is None else encryption.active_key,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvtier_connector import contract_janitor
+from kvtier_connector.contract import janitor
 from kvtier_operator.api import connector_spec as kinds
 from kvtier_operator.api.connector_spec import Connector
 
@@ -36,7 +36,7 @@ def has_janitor(connector: Connector) -> bool:
 
 def layout(connector: Connector) -> str:
     """Return how the files on the volume lie."""
-    return contract_janitor.BLOCKS_LAYOUT if connector.is_ours else contract_janitor.VLLM_FS_LAYOUT
+    return janitor.BLOCKS_LAYOUT if connector.is_ours else janitor.VLLM_FS_LAYOUT
 
 
 def cleaner(connector: Connector) -> str:

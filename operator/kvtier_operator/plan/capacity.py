@@ -11,8 +11,7 @@ from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.plan import chunks, engine_args, nodes
-from kvtier_operator.plan.checkpoints import Checkpoints
-from kvtier_operator.plan.chunks import Chunking, bytes_of
+from kvtier_operator.plan.chunks import Checkpoints, Chunking, bytes_of
 from kvtier_operator.plan.decisions import Decisions, checkpoints_of, kv_of
 from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout
 from kvtier_operator.snapshot import Snapshot

@@ -16,9 +16,9 @@ from typing import Any, Final
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.reasons import Refusal
-from kvtier_operator.plan import checkpoints, chunks, digest, engine_args, models
-from kvtier_operator.plan.checkpoints import Checkpoints
-from kvtier_operator.plan.chunks import Chunking
+from kvtier_operator.plan import chunks, digest, engine_args, models
+from kvtier_operator.plan import chunks as checkpoints
+from kvtier_operator.plan.chunks import Checkpoints, Chunking
 from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout, make_engine_layout, make_model_layout
 
 _VERSION: Final = 1
@@ -107,7 +107,9 @@ def kv_of(spec: TierSpec) -> ModelLayout | KvUnknown:
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:
     """Return where engines of this tier keep what a later prompt can go on from."""
-    return checkpoints.choose(kv_of(spec), chunking, args=engine_args.read(spec.engine.args), config=config_of(spec))
+    return checkpoints.choose_checkpoints(
+        kv_of(spec), chunking, args=engine_args.read(spec.engine.args), config=config_of(spec)
+    )
 
 
 def config_of(spec: TierSpec) -> Mapping[str, Any] | None:
@@ -143,7 +145,7 @@ def decide_model(spec: TierSpec, kept: Kept) -> tuple[Chunking, int | None, str]
         return chunking, kept.model.get("weightBytes"), inputs
     model = models.known(spec.model.name)
     weights = None if model is None else model.weight_bytes
-    return chunks.choose(kv_of(spec), asked_tokens=spec.disk.block_tokens), weights, inputs
+    return chunks.choose_chunking(kv_of(spec), asked_tokens=spec.disk.block_tokens), weights, inputs
 
 
 def _are_counts(document: Mapping[str, Any], *names: str) -> bool:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvtier_connector.contract import BLOCK_FORMAT_VERSION
+from kvtier_connector.contract.engine import BLOCK_FORMAT_VERSION
 from kvtier_operator.api import TierSpec
 from kvtier_operator.plan import engine_args
 

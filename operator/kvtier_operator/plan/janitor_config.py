@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_connector import contract_janitor
+from kvtier_connector.contract import janitor
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.events_spec import EVENTS_PORT, REPLAY_PORT
+from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import backends, digest
 
@@ -45,8 +45,8 @@ def make_janitor(
         return None
     budget = spec.disk.budget
     tier_dir, _, current = root.rpartition("/")
-    text = contract_janitor.encode(
-        contract_janitor.JanitorConfig(
+    text = janitor.encode(
+        janitor.JanitorConfig(
             tier=str(tier),
             tier_dir=tier_dir,
             current=current,
@@ -67,7 +67,7 @@ def make_janitor(
         )
     )
     document = json.loads(text)
-    fixed = {field: document[field] for field in ("version", *contract_janitor.FIXED_FIELDS) if field in document}
+    fixed = {field: document[field] for field in ("version", *janitor.FIXED_FIELDS) if field in document}
     return JanitorPlan(image=spec.janitor.image or image, config_text=text, config_digest=digest.digest(fixed))
 
 

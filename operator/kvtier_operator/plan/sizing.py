@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_connector.contract import mover_memory_bytes
+from kvtier_connector.contract.engine import mover_memory_bytes
 
 GIB: Final = 1 << 30
 

@@ -34,17 +34,17 @@ class Server:
         self.log = directory / "engine.log"
         transfer = {
             "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier_connector.tier.connector",
+            "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier_connector.tier.spec",
+                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
                 "cpu_bytes_to_use": 64 << 20,
                 "block_size": CHUNK_TOKENS,
                 "secondary_tiers": [
                     {
                         "type": "SharedVolumeTier",
-                        "module_path": "kvtier_connector.tier.tier",
+                        "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
                         "config_file": str(self.config),
                     }
                 ],

@@ -11,9 +11,9 @@ import pytest
 from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
-from kvtier_connector.store.breaker import Breaker, Direction, State
-from kvtier_connector.store.check import check
 from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.health import Breaker, Direction, State
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.shared import SharedStore

@@ -13,11 +13,10 @@ import pytest
 from faulty_mounts import WAIT_SECONDS, FaultyVolume, wait_for
 from store_contract import BLOCK_BYTES, key, payload
 
-from kvtier_connector.contract_janitor import JanitorConfig
-from kvtier_connector.janitor.election import Alone
-from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.janitor.loop import Alone, Loop
 from kvtier_connector.store.blockstore import Stored
-from kvtier_connector.store.check import check
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.shared import SharedStore
 

@@ -13,12 +13,12 @@ import pytest
 from faulty_mounts import WAIT_SECONDS, Background, FaultyVolume, wait_for
 from store_contract import BLOCK_BYTES, key, pages, payload
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Stored, StoreFault
-from kvtier_connector.store.breaker import Breaker, BreakerLimits, Direction, State
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import Fault
+from kvtier_connector.store.health import Breaker, BreakerLimits, Direction, State
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import block_path

@@ -14,15 +14,14 @@ import pytest
 from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload
 
-from kvtier_connector.janitor.brake import BrakeWriter
+from kvtier_connector.janitor.permit import BrakeWriter
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
-from kvtier_connector.store.check import check
 from kvtier_connector.store.fs import LOCAL
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.live import BRAKE_FILE, BrakeFile
-from kvtier_connector.store.mode import Mode
+from kvtier_connector.store.runtime_settings import BRAKE_FILE, BrakeFile, Mode
 from kvtier_connector.store.scan import LeftoverKind
 from kvtier_connector.store.shared import SharedStore
 
@@ -33,7 +32,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1:]
-from kvtier_connector.janitor.brake import BrakeWriter
+from kvtier_connector.janitor.permit import BrakeWriter
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.shared import SharedStore
 from store_contract import key, payload

@@ -26,8 +26,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from rig import DIGEST, Rig, Rigs, key, keys, wait_until
 
-from kvtier_connector.store.breaker import Breaker, BreakerLimits
-from kvtier_connector.store.check import check
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.health import Breaker, BreakerLimits
 
 DEADLINE_SECONDS = 0.5
 """Where something hangs; elsewhere a busy machine must not look like a volume that does."""
@@ -37,7 +37,9 @@ DEADLINE_SECONDS = 0.5
 def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is tried again after a while be tried again at once."""
     limits = BreakerLimits(first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
-    monkeypatch.setattr("kvtier_connector.tier.tier.Breaker", functools.partial(Breaker, limits=limits))
+    monkeypatch.setattr(
+        "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
+    )
     monkeypatch.setattr("kvtier_connector.store.shared.ASIDE_SECONDS", 0.1)
 
 
@@ -153,7 +155,7 @@ def test_a_lookup_that_hangs_is_a_miss_and_the_volume_is_used_when_it_answers(
 def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
     engines: Rigs, faulty_volume: FaultyVolume, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     with faulty_volume.hanging(call):
         rig = engines.make(load_deadline_seconds=DEADLINE_SECONDS, max_bytes=1 << 20)
         assert rig.serve(keys(2), "before").hit_blocks == 0
@@ -164,7 +166,7 @@ def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
 def test_an_engine_ends_although_the_volume_hangs(
     engines: Rigs, faulty_volume: FaultyVolume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.attachment.CLOSE_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier_connector.cascade.attach.CLOSE_WAIT_SECONDS", 0.2)
     engines.write(keys(4))
     rig = make(engines, known=4)
     context = rig.request("r")

@@ -10,7 +10,7 @@ import pytest
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Clock, Rig, key
 from waiting import until_the_next_tick
 
-from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.layout import JOURNAL, block_path, partial_path
 

@@ -16,11 +16,11 @@ from tier_dir import BLOCK_BYTES, Engine, Rig, key
 import kvtier_connector
 from kvtier_cli import app
 from kvtier_cli.app import main
-from kvtier_connector.janitor.snapshot import LEDGER_FILE
-from kvtier_connector.store.choices import CHOICES_FILE
+from kvtier_connector.janitor.catalog import LEDGER_FILE
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import BESIDE_GENERATIONS, Lineage, adapter_name_label, block_path
-from kvtier_connector.store.live import BRAKE_FILE
+from kvtier_connector.store.runtime_settings import BRAKE_FILE
+from kvtier_connector.store.volume_profile import CHOICES_FILE
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"

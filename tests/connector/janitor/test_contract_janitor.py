@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvtier_connector.contract_janitor import FIXED_FIELDS, JanitorConfig, decode, encode
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.contract.janitor import FIXED_FIELDS, JanitorConfig, decode, encode
 
 CONFIG = JanitorConfig(tier="ns/llama", tier_dir="/var/lib/kvtier/ns.llama", current="0a1b")
 

@@ -10,8 +10,8 @@ import pytest
 from tier_dir import Rig
 from waiting import until
 
-from kvtier_connector.errors import LeaseUnavailable
-from kvtier_connector.janitor.election import Alone, make_leader
+from kvtier_connector.contract.errors import LeaseUnavailable
+from kvtier_connector.janitor.loop import Alone, make_leader
 from kvtier_localcluster.apiserver import ApiServerThread
 
 DEADLINE_SECONDS = 120.0

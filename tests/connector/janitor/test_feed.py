@@ -15,10 +15,9 @@ from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 from waiting import until
 
 from kvtier_cli.app import main
-from kvtier_connector.janitor import kv_events
-from kvtier_connector.janitor.feed import Feed
-from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.janitor.publisher import Publisher
+from kvtier_connector.janitor import events as kv_events
+from kvtier_connector.janitor.events import Feed, Publisher
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.layout import block_path, find_home, parse_block_path
 
 TOPIC = "kv@llama-volume@model"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtier_connector.contract_janitor import VLLM_FS_LAYOUT, JanitorConfig
-from kvtier_connector.janitor.fs_keeper import FsKeeper
+from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig
 from kvtier_connector.janitor.loop import keeper_of
+from kvtier_connector.janitor.vllm_files import FsKeeper
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 CURRENT, OLD, OLDER = "0123456789abcdef", "1111111111111111", "2222222222222222"

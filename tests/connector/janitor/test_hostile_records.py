@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
-from kvtier_connector.janitor.keeper import Keeper
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, RECORD_BYTES, Op, Record, encode_head, encode_record
 from kvtier_connector.store.layout import JournalName, Lineage, journal_path
-from kvtier_connector.store.records import MAX_PAYLOAD_BYTES, RECORD_BYTES, Op, Record, encode_head, encode_record
 
 BLOCKS = 20
 LIMITS = {"max_bytes": 100 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.7}

@@ -17,16 +17,14 @@ from planted import KINDS, TOO_DEEP, plant
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key
 
-from kvtier_connector.janitor.brake import BrakeWriter
-from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.janitor.ledger import ROW, Ledger
+from kvtier_connector.janitor.catalog import LEDGER_FILE, ROW, Ledger, load
+from kvtier_connector.janitor.permit import BrakeWriter
 from kvtier_connector.janitor.pins import PINS_FILE, write_pins
-from kvtier_connector.janitor.snapshot import LEDGER_FILE, load
-from kvtier_connector.store.check import check
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.fs import LOCAL
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.live import BRAKE_FILE, BrakeFile
-from kvtier_connector.store.mode import Mode
+from kvtier_connector.store.runtime_settings import BRAKE_FILE, BrakeFile, Mode
 
 LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.5}
 

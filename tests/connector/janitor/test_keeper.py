@@ -12,14 +12,13 @@ from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 from waiting import until_the_next_tick
 
-from kvtier_connector.janitor.keeper import Keeper
 from kvtier_connector.janitor.pins import write_pins
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import FileSystem, new_token
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import JOURNAL, Lineage, block_path, partial_path
-from kvtier_connector.store.live import BrakeFile
-from kvtier_connector.store.mode import Mode
+from kvtier_connector.store.runtime_settings import BrakeFile, Mode
 
 DAY = 86_400.0
 
@@ -78,7 +77,7 @@ def test_a_cached_time_of_the_journals_hides_no_news_from_the_janitor(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, file_system: str, most_sweeps: int
 ) -> None:
     mount = Mount(file_system, "server:/export", {})
-    monkeypatch.setattr("kvtier_connector.janitor.news.mount_of", lambda _: mount)
+    monkeypatch.setattr("kvtier_connector.janitor.follow.mount_of", lambda _: mount)
     engine, keeper = rig.engine(), rig.keeper(fs=CachingFs())
     engine.put(0)
     for _ in range(5):

@@ -6,12 +6,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_connector.janitor.columns import make_blocks
-from kvtier_connector.janitor.ledger import Ledger, Sum
+from kvtier_connector.janitor.catalog import Ledger, Sum, make_blocks
 from kvtier_connector.janitor.policy import Limits, choose
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.header import HEADER_BYTES
+from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import BlockKey, Lineage
-from kvtier_connector.store.records import Op, Record
 
 
 def key(number: int, tenant: str = "", group: int = 0) -> BlockKey:

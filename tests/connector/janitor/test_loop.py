@@ -18,13 +18,11 @@ from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig
 from waiting import until
 
-from kvtier_connector.contract_janitor import encode
-from kvtier_connector.contract_usage import decode
-from kvtier_connector.janitor.election import Alone
-from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.janitor.loop import Loop
-from kvtier_connector.janitor.metrics import METRICS, exposition
-from kvtier_connector.janitor.server import Server, make_pages
+from kvtier_connector.contract.janitor import encode
+from kvtier_connector.contract.usage import decode
+from kvtier_connector.janitor.loop import Alone, Loop
+from kvtier_connector.janitor.metrics import METRICS, Server, exposition, make_pages
+from kvtier_connector.janitor.sweep import Keeper
 
 DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)

@@ -19,8 +19,8 @@ from tier_dir import BLOCK_BYTES, Rig
 from waiting import until
 
 import kvtier_connector
-from kvtier_connector.contract_janitor import encode
-from kvtier_connector.contract_usage import decode
+from kvtier_connector.contract.janitor import encode
+from kvtier_connector.contract.usage import decode
 from kvtier_localcluster.ports import free_port
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
@@ -30,7 +30,7 @@ wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 RUN = """
 import kvtier_connector.janitor.commands
 from kvtier_connector.janitor import election
-from kvtier_connector.lease import LeaseSettings
+from kvtier_connector.contract.lease import LeaseSettings
 try:
     election.lease_api(LeaseSettings(namespace="ns", name="x", identity="i"))
 except Exception as error:
@@ -63,7 +63,7 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
     blocked = blocked_modules("janitor")
     assert {"vllm", "torch", "kopf"} <= blocked
     assert not {"numpy", "kubernetes"} & blocked
-    script = prelude("janitor", paths=[CONNECTOR], absent=("kvtier_connector.tier",)) + RUN.format(
+    script = prelude("janitor", paths=[CONNECTOR], absent=("kvtier_connector.vllm_adapter",)) + RUN.format(
         config=str(config_file)
     )
     with log.open("w") as sink:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tier_dir import BLOCK_BYTES, Rig, key, payload
 
-from kvtier_connector.janitor.purge import Criteria, purge
+from kvtier_connector.janitor.commands import Criteria, purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import NO_LINEAGE, PURGES_FILE, BlockKey, Lineage, adapter_name_label, block_path
@@ -78,7 +78,7 @@ def test_of_2000_queued_stores_none_is_left_after_a_purge(rig: Rig, case: str) -
     for number in range(QUEUED):
         writers.order(key(number, tenant), lineage)
     writers.start_and_wait_for(100)
-    (purged,) = purge(rig.dir, criteria, is_dry=False)
+    (purged,) = purge_blocks(rig.dir, criteria, is_dry=False)
     writers.join()
     assert (purged.problem, purged.failed) == ("", 0)
     assert list(engine.root.rglob("*.kvb*")) == []
@@ -95,7 +95,7 @@ def test_what_does_not_match_is_stored_all_the_same(rig: Rig, case: str) -> None
     for number in range(400):
         writers.order(key(number, "bob"), Lineage(adapter=adapter_name_label("chat") + 16 * "a"))
     writers.start_and_wait_for(10)
-    purge(rig.dir, CASES[case][0], is_dry=False)
+    purge_blocks(rig.dir, CASES[case][0], is_dry=False)
     writers.join()
     assert writers.outcomes == {Stored(BLOCK_BYTES): 400}
     assert len(engine.there(range(400), tenant="bob")) == 400
@@ -109,7 +109,7 @@ class PurgesBeforeTheRename(FileSystem):
 
     def rename(self, source: str, target: str) -> None:
         if source.endswith("-partial") and not self.purged:
-            self.purged = purge(self.tier, ALL, is_dry=False)[0].partials
+            self.purged = purge_blocks(self.tier, ALL, is_dry=False)[0].partials
         super().rename(source, target)
 
 
@@ -133,14 +133,14 @@ def test_partial_files_go_with_what_they_belong_to_however_young_and_are_counted
     outcomes = []
     for criteria, is_dry in itertools.product((Criteria(tenant="alice"), Criteria(lora="sql"), ALL), (True, False)):
         if criteria != Criteria(lora="sql") or is_dry:
-            (purged,) = purge(rig.dir, criteria, is_dry=is_dry)
+            (purged,) = purge_blocks(rig.dir, criteria, is_dry=is_dry)
             outcomes.append((purged.blocks, purged.partials, purged.bytes // BLOCK_BYTES))
     assert outcomes == [(1, 2, 3), (1, 2, 3), (0, 0, 0), (1, 2, 3), (1, 2, 3)]
 
 
 def test_a_writer_that_was_started_after_a_purge_stores_what_is_queued_from_then_on(rig: Rig) -> None:
     engine = rig.engine()
-    purge(rig.dir, ALL, is_dry=False)
+    purge_blocks(rig.dir, ALL, is_dry=False)
     store = BlockStore(engine.root, direct=False)
     before = time.monotonic()
     store.learn_purges()

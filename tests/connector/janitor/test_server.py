@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from kvtier_connector.janitor.server import Server, make_pages
+from kvtier_connector.janitor.metrics import Server, make_pages
 
 
 def has_ipv6() -> bool:

@@ -9,12 +9,20 @@ from collections.abc import Callable
 from prometheus_client.parser import text_string_to_metric_families
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Rig
 
-from kvtier_connector.janitor.budget import Space, make_limits
-from kvtier_connector.janitor.ledger import Ledger, Sum
-from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, exposition
-from kvtier_connector.janitor.report import Look, Report, Tallies, make_report, usage_document
+from kvtier_connector.janitor.catalog import Ledger, Sum
+from kvtier_connector.janitor.metrics import (
+    MOST_TENANTS,
+    OTHER,
+    Look,
+    Report,
+    Tallies,
+    exposition,
+    make_report,
+    usage_document,
+)
+from kvtier_connector.janitor.policy import Space, make_limits
+from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.records import Op, Record
 
 
 def report_of(count: int) -> Report:

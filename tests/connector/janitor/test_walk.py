@@ -11,9 +11,8 @@ import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
-from kvtier_connector.janitor.ledger import Ledger
-from kvtier_connector.janitor.purge import Criteria, purge
-from kvtier_connector.janitor.snapshot import Snapshot, load, save
+from kvtier_connector.janitor.catalog import Ledger, Snapshot, load, save
+from kvtier_connector.janitor.commands import Criteria, purge_blocks
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import block_path
 
@@ -207,6 +206,6 @@ def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, 
     engine.put_chain(*range(10))
     path = block_path(key(9))
     fs = Unreadable(f"{engine.root}/{path.rpartition('/')[0]}")
-    (purged,) = purge(rig.dir, criteria, is_dry=False, fs=fs)
+    (purged,) = purge_blocks(rig.dir, criteria, is_dry=False, fs=fs)
     assert (purged.blocks, purged.failed, engine.there(range(10))) == (9, 1, [9])
     assert path.rpartition("/")[0] in purged.problem

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier_connector.contract_janitor import JanitorConfig
-from kvtier_connector.contract_usage import Usage
-from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.contract.usage import Usage
+from kvtier_connector.janitor.sweep import Keeper
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.shared import SharedStore

@@ -14,13 +14,13 @@ from typing import Any
 from mover_fs import GATE, WAITING
 from waiting import until
 
-from kvtier_connector.movers.engine import Movers
-from kvtier_connector.movers.mover import MoversSettings
-from kvtier_connector.movers.rows import Region
-from kvtier_connector.movers.tasks import Done, Lane, Task
+from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.tasks import Done, Lane, Task
+from kvtier_connector.io_workers.worker import MoversSettings
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.breaker import Breaker
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from kvtier_connector.contract import MOVER_MAPPED_BYTES, mover_memory_bytes
-from kvtier_connector.movers import rows as rows_module
-from kvtier_connector.movers.board import (
+from kvtier_connector.contract.engine import MOVER_MAPPED_BYTES, mover_memory_bytes
+from kvtier_connector.io_workers import buffers as rows_module
+from kvtier_connector.io_workers.buffers import MappedRows, OwnRows, Region
+from kvtier_connector.io_workers.task_table import (
     ENTRIES,
     FIRST_THREAD,
     MOST_MOVERS,
@@ -27,8 +28,7 @@ from kvtier_connector.movers.board import (
     Head,
     create_board,
 )
-from kvtier_connector.movers.rows import MappedRows, OwnRows, Region
-from kvtier_connector.movers.tasks import (
+from kvtier_connector.io_workers.tasks import (
     MOST_PROBED,
     Answer,
     Lane,
@@ -40,12 +40,12 @@ from kvtier_connector.movers.tasks import (
     encode_task,
 )
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey, Lineage
 
 _BUSY_MOVER = """
 import sys, time
-from kvtier_connector.movers.board import NO_TICKET, Board, Current
+from kvtier_connector.io_workers.task_table import NO_TICKET, Board, Current
 board, number = Board(int(sys.argv[1])), 0
 while True:
     number += 1
@@ -232,7 +232,9 @@ def test_nobody_sees_a_head_that_was_not_said() -> None:
     fd = create_board()
     board = Board(fd)
     board.set_head(Head(8, 4))
-    say = "import sys; from kvtier_connector.movers.board import Board, Head; board = Board(int(sys.argv[1]))\n"
+    say = (
+        "import sys; from kvtier_connector.io_workers.task_table import Board, Head; board = Board(int(sys.argv[1]))\n"
+    )
     say += "while True: board.set_head(Head(8, 4)); board.set_head(Head(9, 4))"
     engine = subprocess.Popen([sys.executable, "-c", say, str(fd)], pass_fds=[fd])
     try:

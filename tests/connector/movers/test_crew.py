@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from crews import ROW_BYTES, ROWS, Crews, CrewUnderTest, payload, shut, wait_until
 
-from kvtier_connector.movers.tasks import Ending, Lane
+from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, StoreFault
-from kvtier_connector.store.breaker import Direction, State
-from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.header import HEADER_BYTES, Fault
+from kvtier_connector.store.health import Direction, State
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.movers.files import MappingFs
+from kvtier_connector.io_workers.worker import MappingFs
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
-from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import LOCAL
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey, block_path
 
 KEY = BlockKey(b"k" * 32, 0)

@@ -23,12 +23,12 @@ from crews import (
     wait_until,
 )
 
-from kvtier_connector.movers import dispatch
-from kvtier_connector.movers.board import ENTRIES, Board
-from kvtier_connector.movers.tasks import Ending, Lane, Looked
+from kvtier_connector.io_workers import pool
+from kvtier_connector.io_workers.task_table import ENTRIES, Board
+from kvtier_connector.io_workers.tasks import Ending, Lane, Looked
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
-from kvtier_connector.store.breaker import Direction, State
-from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.header import HEADER_BYTES, Fault
+from kvtier_connector.store.health import Direction, State
 from kvtier_connector.store.index import Presence
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
@@ -230,7 +230,7 @@ def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(crews:
 def test_a_prefetch_that_is_made_urgent_while_it_is_taken_back_is_under_way_once(
     crews: Crews, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_LOCK_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(pool, "_LOCK_SECONDS", PATIENCE_SECONDS)
     crew = crews.make(movers=2, file_system="mover_fs:HoldingFs")
     crew.write(1, 2, 3)
     gate = shut(crews)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from crews import Crews, is_alive, is_waiting, payload, shut, wait_until
 
-from kvtier_connector.movers.process import start_process
+from kvtier_connector.io_workers.worker import start_process
 from kvtier_connector.store.blockstore import Hit
 
 ENGINE = """

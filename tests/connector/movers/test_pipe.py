@@ -12,11 +12,10 @@ from pathlib import Path
 
 from crews import ROW_BYTES, wait_until
 
-from kvtier_connector.movers.board import TOKEN, Board, Head, MessagePipe, create_board
-from kvtier_connector.movers.mover import MoversSettings
-from kvtier_connector.movers.process import MoverSettings
-from kvtier_connector.movers.rows import Region
-from kvtier_connector.movers.tasks import REPLY, Lane
+from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.task_table import TOKEN, Board, Head, MessagePipe, create_board
+from kvtier_connector.io_workers.tasks import REPLY, Lane
+from kvtier_connector.io_workers.worker import MoverSettings, MoversSettings
 
 FEWEST_BYTES = 4096
 """A page: the system makes no smaller pipe."""
@@ -59,7 +58,7 @@ def test_a_mover_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path
     )
     assert MoverSettings.decode(settings.encode()) == settings
     mover = subprocess.Popen(
-        [sys.executable, "-m", "kvtier_connector.movers.process", settings.encode()],
+        [sys.executable, "-m", "kvtier_connector.io_workers.worker", settings.encode()],
         pass_fds=[*settings.pipes, replies.writer, board_fd, region],
     )
     # Of tasks that were taken back, which it answers at once.

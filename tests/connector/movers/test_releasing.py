@@ -10,8 +10,8 @@ import threading
 import pytest
 from waiting import until
 
-from kvtier_connector.movers import files
-from kvtier_connector.movers.files import ReleasingFs
+from kvtier_connector.io_workers import worker
+from kvtier_connector.io_workers.worker import ReleasingFs
 
 
 class Closes(ReleasingFs):
@@ -46,7 +46,7 @@ def test_after_one_that_took_long_nobody_waits_for_a_close_until_too_many_are_un
     assert fs.closed == {1: caller}
     fs.release(2)
     until(fs._waiting.empty, "the other thread closes the second")
-    for fd in range(3, 3 + files._MOST_WAITING + 1):
+    for fd in range(3, 3 + worker._MOST_WAITING + 1):
         fs.release(fd)
     assert fs.closed == {1: caller, 5: caller}
     fs.gate.set()
@@ -67,7 +67,7 @@ def test_a_close_that_fails_behind_the_readers_back_is_not_the_last_one() -> Non
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every close count as slow."""
-    monkeypatch.setattr(files, "_SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(worker, "_SLOW_SECONDS", -1.0)
 
 
 @pytest.mark.usefixtures("slow")

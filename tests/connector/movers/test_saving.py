@@ -8,9 +8,9 @@ import signal
 
 from crews import ROW_BYTES, Crews, count_waited, is_waiting, key, payload, shut, wait_until
 
-from kvtier_connector.movers.tasks import Ending
+from kvtier_connector.io_workers.tasks import Ending
 from kvtier_connector.store.blockstore import Hit, Stored, StoreFault
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.header import HEADER_BYTES
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from crews import Crews, is_alive, wait_until
 
-from kvtier_connector.movers.sizing import Sizing, enough
+from kvtier_connector.io_workers.supervisor import Sizing, enough
 
 
 class Volume:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from crews import ROW_BYTES, children, key, payload
 
-from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.movers.walker import WalkProcess
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.io_workers.walker import WalkProcess
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.shared import SharedStore

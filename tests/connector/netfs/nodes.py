@@ -12,7 +12,7 @@ from pathlib import Path
 
 from waiting import until
 
-from kvtier_connector.store.check import check
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_netfs.volume import SharedVolume
 

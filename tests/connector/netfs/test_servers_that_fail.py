@@ -20,11 +20,11 @@ from e2e.bench.netfs_stress import stress
 from nodes import Nodes, nodes_on, wait_until
 from store_contract import key, pages, payload
 
-from kvtier_connector.movers.engine import BREAKER, STUCK
-from kvtier_connector.movers.tasks import Ending
+from kvtier_connector.io_workers.pool import BREAKER, STUCK
+from kvtier_connector.io_workers.tasks import Ending
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreFault
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import HEADER_BYTES, Fault
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import is_partial
 from kvtier_netfs.gluster import GlusterDistribute, GlusterReplica
 from kvtier_netfs.moosefs import MooseFs

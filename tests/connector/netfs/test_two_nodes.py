@@ -16,20 +16,18 @@ import pytest
 from nodes import PATIENCE_SECONDS, Nodes, wait_until
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
 
-from kvtier_connector.contract_janitor import JanitorConfig
-from kvtier_connector.errors import IdentityMismatch
-from kvtier_connector.janitor.election import Alone
-from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.contract.errors import IdentityMismatch
+from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.janitor.loop import Alone, Loop
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.records import Op
 from kvtier_connector.store.shared import SharedStore
 
 PATHS = [str(Path(blockstore.__file__ or "").parents[2]), str(Path(__file__).parents[1] / "store")]
@@ -38,7 +36,7 @@ CLAIMS = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from kvtier_connector.errors import IdentityMismatch
+from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.store.identity import claim
 print("ready", flush=True)
 sys.stdin.readline()

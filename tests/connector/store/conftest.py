@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.store.check import check
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 
 sys.path.insert(0, str(Path(__file__).parent))

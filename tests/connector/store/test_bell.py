@@ -18,9 +18,8 @@ from kvtier_connector.store.bell import MOST_SILENT_ROUNDS, Bell
 from kvtier_connector.store.blockstore import Stored
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import JOURNAL
-from kvtier_connector.store.records import Op
 from kvtier_connector.store.statx import State
 
 HOUR_NS = 3600 * 10**9

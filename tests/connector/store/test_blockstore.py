@@ -19,9 +19,9 @@ from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, 
 from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
 from kvtier_connector.store.shared import SharedStore

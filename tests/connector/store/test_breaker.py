@@ -7,8 +7,8 @@ import pytest
 from clocks import Clock
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.breaker import Breaker, BreakerLimits, Direction, State
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.header import Fault
+from kvtier_connector.store.health import Breaker, BreakerLimits, Direction, State
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 CLOSED, OPEN, HALF_OPEN = State.CLOSED, State.OPEN, State.HALF_OPEN

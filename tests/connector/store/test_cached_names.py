@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store_contract import BLOCK_BYTES, key, pages, payload
 
-from kvtier_connector.store import access
+from kvtier_connector.store import reading
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import FileSystem
@@ -62,7 +62,7 @@ def of_type(name: str) -> object:
 def test_a_block_that_was_looked_for_in_vain_is_read_once_another_node_has_stored_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Sequence[int]
 ) -> None:
-    monkeypatch.setattr(access, "mount_of", of_type("nfs4"))
+    monkeypatch.setattr(reading, "mount_of", of_type("nfs4"))
     reader, writer = BlockStore(tmp_path, fs=NfsClient()), BlockStore(tmp_path)
     for number in first:
         writer.put(key(number), payload(number))
@@ -76,7 +76,7 @@ def test_a_block_that_was_looked_for_in_vain_is_read_once_another_node_has_store
 def test_a_miss_costs_one_call_where_names_come_from_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for kind in ("fuse.glusterfs", "nfs4"):
-        monkeypatch.setattr(access, "mount_of", of_type(kind))
+        monkeypatch.setattr(reading, "mount_of", of_type(kind))
         fs = NfsClient()
         reader = BlockStore(tmp_path, fs=fs, direct=False)
         assert reader.get(key(1), pages()) == Miss()

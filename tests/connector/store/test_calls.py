@@ -15,8 +15,8 @@ from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
 from kvtier_connector.store.filesystems import Mount
-from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import ALIGNMENT, FileSystem
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import Claim, Standing, claim
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
@@ -84,7 +84,7 @@ def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_wr
             written.append((offset, sum(buffer.nbytes for buffer in buffers)))
             return super().pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr("kvtier_connector.store.access.mount_of", lambda _: Mount("fuse", "mfs#10.0.0.1:9421", {}))
+    monkeypatch.setattr("kvtier_connector.store.reading.mount_of", lambda _: Mount("fuse", "mfs#10.0.0.1:9421", {}))
     claim(tmp_path, {}, "d1gest")
     store = BlockStore(tmp_path, fs=Noting(), direct=False)
     for number, length in enumerate((ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT, 3 * ALIGNMENT + 5)):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.store.checksums import DEFAULT_ALGORITHM, Algorithm, checksum, new_hasher
+from kvtier_connector.store.header import DEFAULT_ALGORITHM, Algorithm, checksum, new_hasher
 
 PAYLOAD = bytes(index * 7 % 256 for index in range(8192))
 DATA = Path(__file__).parents[1] / "data"
@@ -52,8 +52,8 @@ import sys
 sys.modules["cryptography"] = None
 from pathlib import Path
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored, StoreFault
-from kvtier_connector.store.checksums import DEFAULT_ALGORITHM, Algorithm
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.header import DEFAULT_ALGORITHM, Algorithm
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey, block_path
 root, data, payload = Path(sys.argv[1]), Path(sys.argv[2]), memoryview(bytes(index * 7 % 256 for index in range(8192)))
 of, into = BlockKey(bytes(range(32)), 3, "acme"), memoryview(bytearray(8192))

@@ -15,17 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload
 
-from kvtier_connector.contract import COMPRESSIONS
+from kvtier_connector.contract.engine import COMPRESSIONS
+from kvtier_connector.io_workers.worker import MappingFs
 from kvtier_connector.janitor import commands
-from kvtier_connector.movers.files import MappingFs
-from kvtier_connector.store import codec
+from kvtier_connector.store import compression as codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
-from kvtier_connector.store.check import check
-from kvtier_connector.store.checksums import checksum
-from kvtier_connector.store.choices import CHOICES_FILE
-from kvtier_connector.store.codec import PIECE_BYTES, Codec
-from kvtier_connector.store.compression import pays
-from kvtier_connector.store.format import (
+from kvtier_connector.store.compression import PIECE_BYTES, Codec, pays
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import (
     FLAG_PACKED,
     HEADER_BYTES,
     WIDTHS,
@@ -33,14 +31,15 @@ from kvtier_connector.store.format import (
     Header,
     Method,
     Packing,
+    checksum,
     decode_header,
     encode_header,
 )
-from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.identity import claim
+from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.records import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.volume_profile import CHOICES_FILE
 
 SIZE = PIECE_BYTES + 12288
 MIB = 1 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_connector.contract import ConnectorConfig, decode, encode
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.contract.engine import ConnectorConfig, decode, encode
+from kvtier_connector.contract.errors import ConfigInvalid
 
 REQUIRED = {"tier": "ns/name", "root": "/kv/abc", "digest": "abc", "identity": {}, "max_bytes": 0}
 

@@ -17,8 +17,8 @@ from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import TIER_FILE, block_path
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan

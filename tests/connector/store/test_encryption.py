@@ -22,13 +22,12 @@ from store_faults import CrashError, CrashingFs
 
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.check import inspect
-from kvtier_connector.store.format import HEADER_BYTES, Fault, Header, decode_header
+from kvtier_connector.store.crypto import Keyring, encrypt, parse_key
+from kvtier_connector.store.fsck import inspect
+from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.keyring import Keyring, parse_key
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
 from kvtier_connector.store.scan import LeftoverKind
-from kvtier_connector.store.sealing import encrypt
 
 DATA = Path(__file__).parents[1] / "data"
 K1, K2 = bytes(range(32)), bytes(range(100, 132))

@@ -14,22 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload, whole_file
 
-from kvtier_connector.contract import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
-from kvtier_connector.store.check import check
-from kvtier_connector.store.checksums import DEFAULT_ALGORITHM, Algorithm, checksum
-from kvtier_connector.store.format import (
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import (
     ALIGNMENT,
+    DEFAULT_ALGORITHM,
     HEADER_BYTES,
     NO_SEAL,
     NOT_PACKED,
     WIDTHS,
+    Algorithm,
     Encryption,
     Fault,
     Header,
     Method,
     Packing,
     Seal,
+    checksum,
     decode_header,
     encode_header,
 )

@@ -17,8 +17,8 @@ import pytest
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
-from kvtier_connector.errors import IdentityMismatch, StoreUnavailable
-from kvtier_connector.store.check import check
+from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import Claim, Standing, claim, read
 from kvtier_connector.store.layout import TIER_FILE
 

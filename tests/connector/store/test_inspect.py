@@ -14,13 +14,12 @@ from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs
 
 from kvtier_cli.app import main
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.check import inspect, inspect_all
-from kvtier_connector.store.generations import find_generations
-from kvtier_connector.store.identity import claim
+from kvtier_connector.store.fsck import inspect, inspect_all
+from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
-from kvtier_connector.store.progress import Progress
+from kvtier_connector.store.scan import Progress
 from kvtier_connector.store.shared import SharedStore
 
 TOKEN = "0123456789abcdef" * 2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector import install as install_module
-from kvtier_connector.install import CACHES, install, link_caches
+from kvtier_connector.pod_tools import install as install_module
+from kvtier_connector.pod_tools.install import CACHES, install, link_caches
 
 PACKAGE = Path(install_module.__file__ or "").parent
 
@@ -116,7 +116,15 @@ def test_the_command_installs_this_package_and_clears_stale_regions(tmp_path: Pa
     region = shm / "vllm_offload_dead.mmap"
     region.write_bytes(b"")
     target = tmp_path / "target"
-    command = [sys.executable, "-m", "kvtier_connector.install", "--target", str(target), "--clear-shm", str(shm)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier_connector.pod_tools.install",
+        "--target",
+        str(target),
+        "--clear-shm",
+        str(shm),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     first = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert first.stdout.splitlines()[:2] == [f"{shm}: 1 stale regions removed", f"  {region}"]
@@ -131,7 +139,7 @@ def test_the_command_installs_this_package_and_clears_stale_regions(tmp_path: Pa
 
 def test_the_command_needs_the_standard_library_only(tmp_path: Path) -> None:
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.install; "
+        "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.install; "
         "print([name for name in ('blake3', 'torch', 'vllm', 'numpy') if name in sys.modules])"
     )
     completed = subprocess.run(

@@ -15,19 +15,13 @@ from clocks import Clock
 from store_contract import NOW_NS, key
 from store_faults import CrashError, CrashingFs, FailingFs, ShortFs
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import RECORD_BYTES, JournalLimits, JournalWriter, Op, Record
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import (
     JournalName,
     journal_path,
-)
-from kvtier_connector.store.records import (
-    RECORD_BYTES,
-    JournalLimits,
-    Op,
-    Record,
 )
 from kvtier_connector.store.scan import list_journals, remove_old_journals
 

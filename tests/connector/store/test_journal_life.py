@@ -13,9 +13,8 @@ from store_contract import NOW_NS, key
 from store_faults import FailingFs
 
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import RECORD_BYTES, JournalWriter, Op
 from kvtier_connector.store.journal_reader import JournalReader
-from kvtier_connector.store.records import RECORD_BYTES, Op
 
 
 def only_file(root: Path) -> Path:

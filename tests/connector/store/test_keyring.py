@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.store.keyring import Keyring, parse_key
+from kvtier_connector.store.crypto import Keyring, parse_key
 
 SECRET = bytes(range(200, 232))
 OTHER = bytes(range(32))

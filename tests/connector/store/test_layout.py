@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.contract import TENANT_PATTERN
+from kvtier_connector.contract.engine import TENANT_PATTERN
 from kvtier_connector.store.layout import (
     MAX_GROUP,
     BlockKey,

@@ -16,13 +16,12 @@ from store_contract import key, payload
 from store_faults import CrashError, CrashingFs, FailingFs, WatchedFs
 
 from kvtier_connector.store.bell import Bell
-from kvtier_connector.store.check import check
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fsck import check
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import RECORD_BYTES, JournalWriter, Op
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import JOURNAL, JournalName, Mark, journal_path, mark_path, parse_mark_path
-from kvtier_connector.store.records import RECORD_BYTES, Op
 from kvtier_connector.store.scan import remove_old_journals
 
 STRANGER = "0123456789abcdef" * 2

@@ -15,13 +15,12 @@ from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
 from store_faults import CrashError, CrashingFs, FailingFs
 from test_marks import following, following_a_dead_one, hear, marks, tell
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalLimits, JournalWriter
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import JOURNAL
-from kvtier_connector.store.records import JournalLimits
 from kvtier_connector.store.scan import remove_old_journals
 
 

@@ -12,18 +12,19 @@ from clocks import Clock
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
-from kvtier_connector.contract import LiveSettings, encode_live
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.store.live import (
+from kvtier_connector.contract.engine import LiveSettings, encode_live
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.store.runtime_settings import (
     BRAKE_BYTES,
     LONGEST_BRAKE_SECONDS,
     Brake,
     BrakeFile,
     LiveFile,
+    Mode,
     decode_brake,
     encode_brake,
+    stricter,
 )
-from kvtier_connector.store.mode import Mode, stricter
 
 
 def said(mode: Mode) -> bytes:

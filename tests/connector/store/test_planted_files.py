@@ -12,9 +12,9 @@ from planted import KINDS, plant
 from store_contract import BLOCK_BYTES, key, pages, payload
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
-from kvtier_connector.store.breaker import Sign, load_sign
-from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.header import Fault
+from kvtier_connector.store.health import Sign, load_sign
 from kvtier_connector.store.layout import block_path
 
 

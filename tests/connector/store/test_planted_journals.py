@@ -12,10 +12,9 @@ from planted import KINDS, plant
 from store_contract import key
 
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import RECORD_BYTES, JournalWriter, Op
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import JournalName, journal_path
-from kvtier_connector.store.records import RECORD_BYTES, Op
 
 WRITER = "0123456789abcdef" * 2
 

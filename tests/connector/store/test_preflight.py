@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from store_contract import key, pages, payload
 
-from kvtier_connector import preflight
+from kvtier_connector.pod_tools import preflight
 from kvtier_connector.store.blockstore import BlockStore, Hit
-from kvtier_connector.store.choices import CHOICES_FILE, read_choices
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, FileSystem
 from kvtier_connector.store.identity import claim
+from kvtier_connector.store.volume_profile import CHOICES_FILE, read_choices
 
 MIB = 1 << 20
 

@@ -9,12 +9,12 @@ import pytest
 from store_contract import key, pages, payload
 from store_faults import WatchedFs
 
-from kvtier_connector.movers.files import MappingFs
+from kvtier_connector.io_workers.worker import MappingFs
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, DirectIo
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import QUARANTINE, block_path
-from kvtier_connector.store.verify import PIECE_BYTES
+from kvtier_connector.store.reading import PIECE_BYTES
 
 PIECES = 5
 LARGE = PIECES * PIECE_BYTES - 4096

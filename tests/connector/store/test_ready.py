@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import kvtier_connector
-from kvtier_connector import ready
-from kvtier_connector.ready import Report
+from kvtier_connector.pod_tools import ready
+from kvtier_connector.pod_tools.ready import Report
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
 
 SAYS_AND_DIES = """
 import os, sys
-from kvtier_connector.ready import Report
+from kvtier_connector.pod_tools.ready import Report
 report = Report(sys.argv[1], "ns/tier")
 report.begin("the volume has not answered yet")
 if sys.argv[2] == "attach":
@@ -183,11 +183,14 @@ def test_the_command_runs_as_in_a_container_and_imports_no_other_module_of_ours(
     script = (
         "import runpy, sys\n"
         "try:\n"
-        "    runpy.run_module('kvtier_connector.ready', run_name='__main__')\n"
+        "    runpy.run_module('kvtier_connector.pod_tools.ready', run_name='__main__')\n"
         "finally:\n"
         "    print(sorted(name for name in sys.modules if name.startswith(('kvtier', 'blake3', 'vllm', 'numpy'))))\n"
     )
-    for command, printed in ((["-m", "kvtier_connector.ready"], "ready\n"), (["-c", script], "ready\n['kvtier_conn")):
+    for command, printed in (
+        (["-m", "kvtier_connector.pod_tools.ready"], "ready\n"),
+        (["-c", script], "ready\n['kvtier_conn"),
+    ):
         done = subprocess.run(
             [sys.executable, "-S", *command, *options],
             check=False,

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_contract import NOW_NS
 
-from kvtier_connector.contract import TENANT_PATTERN
+from kvtier_connector.contract.engine import TENANT_PATTERN
+from kvtier_connector.store.journal import (
+    MAX_PAYLOAD_BYTES,
+    MAX_TIME_NS,
+    RECORD_BYTES,
+    Record,
+    decode_record,
+    encode_head,
+    encode_record,
+    is_head,
+)
 from kvtier_connector.store.layout import (
     MAX_GROUP,
     MAX_POSITION,
@@ -22,16 +32,6 @@ from kvtier_connector.store.layout import (
     journal_path,
     parse_block_path,
     parse_journal_path,
-)
-from kvtier_connector.store.records import (
-    MAX_PAYLOAD_BYTES,
-    MAX_TIME_NS,
-    RECORD_BYTES,
-    Record,
-    decode_record,
-    encode_head,
-    encode_record,
-    is_head,
 )
 
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"

@@ -14,22 +14,15 @@ from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_cli.app import main
-from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.store import check as check_module
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.check import EXPLAINED, Problem, check, inspect
-from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fsck import EXPLAINED, Problem, check, inspect
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path, partial_path
-from kvtier_connector.store.scan import (
-    BlockEntry,
-    Leftover,
-    LeftoverKind,
-    list_journals,
-    remove_old_journals,
-    scan,
-)
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, list_journals, remove_old_journals, scan
 
 TOKEN = "0123456789abcdef" * 2
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"

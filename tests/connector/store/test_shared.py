@@ -16,15 +16,14 @@ from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, whol
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import Fault
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.journal import JournalWriter
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import NO_LINEAGE, QUARANTINE, Lineage, block_path
-from kvtier_connector.store.records import Op
 from kvtier_connector.store.shared import SharedStore
 
 PRESENT, ABSENT, UNKNOWN = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN

@@ -15,10 +15,10 @@ from shared_engine import Counting, engine
 from store_contract import BLOCK_BYTES, NOW_NS, PAYLOAD_BYTES, key, pages, payload
 from store_faults import CrashingFs, FailingFs
 
-from kvtier_connector.errors import StoreUnavailable
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
-from kvtier_connector.store.check import check
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.fsck import check
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import QUARANTINE, block_path, partial_path

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector import shm
-from kvtier_connector.shm import clear_stale_regions
+from kvtier_connector.pod_tools import shm
+from kvtier_connector.pod_tools.shm import clear_stale_regions
 
 CONNECTOR = Path(shm.__file__ or "").parents[1]
 SOMEBODY, SOMEBODY_ELSE = 12345, 12346
@@ -129,7 +129,8 @@ def test_a_new_file_under_the_name_of_one_that_is_held_is_removed(directory: Pat
 
 CLEARING = (
     "import sys; sys.path.insert(0, sys.argv[2]); "
-    "from kvtier_connector.shm import clear_stale_regions; print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
+    "from kvtier_connector.pod_tools.shm import clear_stale_regions; "
+    "print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
 )
 
 
@@ -207,7 +208,7 @@ def anyones_python() -> str:
         command = [
             python,
             "-c",
-            "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.shm",
+            "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.shm",
             str(CONNECTOR),
         ]
         try:

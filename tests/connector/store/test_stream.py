@@ -12,10 +12,10 @@ from store_contract import key, pages, payload
 from store_faults import ShortFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome
-from kvtier_connector.store.format import HEADER_BYTES, Fault
 from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import BlockKey, block_path
-from kvtier_connector.store.verify import PIECE_BYTES
+from kvtier_connector.store.reading import PIECE_BYTES
 
 SIZE = 3 * PIECE_BYTES - 4096
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
 
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault
-from kvtier_connector.store.format import Fault
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.usage import Ledger, Quotas, Refusal
 

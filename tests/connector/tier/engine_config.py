@@ -29,13 +29,13 @@ def engine_config(shape: Shape, config_file: Path) -> VllmConfig:
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier_connector.tier.connector",
+            kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
             kv_role="kv_both",
             kv_load_failure_policy=shape.load_failure_policy,
             engine_id=f"test-{uuid.uuid4().hex}",
             kv_connector_extra_config={
                 "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier_connector.tier.spec",
+                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
                 "cpu_bytes_to_use": shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
                 "blocks_per_chunk": shape.blocks_per_chunk,
                 "offload_prompt_only": shape.prompt_only,

@@ -12,8 +12,8 @@ from engine_rig import SimulatedEngine, TierUnderTest
 from rig import Rigs
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
 
-from kvtier_connector.store.format import HEADER_BYTES
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.header import HEADER_BYTES
 
 
 class Engines:

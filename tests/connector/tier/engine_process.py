@@ -11,7 +11,7 @@ from typing import Any
 
 from engine_host import EngineHost, environment
 
-from kvtier_connector import contract
+from kvtier_connector.contract import engine
 
 DIGEST = "00ff00ff00ff00ff"
 RESULT = "RESULT "
@@ -20,7 +20,7 @@ RESULT = "RESULT "
 
 def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
     """Write the connector's document for a generation on this volume; return its path."""
-    config = contract.ConnectorConfig(
+    config = engine.ConnectorConfig(
         tier="tests/engine",
         root=str(volume / DIGEST),
         digest=DIGEST,
@@ -28,8 +28,8 @@ def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
         max_bytes=1 << 30,
         **settings,
     )
-    path = directory / contract.CONFIG_FILE
-    path.write_text(contract.encode(config))
+    path = directory / engine.CONFIG_FILE
+    path.write_text(engine.encode(config))
     return path
 
 

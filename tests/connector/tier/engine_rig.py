@@ -58,10 +58,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.tier.connector import KVTierConnector
-from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.scheduler import KVTierScheduler
-from kvtier_connector.tier.tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.connector import KVTierConnector
+from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 
 NOT_OURS = KVConnectorHandshakeMetadata()
 """What MultiConnector passes on where it asks another child first."""

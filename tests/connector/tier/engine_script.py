@@ -27,8 +27,8 @@ from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
 from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
 
-from kvtier_connector import contract
-from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.contract import engine as contract
+from kvtier_connector.store.header import Header, decode_header
 
 PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
 PROMPTS = {"base": PROMPT, "salted": PROMPT, "doomed": [token + 1 for token in PROMPT], "other": PROMPT[::-1]}

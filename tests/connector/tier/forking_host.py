@@ -29,10 +29,6 @@ import vllm.v1.engine.utils  # noqa: E402 - see above
 import vllm.v1.worker.cpu_worker  # noqa: E402 - see above
 from vllm.model_executor.models import registry  # noqa: E402 - see above
 
-import kvtier_connector.tier.connector  # noqa: E402 - see above
-import kvtier_connector.tier.spec  # noqa: E402 - see above
-import kvtier_connector.tier.tier  # noqa: E402, F401 - see above
-
 LOADED = (engine_under_test, vllm)
 
 

@@ -36,16 +36,16 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from waiting import until
 
-from kvtier_connector import contract
-from kvtier_connector.fingerprints.engine import Declared
+from kvtier_connector.cascade.fetch import Load
+from kvtier_connector.cascade.requests import Salt
+from kvtier_connector.contract import engine
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.tier.loads import Load
-from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.requests import Salt
-from kvtier_connector.tier.spec import KVTierSpec
-from kvtier_connector.tier.tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.fingerprint import Declared
+from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 ROW_BYTES = 8192
 IO_THREADS = 4
@@ -290,7 +290,7 @@ class Rigs:
         self._made: list[Rig] = []
 
     def config_file(self, **changes: Any) -> Path:
-        config = contract.ConnectorConfig(
+        config = engine.ConnectorConfig(
             **{
                 "tier": "ns/tier",
                 "root": str(self.root),
@@ -304,7 +304,7 @@ class Rigs:
             }
         )
         path = self._directory / f"{uuid.uuid4().hex}.json"
-        path.write_text(contract.encode(config))
+        path.write_text(engine.encode(config))
         return path
 
     def make(

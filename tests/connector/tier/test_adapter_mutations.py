@@ -15,8 +15,8 @@ from engine_fleet import Engines
 from engine_parts import Shape, prompt_of
 from test_adapters import ask, request_for, waiting_for_copies, write
 
-from kvtier_connector.fingerprints import adapters
-from kvtier_connector.fingerprints.adapters import LoadedAdapters
+from kvtier_connector.vllm_adapter import lora
+from kvtier_connector.vllm_adapter.lora import LoadedAdapters
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -25,7 +25,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def without_check(patch: pytest.MonkeyPatch) -> None:
     obey = LoadedAdapters.obey
 
-    def obey_unchecked(loaded: LoadedAdapters, orders: adapters.Orders) -> None:
+    def obey_unchecked(loaded: LoadedAdapters, orders: lora.Orders) -> None:
         obey(loaded, orders)
         loaded.refused.clear()
 
@@ -33,12 +33,12 @@ def without_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(adapters.Adapter, "note", note_last)
+    patch.setattr(lora.Adapter, "note", note_last)
 
 
-def note_last(adapter: adapters.Adapter, rank: int, digest: str | None, _: int) -> None:
+def note_last(adapter: lora.Adapter, rank: int, digest: str | None, _: int) -> None:
     adapter.digests[rank] = digest or ""
-    adapter.identity = adapters._identify(adapter.name, adapter.path, adapter.digests)
+    adapter.identity = lora._identify(adapter.name, adapter.path, adapter.digests)
 
 
 @pytest.mark.parametrize("leave_out", [None, without_check])

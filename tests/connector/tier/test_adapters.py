@@ -16,11 +16,11 @@ from engine_rig import SimulatedEngine
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier_connector.fingerprints import adapters
-from kvtier_connector.fingerprints.adapters import Adapters, Lora, Told
-from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
-from kvtier_connector.tier.worker import KVTierWorkerMetadata
+from kvtier_connector.vllm_adapter import lora as adapters
+from kvtier_connector.vllm_adapter.lora import Adapters, Lora, Told
+from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16

@@ -9,7 +9,7 @@ import pytest
 from clocks import Clock
 from rig import Rigs, keys
 
-from kvtier_connector.tier.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Pace, Verdict
+from kvtier_connector.cascade.admission import COMPUTE_PROBE_EVERY, PROBE_EVERY, Admission, Pace, Verdict
 
 CHUNK_TOKENS = 100
 

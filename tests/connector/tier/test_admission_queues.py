@@ -13,8 +13,8 @@ from rig import Rigs, keys, note_positions, wait_until
 from test_admission import Engine
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvtier_connector.cascade.admission import PROBE_EVERY, Verdict
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.tier.admission import PROBE_EVERY, Verdict
 
 
 def crowd(engine: Engine, arrivals: int, every_seconds: float, chunks: int = 16) -> list[float]:

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from planted import TOO_DEEP, plant
 
-from kvtier_connector.contract import encode_live
-from kvtier_connector.errors import StoreUnavailable
-from kvtier_connector.ready import why_not_decided
-from kvtier_connector.store.format import HEADER_BYTES
+from kvtier_connector.cascade import volume
+from kvtier_connector.contract.engine import encode_live
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.pod_tools.ready import why_not_decided
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import claim, read
 from kvtier_connector.store.walks import LONGEST_PAUSE_SECONDS, next_pause
-from kvtier_connector.tier import volume
 
 LONG = 600.0
 """Seconds of grace that no test waits for."""
@@ -35,7 +35,7 @@ SHORT = 0.05
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     return tmp_path / "pod" / "kvtier"
 
 

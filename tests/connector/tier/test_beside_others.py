@@ -7,9 +7,9 @@ from engine_fleet import Engines
 from engine_parts import prompt_of
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvtier_connector.fingerprints.engine import Declared
-from kvtier_connector.tier.connector import KVTierConnector
-from kvtier_connector.tier.worker import KVTierWorkerMetadata, Question
+from kvtier_connector.vllm_adapter.connector import KVTierConnector
+from kvtier_connector.vllm_adapter.fingerprint import Declared
+from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata, Question
 
 FIRST = Declared(("attention",), "one", "weights of the first")
 SECOND = Declared(("attention",), "one", "weights of the second")

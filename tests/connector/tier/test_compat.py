@@ -13,10 +13,9 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier_connector.contract import SUPPORTED_VLLM, vllm_release
-from kvtier_connector.tier import compat
-from kvtier_connector.tier.compat import Standing, examine
-from kvtier_connector.tier.reliance import Reliance, differences
+from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
+from kvtier_connector.vllm_adapter import supported
+from kvtier_connector.vllm_adapter.supported import Reliance, Standing, differences, examine
 
 
 class Theirs:
@@ -170,11 +169,12 @@ def test_a_version_or_the_tag_of_an_image_names_its_release(version: str, releas
 
 def test_asking_imports_nothing_of_vllm_before() -> None:
     script = (
-        "import sys, kvtier_connector.tier.compat\nassert not [name for name in sys.modules if name.startswith('vllm')]"
+        "import sys, kvtier_connector.vllm_adapter.supported\n"
+        "assert not [name for name in sys.modules if name.startswith('vllm')]"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
 def test_the_table_is_written_as_it_is_read() -> None:
-    for reliance in compat.RELIED_ON:
+    for reliance in supported.RELIED_ON:
         assert reliance.overridden or reliance.called or reliance.read

@@ -13,13 +13,15 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvtier_connector.contract import SUPPORTED_VLLM
-from kvtier_connector.tier import compat, connector
-from kvtier_connector.tier.connector import choose, connector_without_tier
-from kvtier_connector.tier.offloading_connector import KVTierConnector
+from kvtier_connector.contract.engine import SUPPORTED_VLLM
+from kvtier_connector.vllm_adapter import connector, supported
+from kvtier_connector.vllm_adapter.connector import choose, connector_without_tier
+from kvtier_connector.vllm_adapter.offloading_connector import KVTierConnector
 
 CONFIG = KVTransferConfig(
-    kv_connector="KVTierConnector", kv_connector_module_path="kvtier_connector.tier.connector", kv_role="kv_both"
+    kv_connector="KVTierConnector",
+    kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
+    kv_role="kv_both",
 )
 
 
@@ -41,7 +43,7 @@ def reported(connector: type[Any]) -> dict[tuple[str, ...], float]:
         tuple(sample.labels.values()): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name == compat.RELEASE_METRIC
+        if sample.name == supported.RELEASE_METRIC
     }
 
 
@@ -83,7 +85,7 @@ def test_a_vllm_that_looks_different_inside_is_served_without_the_tier_and_the_l
 def test_a_vllm_that_our_connector_cannot_even_be_imported_with_is_served_without_the_tier(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvtier_connector.tier.offloading_connector", None)
+    monkeypatch.setitem(sys.modules, "kvtier_connector.vllm_adapter.offloading_connector", None)
     assert not issubclass(choose(), KVTierConnector)
     assert "cannot be imported" in caplog.records[0].message
 
@@ -105,4 +107,4 @@ def test_a_vllm_that_counts_otherwise_serves_without_the_metric(
     monkeypatch.delattr(SecondaryTierManager, "drain_jobs")
     monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorPromMetrics")
     assert reported(choose()) == {}
-    assert compat.RELEASE_METRIC in caplog.records[-1].message
+    assert supported.RELEASE_METRIC in caplog.records[-1].message

@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.tier.cpu_build import CpuCopyWorker, locate
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, locate
 
 ENGINE_BLOCKS = 24
 CHUNKS = 12

@@ -17,11 +17,11 @@ from vllm.utils.func_utils import supports_kw
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier_connector.tier.connector import connector_without_tier, without_tier
+from kvtier_connector.vllm_adapter.connector import connector_without_tier, without_tier
 
 EXTRA = {
     "spec_name": "KVTierSpec",
-    "spec_module_path": "kvtier_connector.tier.spec",
+    "spec_module_path": "kvtier_connector.vllm_adapter.spec",
     "cpu_bytes_to_use": 1 << 20,
     "block_size": 64,
     "eviction_policy": "lru",
@@ -34,7 +34,7 @@ def engine_config(**extra: Any) -> SimpleNamespace:
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier_connector.tier.entry",
+            kv_connector_module_path="kvtier_connector.vllm_adapter.entry",
             kv_role="kv_both",
             kv_connector_extra_config={**EXTRA, **extra},
         )

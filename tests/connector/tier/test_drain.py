@@ -14,8 +14,9 @@ import pytest
 from rig import Rigs, key, keys, wait_until
 from slow_fs import GatedFs
 
-from kvtier_connector.tier import drain, metrics
-from kvtier_connector.tier.drain import Drain
+from kvtier_connector.cascade import drain
+from kvtier_connector.cascade.drain import Drain
+from kvtier_connector.vllm_adapter import metrics
 
 DRAINED = "vllm:kvtier_disk_drained_blocks"
 

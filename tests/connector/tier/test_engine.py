@@ -27,10 +27,10 @@ from engine_process import DIGEST, run_script, write_config
 from safetensors.torch import load_file, save_file
 from vllm.distributed import kv_events as vllm_events
 
-from kvtier_connector import contract
-from kvtier_connector.janitor import kv_events
+from kvtier_connector.contract import engine
+from kvtier_connector.janitor import events as kv_events
 from kvtier_connector.store import layout
-from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.store.header import Header, decode_header
 from kvtier_demo.model import make_model
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan import chunks
@@ -153,14 +153,14 @@ def check_the_events(events: Sequence[Any], blocks: Iterable[Path]) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> Runs:
     directory = tmp_path_factory.mktemp("engines")
-    volume, keys, live = directory / "volume", directory / "keys", directory / contract.LIVE_FILE
+    volume, keys, live = directory / "volume", directory / "keys", directory / engine.LIVE_FILE
     make_model(directory / "model", layers=2)
     write_updated_model(directory / "updated", directory / "model")
     write_adapter(directory / "adapter", directory / "model", 1)
     keys.mkdir()
     (keys / "k1").write_bytes(bytes(range(32)))
     (keys / "k2").write_bytes(bytes(range(32, 64)))
-    live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
+    live.write_text(engine.encode_live("ReadWrite", active_key="k1"))
     settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
 
     asked = ("salted", "rekey", "base=cold", "reset", "base=cpu", "adapter", "blocks", "doomed", "damage")

@@ -15,10 +15,10 @@ import torch
 from rig import DECLARED, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
-from kvtier_connector.fingerprints.engine import engine_facts, fingerprint_files
+from kvtier_connector.cascade.volume import UNREADABLE
 from kvtier_connector.store.identity import claim
-from kvtier_connector.tier.spec import KVTierSpec
-from kvtier_connector.tier.volume import UNREADABLE
+from kvtier_connector.vllm_adapter.fingerprint import engine_facts, fingerprint_files
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 
 def engine_config(**changes: Any) -> Any:

@@ -17,7 +17,7 @@ from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import FailingFs, GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
-from kvtier_connector.contract import encode_live
+from kvtier_connector.contract.engine import encode_live
 
 
 def is_read_of(*hanging: bytes) -> Callable[[str, str], bool]:
@@ -77,7 +77,7 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
         go.wait(60)
         ctypes.memmove(to, source, count)
 
-    monkeypatch.setattr("kvtier_connector.movers.mover.ctypes", SimpleNamespace(memmove=slow))
+    monkeypatch.setattr("kvtier_connector.io_workers.worker.ctypes", SimpleNamespace(memmove=slow))
     rigs.write([key(1)])
     rig = rigs.make(load_deadline_seconds=2.0)  # a busy machine begins a copy later
     if copy == "out of its row":
@@ -192,7 +192,7 @@ def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_
 
 
 def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.attachment.CLOSE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.cascade.attach.CLOSE_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(is_read_of(key(0), key(1)))
     rig = rigs.make(fs=fs)
@@ -253,7 +253,7 @@ def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_p
 def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_used_when_it_answers(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(lambda call, path: path.endswith("tier.json"))
     rig = rigs.make(fs=fs)
@@ -265,7 +265,7 @@ def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_us
 
 
 def test_nothing_is_written_before_a_limited_volume_was_counted(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     rigs.write(keys(2))
     fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
     rig = rigs.make(fs=fs, max_bytes=100 * ROW_BYTES)

@@ -9,8 +9,8 @@ from prompts import LATER, PROMPT, finish, restart
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvtier_connector.tier import metrics
-from kvtier_connector.tier.metrics import DISK, MEMORY, NOTHING, FirstTokens, Stats
+from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens, Stats
 
 
 def counted(engine: SimulatedEngine, found: str) -> tuple[float, float]:

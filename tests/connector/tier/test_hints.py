@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvtier_connector.tier.hints import (
+from kvtier_connector.cascade.hints import (
     LONGEST_RETENTION_SECONDS,
     MOST_ACTIONS,
     NO_HINTS,

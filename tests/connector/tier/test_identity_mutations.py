@@ -25,17 +25,18 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingModelConfig
 from vllm.v1.request import Request
 
-from kvtier_connector.errors import IdentityMismatch
-from kvtier_connector.fingerprints import adapters, engine
-from kvtier_connector.fingerprints.engine import LoadedWeights
-from kvtier_connector.store import sealing, verify
+from kvtier_connector.cascade import attach, requests
+from kvtier_connector.contract.errors import IdentityMismatch
+from kvtier_connector.store import crypto, reading
 from kvtier_connector.store.blockstore import BlockStore, Hit
-from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header, encode_header, misplaced
+from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header, encode_header, misplaced
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
-from kvtier_connector.tier import attachment, requests
-from kvtier_connector.tier.media import Media
-from kvtier_connector.tier.spec import KVTierSpec
+from kvtier_connector.vllm_adapter import fingerprint
+from kvtier_connector.vllm_adapter import lora as adapters
+from kvtier_connector.vllm_adapter.fingerprint import LoadedWeights
+from kvtier_connector.vllm_adapter.media import Media
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -66,7 +67,7 @@ DECLARATIONS = {
     "layout": replace(DECLARED, layout="another"),
 }
 VARIABLES = {"layout_env": ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"), "hash_seed": ("PYTHONHASHSEED", "77")}
-RESOLVED = {fact.removeprefix(engine.PREFIX): {name: value} for name, (fact, value) in DIFFERENCES.items()}
+RESOLVED = {fact.removeprefix(fingerprint.PREFIX): {name: value} for name, (fact, value) in DIFFERENCES.items()}
 
 
 def claimed(change: str | None) -> dict[str, Any]:
@@ -75,20 +76,20 @@ def claimed(change: str | None) -> dict[str, Any]:
         if change in VARIABLES:
             patch.setenv(*VARIABLES[change])
         if change == "block_format":
-            patch.setattr(engine, "FORMAT_VERSION", 99)
+            patch.setattr(fingerprint, "FORMAT_VERSION", 99)
         spec = KVTierSpec(SETTINGS.get(change or "", offloading_config)())
         spec.engine_config = engine_config(**RESOLVED.get(change or "", {}))
         size = 8192 if change == "bytes_per_chunk" else 4096
-        return engine.engine_facts(spec, [DECLARATIONS.get(change or "", DECLARED)], bytes_per_chunk=size)
+        return fingerprint.engine_facts(spec, [DECLARATIONS.get(change or "", DECLARED)], bytes_per_chunk=size)
 
 
-FACTS = sorted(name.removeprefix(engine.PREFIX) for name in claimed(None))
+FACTS = sorted(name.removeprefix(fingerprint.PREFIX) for name in claimed(None))
 
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_every_fact_keeps_an_engine_out_that_differs_in_it_and_no_other_fact_would(fact: str, tmp_path: Path) -> None:
     ours, theirs = claimed(None), claimed(fact)
-    name = f"{engine.PREFIX}{fact}"
+    name = f"{fingerprint.PREFIX}{fact}"
     claim(tmp_path / "d1gest", ours, "d1gest")
     with pytest.raises(IdentityMismatch) as refused:
         claim(tmp_path / "d1gest", theirs, "d1gest")
@@ -160,7 +161,7 @@ def test_a_file_in_the_place_of_another_block_is_no_hit_by_its_header_alone(
     assert not is_taken(stranger, key)
     copied.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, copied)
-    monkeypatch.setattr(verify, "misplaced", functools.partial(without, field))
+    monkeypatch.setattr(reading, "misplaced", functools.partial(without, field))
     assert is_taken(stranger, key)
 
 
@@ -176,7 +177,7 @@ def associated_but(field: str, page: bytes) -> bytes:
     return page_of_tag(bytes(forged))
 
 
-page_of_tag = sealing._associated
+page_of_tag = crypto._associated
 
 
 @pytest.mark.parametrize("is_covered", [True, False])
@@ -185,7 +186,7 @@ def test_a_header_that_was_rewritten_without_the_key_is_no_hit_because_the_tag_c
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_covered: bool
 ) -> None:
     if not is_covered:
-        monkeypatch.setattr(sealing, "_associated", functools.partial(associated_but, field))
+        monkeypatch.setattr(crypto, "_associated", functools.partial(associated_but, field))
     home = Home("d1gest", "w1")
     store_of(tmp_path, home, is_encrypted=True).put(MINE, memoryview(bytes(4096)), Lineage(b"parent" * 4, 3, "a" * 32))
     content = store_path(tmp_path, home, MINE).read_bytes()
@@ -325,9 +326,9 @@ def test_blocks_of_replaced_weights_are_found_only_where_the_change_is_not_notic
 def test_an_engine_with_other_weights_reads_only_without_their_fingerprint(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
 ) -> None:
-    tell = engine.engine_facts
+    tell = fingerprint.engine_facts
     if not is_known:
-        monkeypatch.setattr(attachment, "engine_facts", lambda *a, **k: {**tell(*a, **k), "engine.weights": "some"})
+        monkeypatch.setattr(attach, "engine_facts", lambda *a, **k: {**tell(*a, **k), "engine.weights": "some"})
     assert computes_all(engines.make(), "first")
     stranger = engines.make(weights=5)
     if not is_known:

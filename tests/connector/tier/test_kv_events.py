@@ -12,31 +12,31 @@ from vllm.distributed import kv_events as vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvtier_connector import contract_janitor
-from kvtier_connector.janitor import kv_events
+from kvtier_connector.contract import janitor
+from kvtier_connector.janitor import events
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
 
-STORED = kv_events.BlockStored(
+STORED = events.BlockStored(
     block_hashes=[b"\x01" * 32],
     parent_block_hash=b"\x02" * 32,
     token_ids=[],
     block_size=64,
     lora_id=None,
-    medium=kv_events.MEDIUM,
+    medium=events.MEDIUM,
     lora_name=None,
     group_idx=1,
-    locality=kv_events.REMOTE,
+    locality=events.REMOTE,
     ownership="ns/llama/aa",
 )
 
 
 def test_vllms_own_decoder_reads_what_is_published() -> None:
-    removed = kv_events.BlockRemoved(block_hashes=[7], medium=kv_events.MEDIUM, group_idx=1, ownership="ns/llama/aa")
-    payload = kv_events.encode([kv_events.AllBlocksCleared(), STORED, removed], seconds=12.5)
+    removed = events.BlockRemoved(block_hashes=[7], medium=events.MEDIUM, group_idx=1, ownership="ns/llama/aa")
+    payload = events.encode([events.AllBlocksCleared(), STORED, removed], seconds=12.5)
     batch = msgspec.msgpack.decode(payload, type=vllm.KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 0)
     cleared, stored, gone = batch.events
@@ -51,9 +51,9 @@ def test_vllms_own_decoder_reads_what_is_published() -> None:
 
 def test_a_field_that_vllm_does_not_know_is_not_published() -> None:
     for ours, theirs in (
-        (kv_events.BlockStored, vllm.BlockStored),
-        (kv_events.BlockRemoved, vllm.BlockRemoved),
-        (kv_events.AllBlocksCleared, vllm.AllBlocksCleared),
+        (events.BlockStored, vllm.BlockStored),
+        (events.BlockRemoved, vllm.BlockRemoved),
+        (events.AllBlocksCleared, vllm.AllBlocksCleared),
     ):
         assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
 
@@ -96,7 +96,7 @@ def test_vllm_takes_the_rendered_flag_for_what_it_is_meant() -> None:
 
 def test_the_janitor_publishes_as_the_engines_do_and_knows_how_long_a_block_is() -> None:
     found = rendered()
-    config = contract_janitor.decode(found["config"][contract_janitor.JANITOR_CONFIG_FILE])
+    config = janitor.decode(found["config"][janitor.JANITOR_CONFIG_FILE])
     assert (config.events_port, config.events_replay_port, config.events_integer_hashes) == (5557, 5757, True)
     assert config.events_topic == "kv@llama-volume@meta-llama/Llama-3.1-8B-Instruct"
     assert config.block_tokens == 64

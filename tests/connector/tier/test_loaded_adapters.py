@@ -19,8 +19,8 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from kvtier_connector.fingerprints import adapters
-from kvtier_connector.fingerprints.adapters import LoadedAdapters, Orders, Told
+from kvtier_connector.vllm_adapter import lora
+from kvtier_connector.vllm_adapter.lora import LoadedAdapters, Orders, Told
 
 
 def real_loader() -> tuple[Any, LoadedAdapters]:
@@ -113,8 +113,8 @@ def test_a_path_that_names_its_contents_is_checked_and_keeps_other_contents_off_
 def digested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the adapters that were digested so far."""
     found: list[Any] = []
-    take_away = adapters._take_away
-    monkeypatch.setattr(adapters, "_take_away", lambda model: (found.append(model), take_away(model))[1])
+    take_away = lora._take_away
+    monkeypatch.setattr(lora, "_take_away", lambda model: (found.append(model), take_away(model))[1])
     return found
 
 

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.errors import ConfigInvalid
+from kvtier_connector.contract.errors import ConfigInvalid
 
 
 def test_what_one_engine_stores_another_one_loads_byte_by_byte(rigs: Rigs) -> None:

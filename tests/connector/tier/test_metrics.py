@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvtier_connector.tier import metrics
+from kvtier_connector.vllm_adapter import metrics
 
 
 def test_every_declared_metric_is_declared_as_vllm_wants_it() -> None:

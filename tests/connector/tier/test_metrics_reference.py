@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from kvtier_connector.tier import metrics_reference
-from kvtier_connector.tier.metrics import METRICS
+from kvtier_connector.vllm_adapter import metrics_reference
+from kvtier_connector.vllm_adapter.metrics import METRICS
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert metrics_reference.main(["--check"]) == 0, "run python -m kvtier_connector.tier.metrics_reference --write"
+    assert metrics_reference.main(["--check"]) == 0, (
+        "run python -m kvtier_connector.vllm_adapter.metrics_reference --write"
+    )
 
 
 def test_every_metric_is_in_the_reference_with_its_meaning() -> None:

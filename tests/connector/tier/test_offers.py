@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from rig import ROW_BYTES, Rigs, key, keys
 
-from kvtier_connector.tier.offers import Offers
+from kvtier_connector.cascade.offers import Offers
 
 
 def test_every_block_is_admitted_unless_configured_otherwise() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rig import DECLARED, Rigs, keys
 
-from kvtier_connector.fingerprints import engine
-from kvtier_connector.fingerprints.engine import describe_layout
+from kvtier_connector.vllm_adapter import fingerprint
+from kvtier_connector.vllm_adapter.fingerprint import describe_layout
 
 BLOCKS = 7
 
@@ -80,7 +80,7 @@ def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
 def test_a_variable_that_lays_out_kv_is_part_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     before = describe_one(attention())[1]
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    assert engine.layout_env() == {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+    assert fingerprint.layout_env() == {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
     assert describe_one(attention())[1] != before
 
 
@@ -97,12 +97,12 @@ def test_a_backend_that_cannot_be_asked_costs_no_engine_its_start() -> None:
 @pytest.mark.parametrize(
     ("declared", "field"),
     [
-        (engine.Declared(("Attention/OTHER",), "layout", "weights"), "engine.backends"),
-        (engine.Declared(DECLARED.backends, "packed", "weights"), "engine.layout"),
+        (fingerprint.Declared(("Attention/OTHER",), "layout", "weights"), "engine.backends"),
+        (fingerprint.Declared(DECLARED.backends, "packed", "weights"), "engine.layout"),
     ],
 )
 def test_a_node_that_packs_otherwise_is_refused_with_the_field_and_serves(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, declared: engine.Declared, field: str
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, declared: fingerprint.Declared, field: str
 ) -> None:
     rigs.make().offload(keys(3))
     monkeypatch.setattr("rig.DECLARED", declared)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, keys, payload, wait_until
 
-from kvtier_connector.contract import encode_live
-from kvtier_connector.store.format import Encryption, Header, decode_header
-from kvtier_connector.store.live import Brake, encode_brake
-from kvtier_connector.store.mode import Mode
+from kvtier_connector.contract.engine import encode_live
+from kvtier_connector.store.header import Encryption, Header, decode_header
+from kvtier_connector.store.runtime_settings import Brake, Mode, encode_brake
 
 K1, K2 = bytes(range(32)), bytes(range(1, 33))
 

@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "movers"))
 
 from mover_fs import GATE
 
-from kvtier_connector import contract
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.movers.engine import Movers
-from kvtier_connector.movers.mover import MoversSettings
-from kvtier_connector.movers.rows import Region
-from kvtier_connector.store.breaker import Breaker
-from kvtier_connector.store.format import HEADER_BYTES, Header, decode_header
+from kvtier_connector.cascade import attach
+from kvtier_connector.contract import engine
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.worker import MoversSettings
+from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
+from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.shared import SharedStore
-from kvtier_connector.tier import attachment
 
 
 def movers() -> list[int]:
@@ -40,7 +40,7 @@ def movers() -> list[int]:
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_child = int((directory / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
-            if is_child and b"kvtier_connector.movers.process" in (directory / "cmdline").read_bytes():
+            if is_child and b"kvtier_connector.io_workers.worker" in (directory / "cmdline").read_bytes():
                 found.append(int(directory.name))
     return found
 
@@ -130,7 +130,7 @@ def test_movers_encrypt_with_the_active_key_and_read_nothing_without_it(rigs: Ri
     keys_dir.mkdir()
     (keys_dir / "k1").write_bytes(bytes(range(32)))
     live = tmp_path / "live.json"
-    live.write_text(contract.encode_live("ReadWrite", active_key="k1"))
+    live.write_text(engine.encode_live("ReadWrite", active_key="k1"))
     settings = {"io_processes": 2, "keys_dir": str(keys_dir), "live_file": str(live)}
     rigs.make(**settings).offload(keys(5))
 
@@ -147,12 +147,12 @@ def test_movers_that_die_cost_no_breaker_and_threads_serve_until_they_are_back(
     rigs.write(keys(40))
     gate = rigs.root.parent / GATE
     gate.touch()
-    real = attachment._movers_settings
+    real = attach._movers_settings
 
-    def settings(config: contract.ConnectorConfig) -> MoversSettings:
+    def settings(config: engine.ConnectorConfig) -> MoversSettings:
         return replace(real(config), file_system="mover_fs:DyingWhileShutFs", retry_seconds=0.3)
 
-    monkeypatch.setattr(attachment, "_movers_settings", settings)
+    monkeypatch.setattr(attach, "_movers_settings", settings)
     rig = rigs.make(io_processes=2)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 40, "the volume is walked")
     counts: set[float] = set()

@@ -13,11 +13,11 @@ from rig import ROW_BYTES, TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_position
 from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
 
-from kvtier_connector.store.format import Header, decode_header
+from kvtier_connector.cascade.requests import Salt, TierRequest
+from kvtier_connector.store.header import Header, decode_header
+from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import NO_LINEAGE, Lineage
-from kvtier_connector.store.records import Op, Record
-from kvtier_connector.tier.requests import Salt, TierRequest
 
 BLOCK_BYTES = ROW_BYTES + 4096
 TOKENS = {0: TOKENS_PER_BLOCK, 1: 2 * TOKENS_PER_BLOCK}

@@ -11,7 +11,7 @@ from rig import Rig, Rigs, key, keys, note_positions, wait_until
 from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvtier_connector.tier.loads import Load
+from kvtier_connector.cascade.fetch import Load
 
 
 def walked(rig: Rig, blocks: int) -> Rig:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from rig import Rig, Rigs, keys
 
-from kvtier_connector.tier import metrics
-from kvtier_connector.tier.metrics import Savings
+from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.metrics import Savings
 
 SAVED = "vllm:kvtier_disk_saved_seconds"
 SECONDS_EACH = 0.25

@@ -19,9 +19,9 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
-from kvtier_connector.contract_janitor import JanitorConfig
-from kvtier_connector.janitor.keeper import Keeper
-from kvtier_connector.store.records import RECORD_BYTES
+from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.store.journal import RECORD_BYTES
 
 CHUNKS = len(PROMPT) // BLOCK_TOKENS
 RETAIN = {"actions": [{"action_type": "kv.retain", "payload": {"directives": [{"duration": 3600}]}}]}

@@ -17,8 +17,8 @@ from prompts import LATER, PROMPT, REST, finish, restart
 from rig import wait_until
 from slow_fs import FailingFs, GatedFs
 
-from kvtier_connector.store.breaker import Breaker, BreakerLimits
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.health import Breaker, BreakerLimits
 
 
 def test_answers_are_stored_too_where_that_is_asked_for(engines: Engines) -> None:
@@ -48,9 +48,11 @@ def test_only_what_is_asked_for_twice_is_written_where_reuse_is_asked_for(engine
 def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is tried again after a while be tried again at once."""
     limits = BreakerLimits(first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
-    monkeypatch.setattr("kvtier_connector.tier.tier.Breaker", functools.partial(Breaker, limits=limits))
-    monkeypatch.setattr("kvtier_connector.tier.transfers.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("kvtier_connector.tier.transfers.LONGEST_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
+    )
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.LONGEST_AGAIN_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick_recovery")
@@ -77,7 +79,7 @@ def test_what_could_not_be_stored_is_offered_again_and_reaches_the_volume(
 def test_what_was_computed_before_a_limited_volume_was_counted_reaches_it_afterwards(
     engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.tier.tier.OPEN_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
     engine = engines.make(fs=fs, max_bytes=1 << 30)
     wait_until(lambda: fs.waiting > 0, "the count has begun")

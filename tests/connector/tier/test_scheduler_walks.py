@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier_connector.contract import encode_live
-from kvtier_connector.tier.scheduler import KVTierScheduler
-from kvtier_connector.tier.spec import KVTierSpec
+from kvtier_connector.contract.engine import encode_live
+from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 BLOCK_TOKENS = 4
 BLOCKS_PER_CHUNK = 2

@@ -15,12 +15,12 @@ import torch
 from rig import DECLARED, ROW_BYTES, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
 
-from kvtier_connector.errors import ConfigInvalid
-from kvtier_connector.tier.cpu_build import CpuCopyWorker
-from kvtier_connector.tier.manager import KVTierManager
-from kvtier_connector.tier.metrics import METRICS
-from kvtier_connector.tier.spec import KVTierSpec
-from kvtier_connector.tier.tier import SharedVolumeTier
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
+from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.metrics import METRICS
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 
 def extra_config(rigs: Rigs) -> dict[str, object]:
@@ -29,7 +29,7 @@ def extra_config(rigs: Rigs) -> dict[str, object]:
         "secondary_tiers": [
             {
                 "type": "SharedVolumeTier",
-                "module_path": "kvtier_connector.tier.tier",
+                "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
                 "config_file": str(rigs.config_file()),
             }
         ],

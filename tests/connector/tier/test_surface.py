@@ -14,18 +14,17 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-import kvtier_connector.tier
-from kvtier_connector.tier import compat
-from kvtier_connector.tier.compat import RELIED_ON
-from kvtier_connector.tier.cpu_build import CpuCopyWorker
-from kvtier_connector.tier.reliance import Reliance, names_of
-from kvtier_connector.tier.tier import SharedVolumeTier
+import kvtier_connector.vllm_adapter
+from kvtier_connector.vllm_adapter import supported
+from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.supported import RELIED_ON, Reliance, names_of
 
 
 def classes_of_ours() -> Iterator[type]:
     """Yield the classes of the tier that derive from one of vLLM's."""
-    for module in pkgutil.iter_modules(kvtier_connector.tier.__path__):
-        loaded = importlib.import_module(f"kvtier_connector.tier.{module.name}")
+    for module in pkgutil.iter_modules(kvtier_connector.vllm_adapter.__path__):
+        loaded = importlib.import_module(f"kvtier_connector.vllm_adapter.{module.name}")
         for found in vars(loaded).values():
             if isinstance(found, type) and found.__module__ == loaded.__name__ and bases_of(found):
                 yield found
@@ -71,11 +70,11 @@ OVERRIDDEN = [(ours, call) for ours in OURS for on in reliances_on(ours) for cal
 
 
 def test_nothing_that_we_rely_on_is_missing() -> None:
-    assert compat.examine().missing == ()
+    assert supported.examine().missing == ()
 
 
 def test_the_release_at_hand_is_one_that_is_said_to_be_tested() -> None:
-    assert compat.examine().standing is compat.Standing.TESTED
+    assert supported.examine().standing is supported.Standing.TESTED
 
 
 @pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
@@ -112,7 +111,7 @@ def test_every_abstract_method_of_vllm_is_implemented() -> None:
 def test_vllm_finds_the_tier_by_the_configuration_that_the_operator_writes() -> None:
     config = {
         "type": "SharedVolumeTier",
-        "module_path": "kvtier_connector.tier.tier",
+        "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
         "config_file": "/etc/kvtier/connector.json",
         "generation": "0123456789abcdef",
     }

@@ -17,9 +17,9 @@ from rig import wait_until
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier_connector.contract import REPLACED_WEIGHTS
-from kvtier_connector.fingerprints.engine import LoadedWeights
-from kvtier_connector.tier.worker import KVTierWorkerMetadata
+from kvtier_connector.contract.engine import REPLACED_WEIGHTS
+from kvtier_connector.vllm_adapter.fingerprint import LoadedWeights
+from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
 
 PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
 HITS = 12 * 16
@@ -311,7 +311,7 @@ def test_weights_that_neither_files_nor_a_digest_identify_are_shared_with_no_eng
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadedWeights, "digest", None)
-    monkeypatch.setattr("kvtier_connector.fingerprints.engine.fingerprint_files", lambda *_: None)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.fingerprint.fingerprint_files", lambda *_: None)
     engine, other = engines.make(), engines.make()
     assert ask(engine, "a") == len(PROMPT)
     wait_until(lambda: blocks_of(engines) == len(PROMPT) // 16, "its blocks are written")

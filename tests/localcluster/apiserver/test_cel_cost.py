@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier_localcluster.apiserver.cel_cost import costs
+from kvtier_localcluster.apiserver.admission.cel_cost import costs
 
 REAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "cel_costs.yaml").read_text())
 

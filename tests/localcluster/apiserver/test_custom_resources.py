@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import cel, crd_schema, structural_problems
+from kvtier_localcluster.apiserver import structural_problems
+from kvtier_localcluster.apiserver.admission import cel, crd_schema
 
 Http = Callable[..., tuple[int, Any]]
 Make = Callable[..., dict[str, Any]]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import ApiError, patches, schemas
+from kvtier_localcluster.apiserver import ApiError
+from kvtier_localcluster.apiserver.registry import patches
+from kvtier_localcluster.apiserver.store import schemas
 
 DEPLOYMENT = schemas.builtin_schema("apps", "v1", "Deployment")
 

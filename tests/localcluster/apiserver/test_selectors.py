@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import ApiError, selectors
+from kvtier_localcluster.apiserver import ApiError
+from kvtier_localcluster.apiserver.store import selectors
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import columns, jsonpath, objects
+from kvtier_localcluster.apiserver import tables
+from kvtier_localcluster.apiserver.store import objects
 
 Http = Callable[..., tuple[int, Any]]
 Make = Callable[..., dict[str, Any]]
@@ -40,14 +41,14 @@ def _cells(table: dict[str, Any]) -> list[dict[str, Any]]:
 )
 def test_a_column_finds_its_value(path: str, found: Any) -> None:
     document = {"spec": {"a": 1, "list": [{"n": "x", "v": 1}, {"n": "y", "v": 2}], "dotted.name": "d"}}
-    assert jsonpath.first_match(document, path) == found
+    assert tables.first_match(document, path) == found
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(5, "5s"), (119, "119s"), (150, "2m"), (3 * 3600 + 5, "3h"), (3 * 86400 + 5, "3d")]
 )
 def test_ages_are_short(seconds: int, shown: str) -> None:
-    assert columns.elapsed(objects.timestamp(-seconds)) in (
+    assert tables.elapsed(objects.timestamp(-seconds)) in (
         shown,
         shown.replace("5s", "6s"),
         shown.replace("119", "2m"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread, storage
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver.store import memory
 
 Http = Callable[..., tuple[int, Any]]
 Watch = Callable[..., Iterator[dict[str, Any]]]
@@ -89,10 +90,10 @@ def _stored(number: int) -> dict[str, Any]:
 
 
 def test_the_history_is_bounded_and_what_it_lost_is_gone() -> None:
-    kept = storage.Storage()
+    kept = memory.Storage()
     first = kept.version
-    for number in range(3 * storage.HISTORY_LIMIT):
-        kept.commit(storage.EventType.ADDED, ("", "things"), _stored(number))
+    for number in range(3 * memory.HISTORY_LIMIT):
+        kept.commit(memory.EventType.ADDED, ("", "things"), _stored(number))
     with pytest.raises(ApiError) as refused:
         kept.since(("", "things"), first)
     assert refused.value.code == 410
@@ -102,10 +103,10 @@ def test_the_history_is_bounded_and_what_it_lost_is_gone() -> None:
 
 def test_a_watcher_waits_for_events_of_its_kind_only() -> None:
     async def scenario() -> list[str]:
-        kept = storage.Storage()
+        kept = memory.Storage()
         subscription = kept.subscribe(("", "things"))
-        kept.commit(storage.EventType.ADDED, ("", "others"), _stored(1))
-        kept.commit(storage.EventType.ADDED, ("", "things"), _stored(2))
+        kept.commit(memory.EventType.ADDED, ("", "others"), _stored(1))
+        kept.commit(memory.EventType.ADDED, ("", "things"), _stored(2))
         event = await subscription.next(1)
         assert event is not None
         assert subscription.is_empty()

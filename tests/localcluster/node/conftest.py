@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
-from kvtier_localcluster.node.images import ImageProfile
+from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings, Restarts
 from kvtier_localcluster.testing import NAMESPACE, Bench
 

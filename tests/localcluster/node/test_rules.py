@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_localcluster.controllers import placement, rollout
-from kvtier_localcluster.controllers.balancing import Balancer, Endpoint
-from kvtier_localcluster.controllers.rollout import Bounds, Generation
+from kvtier_localcluster.controllers import deployments, scheduler
+from kvtier_localcluster.controllers.deployments import Bounds, Generation
+from kvtier_localcluster.controllers.service_proxy import Balancer, Endpoint
 from kvtier_localcluster.kinds import Json, merge_difference
-from kvtier_localcluster.node.logs import read_log
+from kvtier_localcluster.node.container import read_log
+from kvtier_localcluster.node.environment import PathMap, expand, with_address
 from kvtier_localcluster.node.probes import Tally, Verdict
-from kvtier_localcluster.node.rewriting import PathMap, expand, with_address
 from kvtier_localcluster.node.services import Restarts
 
 PATHS = PathMap({"/tmp": "/real/tmp", "/data": "/real/claim", "/data/deep": "/real/deep", "/etc/app/": "/real/app"})
@@ -81,12 +81,12 @@ def available_all(sizes: dict[str, int]) -> list[Generation]:
 def test_a_rollout_ends_at_the_wanted_size_and_stays_within_its_bounds(
     replicas: int, surge: int, unavailable: int, old: Sequence[int]
 ) -> None:
-    limits = rollout.bounds({"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}}, replicas)
+    limits = deployments.rolling_bounds({"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}}, replicas)
     sizes = {"new": 0, **{f"old{index}": size for index, size in enumerate(old)}}
     start = sum(sizes.values())
     for _ in range(100):
         new, *others = available_all(sizes)
-        step = rollout.rolling_step(replicas, limits, new=new, old=others)
+        step = deployments.rolling_step(replicas, limits, new=new, old=others)
         assert sum(step.values()) <= max(start, replicas + limits.surge)
         still_available = sum(min(sizes[name], step[name]) for name in sizes)
         assert still_available >= min(replicas - limits.unavailable, sum(sizes.values()))
@@ -99,7 +99,7 @@ def test_a_rollout_ends_at_the_wanted_size_and_stays_within_its_bounds(
 def test_a_rollout_removes_old_pods_that_serve_nobody_first() -> None:
     new = Generation(name="new", replicas=1, available=0)
     old = [Generation(name="broken", replicas=2, available=0), Generation(name="good", replicas=2, available=2)]
-    step = rollout.rolling_step(3, Bounds(surge=1, unavailable=1), new=new, old=old)
+    step = deployments.rolling_step(3, Bounds(surge=1, unavailable=1), new=new, old=old)
     assert step == {"new": 1, "broken": 0, "good": 2}
 
 
@@ -110,8 +110,8 @@ def pod_with(**requests: str) -> Json:
 def test_a_pod_fits_until_the_node_is_full() -> None:
     small = pod_with(cpu="500m", memory="1Gi")
     amounts = {"cpu": 1, "memory": 4 * 2**30, "pods": 10}
-    assert placement.shortages(small, allocatable=amounts, placed=[small]) == []
-    assert placement.shortages(small, allocatable=amounts, placed=[small, small]) == ["cpu"]
+    assert scheduler.shortages(small, allocatable=amounts, placed=[small]) == []
+    assert scheduler.shortages(small, allocatable=amounts, placed=[small, small]) == ["cpu"]
 
 
 def test_the_largest_init_container_counts_where_it_is_more() -> None:
@@ -124,7 +124,7 @@ def test_the_largest_init_container_counts_where_it_is_more() -> None:
             ],
         }
     }
-    assert placement.requests_of(pod)["cpu"] == 3
+    assert scheduler.requests_of(pod)["cpu"] == 3
 
 
 def node_with(labels: dict[str, str]) -> Json:
@@ -147,7 +147,7 @@ def test_node_affinity_is_honoured(expression: Json, is_placed: bool) -> None:
     terms = [{"matchExpressions": [expression]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     pod["spec"]["affinity"] = {"nodeAffinity": required}
-    reasons = placement.problems(pod, node=node_with({"zone": "a", "size": "4"}), placed=[], claims={})
+    reasons = scheduler.placement_problems(pod, node=node_with({"zone": "a", "size": "4"}), placed=[], claims={})
     assert reasons == ([] if is_placed else ["1 node(s) didn't match Pod's node affinity/selector"])
 
 

@@ -30,9 +30,9 @@ conversion webhooks, following of logs, and Protobuf bodies of kinds that kubect
 
 from __future__ import annotations
 
-from kvtier_localcluster.apiserver.api_errors import ApiError
-from kvtier_localcluster.apiserver.audit import AuditEntry, Target
+from kvtier_localcluster.apiserver.admission.structural import structural_problems
+from kvtier_localcluster.apiserver.requests import AuditEntry, Target
 from kvtier_localcluster.apiserver.server import ApiServer, ApiServerThread
-from kvtier_localcluster.apiserver.structural import structural_problems
+from kvtier_localcluster.apiserver.store.api_errors import ApiError
 
 __all__ = ["ApiError", "ApiServer", "ApiServerThread", "AuditEntry", "Target", "structural_problems"]

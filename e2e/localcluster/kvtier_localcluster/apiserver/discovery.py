@@ -1,13 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery documents: which groups, versions and resources there are, one by one and aggregated."""
+"""OpenAPI v3 documents, one per group and version: what kubectl validates against and explains from.
+
+Discovery documents: which groups, versions and resources there are, one by one and aggregated.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
-from kvtier_localcluster.apiserver.objects import Json
-from kvtier_localcluster.apiserver.resources import Registry, Resource
-from kvtier_localcluster.apiserver.schemas import KUBERNETES_VERSION
+from kvtier_localcluster.apiserver.store import schemas
+from kvtier_localcluster.apiserver.store.objects import Json, compact_json
+from kvtier_localcluster.apiserver.store.resources import Registry, Resource
+from kvtier_localcluster.apiserver.store.schemas import KUBERNETES_VERSION
+
+_DEFINITIONS: Final = "#/$defs/"
+_COMPONENTS: Final = "#/components/schemas/"
+_REFERENCE: Final = re.compile(r'"#/\$defs/([^"]+)"')
+_INT_OR_STRING: Final = "io.k8s.apimachinery.pkg.util.intstr.IntOrString"
+_QUANTITY: Final = "io.k8s.apimachinery.pkg.api.resource.Quantity"
+_SCALARS: Final[dict[str, Json]] = {
+    _INT_OR_STRING: {"format": "int-or-string", "oneOf": [{"type": "integer"}, {"type": "string"}]},
+    _QUANTITY: {"oneOf": [{"type": "string"}, {"type": "number"}]},
+}
+_WRITE_PARAMETERS: Final = [
+    {"name": name, "in": "query", "schema": {"type": "string", "uniqueItems": True}}
+    for name in ("dryRun", "fieldManager", "fieldValidation", "force")
+]
+
+
+def openapi_index(registry: Registry) -> Json:
+    """Return the list of documents; the hash in a path changes with its content, so that clients may cache."""
+    paths = {}
+    for group_version in {resource.group_version for resource in registry}:
+        path = _root(group_version)
+        paths[path] = {"serverRelativeURL": f"/openapi/v3/{path}?revision={registry.revision}"}
+    return {"paths": paths}
+
+
+def _root(group_version: str) -> str:
+    return f"{'apis' if '/' in group_version else 'api'}/{group_version}"
+
+
+def openapi_document(registry: Registry, group_version: str) -> Json | None:
+    """Return the document of a group and version, or None where nothing is served there."""
+    resources = [resource for resource in registry if resource.group_version == group_version]
+    if not resources:
+        return None
+    components: Json = {}
+    paths: Json = {}
+    for resource in resources:
+        components |= _components(resource)
+        paths |= _paths(resource)
+    return {
+        "openapi": "3.0.0",
+        "info": {"title": "Kubernetes", "version": f"v{schemas.KUBERNETES_VERSION}.0"},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+LEGACY_MEDIA_TYPE: Final = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
+LEGACY_DOCUMENT: Final = b"\n\x032.0\x12\x0e\n\nKubernetes\x12\x00"
+"""OpenAPI 2 without any definition: kubectl asks for it before it sends a v1 List, and then leaves checking to us."""
+
+
+def _paths(resource: Resource) -> Json:
+    kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
+    scope = "namespaces/{namespace}/" if resource.is_namespaced else ""
+    one_list = f"/{_root(resource.group_version)}/{scope}{resource.plural}"
+    reference = {"$ref": _COMPONENTS + component_name(resource)}
+    answer = {"200": {"description": "OK", "content": {"application/json": {"schema": reference}}}}
+
+    def operation(action: str, parameters: Iterable[Json] = ()) -> Json:
+        return {
+            "x-kubernetes-action": action,
+            "x-kubernetes-group-version-kind": kind,
+            "parameters": list(parameters),
+            "responses": answer,
+        }
+
+    return {
+        one_list: {"get": operation("list"), "post": operation("post", _WRITE_PARAMETERS)},
+        f"{one_list}/{{name}}": {
+            "get": operation("get"),
+            "put": operation("put", _WRITE_PARAMETERS),
+            "patch": operation("patch", _WRITE_PARAMETERS),
+        },
+    }
+
+
+def component_name(resource: Resource) -> str:
+    """Return the name of a kind's schema: the built-in definition, or the group backwards for a custom resource."""
+    builtin = schemas.definition_name(resource.group, resource.version, resource.kind)
+    if builtin is not None and not resource.is_custom:
+        return builtin
+    return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
+
+
+def _components(resource: Resource) -> Json:
+    if not resource.is_custom:
+        name = component_name(resource)
+        return {each: _builtin_component(each) for each in _closure(name)}
+    schema = _translated(resource.schema)
+    schema["x-kubernetes-group-version-kind"] = [
+        {"group": resource.group, "version": resource.version, "kind": resource.kind}
+    ]
+    properties = schema["properties"]
+    for field in ("apiVersion", "kind"):
+        described = _builtin_component("io.k8s.api.core.v1.Pod")["properties"][field]
+        properties[field] = {"type": "string", "description": described["description"]}
+    components = {component_name(resource): schema}
+    for reference in _references(resource.schema):
+        components |= {each: _builtin_component(each) for each in _closure(reference)}
+    return components
+
+
+def _references(schema: Json) -> set[str]:
+    return set(_REFERENCE.findall(compact_json(schema)))
+
+
+@functools.cache
+def _closure(name: str) -> frozenset[str]:
+    """Return a definition's name and the names of all that it refers to."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each not in found and each in schemas.definitions():
+            found.add(each)
+            waiting += _references(schemas.definitions()[each])
+    return frozenset(found)
+
+
+@functools.cache
+def _builtin_component(name: str) -> Json:
+    if name in _SCALARS:
+        return _SCALARS[name]
+    translated: Json = _translated(schemas.definitions()[name])
+    return translated
+
+
+def _translated(schema: Any) -> Any:
+    """Return a schema as OpenAPI 3.0 has it: single types, references into the components."""
+    if isinstance(schema, list):
+        return [_translated(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return dict(_translated_fields(schema))
+
+
+def _translated_fields(schema: Json) -> Iterator[tuple[str, Any]]:
+    for name, value in schema.items():
+        if name == "type" and isinstance(value, list):
+            yield name, next(each for each in value if each != "null")
+        elif name == "$ref":
+            yield "allOf", [{"$ref": value.replace(_DEFINITIONS, _COMPONENTS)}]
+        elif name == "additionalProperties" and value is False:
+            continue
+        elif name in ("default", "enum", "required", "x-kubernetes-validations"):
+            yield name, value
+        elif name == "properties":
+            yield name, {field: _translated(below) for field, below in value.items()}
+        else:
+            yield name, _translated(value)
+
 
 AGGREGATED_MEDIA_TYPE: Final = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 
@@ -56,7 +215,7 @@ def _group(name: str, versions: list[str]) -> Json:
     return {"name": name, "versions": listed, "preferredVersion": listed[0]}
 
 
-def document(registry: Registry, path: str) -> Json | None:
+def discovery_document(registry: Registry, path: str) -> Json | None:
     """Return the discovery document at a path, or None where there is none."""
     groups = _groups(registry)
     parts = path.strip("/").split("/")

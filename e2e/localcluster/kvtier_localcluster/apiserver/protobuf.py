@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request
-from kvtier_localcluster.apiserver.objects import Json
+from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.store.objects import Json
 
 MAGIC: Final = b"k8s\x00"
 """How a Protobuf body of Kubernetes starts."""

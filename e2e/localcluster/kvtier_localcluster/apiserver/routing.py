@@ -12,28 +12,19 @@ from typing import Any, Final
 import yaml
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import (
-    discovery,
-    eviction,
-    executing,
-    forwarding,
-    openapi,
-    protobuf,
-    reads,
-    scale,
-    tables,
-    watching,
-)
-from kvtier_localcluster.apiserver.api_errors import ApiError, bad_request, invalid, unknown_path
-from kvtier_localcluster.apiserver.audit import AuditEntry, Target, parse_path, verb_of
+from kvtier_localcluster.apiserver import discovery, protobuf, reading, streams, tables
+from kvtier_localcluster.apiserver import discovery as openapi
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
-from kvtier_localcluster.apiserver.deletion import DeleteOptions, Deleter
-from kvtier_localcluster.apiserver.objects import Json, ObjectKey, compact_json, object_key
-from kvtier_localcluster.apiserver.patches import APPLY, MERGE, Patch
-from kvtier_localcluster.apiserver.resources import Registry, Resource
-from kvtier_localcluster.apiserver.selectors import Selection, selectable_fields
-from kvtier_localcluster.apiserver.storage import Storage
-from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
+from kvtier_localcluster.apiserver.registry import subresources
+from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
+from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
+from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
+from kvtier_localcluster.apiserver.requests import AuditEntry, Target, parse_path, verb_of
+from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request, invalid, unknown_path
+from kvtier_localcluster.apiserver.store.memory import Storage
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, object_key
+from kvtier_localcluster.apiserver.store.resources import Registry, Resource
+from kvtier_localcluster.apiserver.store.selectors import Selection, selectable_fields
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +57,8 @@ class Api:
     deleter: Deleter
     authorizer: Authorizer
     bookmark_seconds: float
-    pod_logs: reads.PodLogs | None = None
-    pod_exec: executing.PodExec | None = None
+    pod_logs: reading.PodLogs | None = None
+    pod_exec: streams.PodExec | None = None
     faults: list[Fault] = field(default_factory=list)
     audit: list[AuditEntry] = field(default_factory=list)
     openapi_cache: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -203,10 +194,10 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
     if path == "/openapi/v2":
         return web.Response(body=openapi.LEGACY_DOCUMENT, headers={"Content-Type": openapi.LEGACY_MEDIA_TYPE})
     if path == "/openapi/v3":
-        return openapi.index(api.registry), 200
+        return openapi.openapi_index(api.registry), 200
     if path.startswith("/openapi/v3/"):
         return _openapi_document(api, path.removeprefix("/openapi/v3/").partition("/")[2])
-    document = discovery.document(api.registry, path)
+    document = discovery.discovery_document(api.registry, path)
     if document is None:
         raise unknown_path()
     return document, 200
@@ -215,7 +206,7 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
 def _openapi_document(api: Api, group_version: str) -> web.Response:
     key = (api.registry.revision, group_version)
     if key not in api.openapi_cache:
-        document = openapi.document(api.registry, group_version)
+        document = openapi.openapi_document(api.registry, group_version)
         if document is None:
             raise unknown_path()
         api.openapi_cache = {k: text for k, text in api.openapi_cache.items() if k[0] == api.registry.revision}
@@ -264,23 +255,23 @@ async def _get(call: _Call) -> Answer:
     api, resource, query, target = call.api, call.resource, call.request.query, call.target
     if query.get("watch") in ("true", "1"):
         selection = call.selection(target.name)
-        watch = watching.Watch(api.storage, resource, selection, watching.WatchOptions.parse(query))
+        watch = reading.Watch(api.storage, resource, selection, reading.WatchOptions.parse(query))
         frames = watch.frames(api.bookmark_seconds)
-        return await watching.stream(call.request, frames, lambda shown: _shaped(call, [shown], {}) or shown)
+        return await reading.stream_watch(call.request, frames, lambda shown: _shaped(call, [shown], {}) or shown)
     if target.name is None:
-        manifests, metadata = reads.list_page(api.storage, resource, call.selection(None), query)
+        manifests, metadata = reading.list_page(api.storage, resource, call.selection(None), query)
         listed = {"kind": f"{resource.kind}List", "apiVersion": resource.group_version, "metadata": metadata}
         return _shaped(call, manifests, metadata) or {**listed, "items": manifests}, 200
     found = call.found()
     if target.subresource == "log" and resource.plural == "pods":
-        text = await reads.read_log(found, query, api.pod_logs)
+        text = await reading.read_log(found, query, api.pod_logs)
         return web.Response(body=text, content_type="text/plain")
     if target.subresource == "portforward" and resource.plural == "pods":
-        return await forwarding.forward(call.request, found)
+        return await streams.forward(call.request, found)
     if target.subresource == "exec" and resource.plural == "pods":
-        return await executing.execute(call.request, found, api.pod_exec)
+        return await streams.execute(call.request, found, api.pod_exec)
     if target.subresource == "scale":
-        return scale.view(resource, found), 200
+        return subresources.scale_view(resource, found), 200
     if target.subresource not in (None, "status"):
         raise ApiError(404, "NotFound", f"the subresource {target.subresource} is not emulated")
     shown = resource.view(found)
@@ -318,9 +309,9 @@ async def _patch(call: _Call, body: Any) -> Answer:
 async def _write_scale(call: _Call, body: Any) -> Answer:
     if not isinstance(body, dict):
         raise ApiError(415, "UnsupportedMediaType", "a scale takes objects and merge patches")
-    patch = Patch(media_type=MERGE, body=scale.patch_for(call.resource, body))
+    patch = Patch(media_type=MERGE, body=subresources.scale_patch(call.resource, body))
     scaled, _ = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
-    return scale.view(call.resource, scaled), 200
+    return subresources.scale_view(call.resource, scaled), 200
 
 
 async def _delete(call: _Call, body: Any) -> Answer:
@@ -338,7 +329,7 @@ async def _delete(call: _Call, body: Any) -> Answer:
 async def _evict(call: _Call) -> Answer:
     body = await _read_body(call.request)
     options = DeleteOptions.parse(body.get("deleteOptions") or {}, call.request.query)
-    eviction.take_place(call.api.storage, call.found(), is_dry_run=options.is_dry_run)
+    subresources.take_place(call.api.storage, call.found(), is_dry_run=options.is_dry_run)
     await call.api.deleter.delete(call.resource, call.key, options=options)
     return _STATUS_SUCCESS, 201
 

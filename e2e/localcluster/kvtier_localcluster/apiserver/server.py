@@ -1,30 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server itself: `ApiServer` for code that lives in an event loop, `ApiServerThread` for code that does not."""
+"""The objects that an API server makes for itself when it starts: namespaces, and the ClusterRoles for people. Pure.
+
+Of what the real roles allow, only the kinds that are served here are named.
+
+The server itself: `ApiServer` for code that lives in an event loop, `ApiServerThread` for code that does not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
 import yaml
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import executing, reads, routing
-from kvtier_localcluster.apiserver.audit import AuditEntry
+from kvtier_localcluster.apiserver import reading, routing, streams
 from kvtier_localcluster.apiserver.authorization import Authorizer
-from kvtier_localcluster.apiserver.bootstrap import initial_objects
-from kvtier_localcluster.apiserver.cluster_ips import ClusterIps
-from kvtier_localcluster.apiserver.deletion import Deleter
-from kvtier_localcluster.apiserver.garbage import GarbageCollector
-from kvtier_localcluster.apiserver.objects import Json
-from kvtier_localcluster.apiserver.resources import Registry
-from kvtier_localcluster.apiserver.storage import Event, EventType, Storage
-from kvtier_localcluster.apiserver.writes import WriteOptions, Writer
+from kvtier_localcluster.apiserver.registry.cluster_ips import ClusterIps
+from kvtier_localcluster.apiserver.registry.deletion import Deleter, GarbageCollector
+from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
+from kvtier_localcluster.apiserver.requests import AuditEntry
+from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage
+from kvtier_localcluster.apiserver.store.objects import Json
+from kvtier_localcluster.apiserver.store.resources import Registry
 from kvtier_localcluster.loop_thread import LoopThread
+
+_NAMESPACES: Final = ("default", "kube-system", "kube-public", "kube-node-lease")
+_RBAC: Final = "rbac.authorization.k8s.io"
+_READ: Final = ["get", "list", "watch"]
+_WRITE: Final = ["create", "delete", "deletecollection", "patch", "update"]
+_OF_PEOPLE: Final = {
+    "": ["configmaps", "endpoints", "persistentvolumeclaims", "pods", "serviceaccounts", "services"],
+    "apps": ["daemonsets", "deployments", "deployments/scale", "replicasets", "replicasets/scale", "statefulsets"],
+    "autoscaling": ["horizontalpodautoscalers"],
+    "batch": ["cronjobs", "jobs"],
+    "networking.k8s.io": ["ingresses", "networkpolicies"],
+    "policy": ["poddisruptionbudgets"],
+}
+_STATUS_READ: Final = [
+    "events",
+    "limitranges",
+    "namespaces",
+    "persistentvolumeclaims/status",
+    "pods/log",
+    "pods/status",
+]
+
+
+def _rule(group: str, resources: list[str], verbs: list[str]) -> Json:
+    return {"apiGroups": [group], "resources": resources, "verbs": verbs}
+
+
+def _role(name: str, labels: tuple[str, ...] = (), **content: object) -> Json:
+    marks = {f"{_RBAC}/aggregate-to-{role}": "true" for role in labels}
+    metadata = {"name": name, "labels": {"kubernetes.io/bootstrapping": "rbac-defaults", **marks}}
+    return {"apiVersion": f"{_RBAC}/v1", "kind": "ClusterRole", "metadata": metadata, **content}
+
+
+def _aggregated(name: str, part_of: str = "") -> Json:
+    rule = {"clusterRoleSelectors": [{"matchLabels": {f"{_RBAC}/aggregate-to-{name}": "true"}}]}
+    return _role(name, (part_of,) if part_of else (), aggregationRule=rule, rules=[])
+
+
+def initial_objects() -> Iterator[Json]:
+    """Yield what there is before anybody has made anything."""
+    for name in _NAMESPACES:
+        yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    everything = [_rule("*", ["*"], ["*"]), {"nonResourceURLs": ["*"], "verbs": ["*"]}]
+    reads = [_rule(group, resources, _READ) for group, resources in _OF_PEOPLE.items()]
+    writes = [_rule(group, resources, _WRITE) for group, resources in _OF_PEOPLE.items()]
+    more = [
+        _rule("", ["secrets"], _READ + _WRITE),
+        _rule("", ["pods/eviction", "pods/exec", "pods/portforward"], ["create", "get"]),
+    ]
+    yield _role("cluster-admin", rules=everything)
+    yield _aggregated("admin")
+    yield _aggregated("edit", part_of="admin")
+    yield _aggregated("view", part_of="edit")
+    yield _role("system:aggregate-to-view", ("view",), rules=[*reads, _rule("", _STATUS_READ, _READ)])
+    yield _role("system:aggregate-to-edit", ("edit",), rules=[*writes, *more])
+    administers = [_rule(_RBAC, ["rolebindings", "roles"], _READ + _WRITE)]
+    yield _role("system:aggregate-to-admin", ("admin",), rules=administers)
+    subject = {"kind": "Group", "apiGroup": _RBAC, "name": "system:masters"}
+    reference = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": "cluster-admin"}
+    binding = {"apiVersion": f"{_RBAC}/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "cluster-admin"}}
+    yield {**binding, "subjects": [subject], "roleRef": reference}
+
 
 _HOST: Final = "127.0.0.1"
 _BODY_LIMIT_BYTES: Final = 64 << 20
@@ -87,21 +152,21 @@ class ApiServer:
         return self._storage.version
 
     @property
-    def pod_logs(self) -> reads.PodLogs | None:
+    def pod_logs(self) -> reading.PodLogs | None:
         """The function that reads the log of a container: `async (namespace, pod, container, tail) -> bytes`."""
         return self._api.pod_logs
 
     @pod_logs.setter
-    def pod_logs(self, source: reads.PodLogs | None) -> None:
+    def pod_logs(self, source: reading.PodLogs | None) -> None:
         self._api.pod_logs = source
 
     @property
-    def pod_exec(self) -> executing.PodExec | None:
+    def pod_exec(self) -> streams.PodExec | None:
         """The function that runs a command in a container."""
         return self._api.pod_exec
 
     @pod_exec.setter
-    def pod_exec(self, source: executing.PodExec | None) -> None:
+    def pod_exec(self, source: streams.PodExec | None) -> None:
         self._api.pod_exec = source
 
     def _follow_crds(self, event: Event) -> None:

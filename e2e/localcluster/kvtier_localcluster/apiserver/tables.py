@@ -1,18 +1,356 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kubectl get` shows: Tables with the printer columns of custom resources and of the built-in kinds."""
+"""The part of JSONPath that printer columns use: fields, indexes, wildcards and filters by equality. Pure.
+
+The cells that `kubectl get` prints for built-in kinds. Pure but for the clock, which ages need.
+
+A column whose name starts with `+` is shown by `-o wide` only.
+
+What `kubectl get` shows: Tables with the printer columns of custom resources and of the built-in kinds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import datetime as dt
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_localcluster.apiserver.columns import BUILTIN_COLUMNS, Cell, age, elapsed
-from kvtier_localcluster.apiserver.jsonpath import first_match
-from kvtier_localcluster.apiserver.objects import Json, compact_json
-from kvtier_localcluster.apiserver.resources import Resource
+from kvtier_localcluster.apiserver.store.objects import Json, compact_json, field_at
+from kvtier_localcluster.apiserver.store.resources import Resource
+
+_STEP: Final = re.compile(
+    r"""\.(?P<field>(?:[\w-]|\\.)+)          # .name, with dots escaped
+      | \['(?P<quoted>[^']+)'\]              # ['name']
+      | \[(?P<index>-?\d+)\]                 # [0]
+      | (?P<every>\[\*\]|\.\*)               # [*]
+      | \[\?\(\s*@\.(?P<key>[\w.-]+)\s*==\s*(?P<value>"[^"]*"|'[^']*'|[\w.-]+)\s*\)\]""",
+    re.VERBOSE,
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(path: str) -> tuple[re.Match[str], ...]:
+    path = path.strip().strip("{}").removeprefix("$")
+    path = path if path.startswith((".", "[")) else f".{path}"
+    steps, place = [], 0
+    while place < len(path):
+        step = _STEP.match(path, place)
+        if step is None:
+            return ()
+        steps.append(step)
+        place = step.end()
+    return tuple(steps)
+
+
+def first_match(document: Any, path: str) -> Any:
+    """Return the first value at a path, or None where there is none or the path is beyond what is supported."""
+    steps = _steps(path)
+    found = [document] if steps else []
+    for step in steps:
+        found = [below for value in found for below in _descend(value, step)]
+    return found[0] if found else None
+
+
+def _descend(value: Any, step: re.Match[str]) -> list[Any]:
+    name = step["quoted"] or (step["field"] or "").replace("\\", "")
+    if name:
+        return [value[name]] if isinstance(value, dict) and value.get(name) is not None else []
+    if step["every"]:
+        return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return []
+    if step["index"]:
+        index = int(step["index"])
+        return [value[index]] if -len(value) <= index < len(value) else []
+    wanted = step["value"].strip("'\"")
+    return [item for item in value if _plain(first_match(item, step["key"])) == wanted]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+Cell = Callable[[Json], Any]
 
 _NONE: Final = "<none>"
+_ACCESS_MODES: Final = {
+    "ReadWriteOnce": "RWO",
+    "ReadOnlyMany": "ROX",
+    "ReadWriteMany": "RWX",
+    "ReadWriteOncePod": "RWOP",
+}
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def elapsed(since: str | None) -> str:
+    """Return the time since a time stamp, as kubectl writes it: 45s, 12m, 3h, 2d."""
+    if not since:
+        return "<unknown>"
+    moment = dt.datetime.fromisoformat(since)
+    seconds = max(0, int((dt.datetime.now(dt.UTC) - moment).total_seconds()))
+    for limit, unit, letter in ((2 * _MINUTE, 1, "s"), (3 * _HOUR, _MINUTE, "m"), (2 * _DAY, _HOUR, "h")):
+        if seconds < limit:
+            return f"{seconds // unit}{letter}"
+    return f"{seconds // _DAY}d"
+
+
+def age(manifest: Json) -> str:
+    """Return the age of an object."""
+    return elapsed(manifest["metadata"].get("creationTimestamp"))
+
+
+def _field(path: str, default: Any = _NONE) -> Cell:
+    def cell(manifest: Json) -> Any:
+        value = field_at(manifest, path)
+        return default if value is None or value == "" else value
+
+    return cell
+
+
+def _count(path: str) -> Cell:
+    return lambda manifest: int(field_at(manifest, path) or 0)
+
+
+def _size(*paths: str) -> Cell:
+    return lambda manifest: sum(len(field_at(manifest, path) or ()) for path in paths)
+
+
+def _ready_of(ready: str, wanted: str) -> Cell:
+    return lambda manifest: f"{field_at(manifest, ready) or 0}/{field_at(manifest, wanted) or 0}"
+
+
+def _containers(field: str, path: str = "spec.template.spec.containers") -> Cell:
+    return lambda manifest: ",".join(each.get(field, "") for each in field_at(manifest, path) or [])
+
+
+def _selector(path: str) -> Cell:
+    def cell(manifest: Json) -> str:
+        return ",".join(f"{key}={value}" for key, value in (field_at(manifest, path) or {}).items()) or _NONE
+
+    return cell
+
+
+def _pod_statuses(pod: Json) -> list[Json]:
+    return field_at(pod, "status.containerStatuses") or []
+
+
+def _pod_ready(pod: Json) -> str:
+    return f"{sum(bool(c.get('ready')) for c in _pod_statuses(pod))}/{len(pod['spec'].get('containers') or [])}"
+
+
+def _pod_status(pod: Json) -> str:
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating"
+    init = field_at(pod, "status.initContainerStatuses") or []
+    for index, status in enumerate(init):
+        state = status.get("state") or {}
+        if (state.get("terminated") or {}).get("exitCode") == 0:
+            continue
+        reason = _state_reason(state)
+        shown = reason if reason not in ("", "PodInitializing") else f"{index}/{len(init)}"
+        return f"Init:{shown}"
+    for status in reversed(_pod_statuses(pod)):
+        reason = _state_reason(status.get("state") or {})
+        if reason:
+            return reason
+    return str(field_at(pod, "status.reason") or field_at(pod, "status.phase") or "Unknown")
+
+
+def _state_reason(state: Json) -> str:
+    terminated = state.get("terminated")
+    if terminated:
+        return str(terminated.get("reason") or f"ExitCode:{terminated.get('exitCode')}")
+    return str((state.get("waiting") or {}).get("reason") or "")
+
+
+def _pod_restarts(pod: Json) -> str:
+    statuses = _pod_statuses(pod)
+    restarts = sum(status.get("restartCount", 0) for status in statuses)
+    finished = [field_at(status, "lastState.terminated.finishedAt") for status in statuses]
+    times = sorted(filter(None, finished))
+    return f"{restarts} ({elapsed(times[-1])} ago)" if restarts and times else str(restarts)
+
+
+def _service_ports(service: Json) -> str:
+    shown = []
+    for port in service["spec"].get("ports") or []:
+        node_port = f":{port['nodePort']}" if port.get("nodePort") else ""
+        shown.append(f"{port['port']}{node_port}/{port.get('protocol', 'TCP')}")
+    return ",".join(shown) or _NONE
+
+
+def _claim_status(claim: Json) -> Any:
+    return "Terminating" if claim["metadata"].get("deletionTimestamp") else field_at(claim, "status.phase")
+
+
+def _access_modes(path: str) -> Cell:
+    return lambda claim: ",".join(_ACCESS_MODES.get(mode, mode) for mode in field_at(claim, path) or [])
+
+
+def _node_status(node: Json) -> str:
+    conditions = {c["type"]: c["status"] for c in field_at(node, "status.conditions") or []}
+    ready = {"True": "Ready", "False": "NotReady"}.get(conditions.get("Ready", ""), "Unknown")
+    return ready + (",SchedulingDisabled" if field_at(node, "spec.unschedulable") else "")
+
+
+def _node_roles(node: Json) -> str:
+    prefix = "node-role.kubernetes.io/"
+    labels = node["metadata"].get("labels") or {}
+    return ",".join(sorted(key.removeprefix(prefix) for key in labels if key.startswith(prefix))) or _NONE
+
+
+def _event_time(event: Json) -> str:
+    times = (event.get("lastTimestamp"), event.get("eventTime"), event["metadata"].get("creationTimestamp"))
+    return elapsed(next(filter(None, times), None))
+
+
+def _event_object(event: Json) -> str:
+    about = event.get("involvedObject") or event.get("regarding") or {}
+    return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
+
+
+def _job_status(job: Json) -> str:
+    met = [c["type"] for c in field_at(job, "status.conditions") or [] if c.get("status") == "True"]
+    return met[-1] if met else "Running"
+
+
+def _endpoints(endpoints: Json) -> str:
+    shown = []
+    for subset in endpoints.get("subsets") or []:
+        for port in subset.get("ports") or []:
+            shown += [f"{address['ip']}:{port['port']}" for address in subset.get("addresses") or []]
+    return ",".join(shown) or _NONE
+
+
+def _slice_ports(endpoint_slice: Json) -> str:
+    return ",".join(str(port.get("port", "")) for port in endpoint_slice.get("ports") or []) or "<unset>"
+
+
+def _slice_addresses(endpoint_slice: Json) -> str:
+    return (
+        ",".join(a for each in endpoint_slice.get("endpoints") or [] for a in each.get("addresses") or []) or "<unset>"
+    )
+
+
+_WORKLOAD_WIDE: Final[tuple[tuple[str, Cell], ...]] = (
+    ("+Containers", _containers("name")),
+    ("+Images", _containers("image")),
+    ("+Selector", _selector("spec.selector.matchLabels")),
+)
+
+BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
+    "Pod": (
+        ("Ready", _pod_ready),
+        ("Status", _pod_status),
+        ("Restarts", _pod_restarts),
+        ("Age", age),
+        ("+IP", _field("status.podIP")),
+        ("+Node", _field("spec.nodeName")),
+    ),
+    "Deployment": (
+        ("Ready", _ready_of("status.readyReplicas", "spec.replicas")),
+        ("Up-to-date", _count("status.updatedReplicas")),
+        ("Available", _count("status.availableReplicas")),
+        ("Age", age),
+        *_WORKLOAD_WIDE,
+    ),
+    "ReplicaSet": (
+        ("Desired", _count("spec.replicas")),
+        ("Current", _count("status.replicas")),
+        ("Ready", _count("status.readyReplicas")),
+        ("Age", age),
+        *_WORKLOAD_WIDE,
+    ),
+    "StatefulSet": (
+        ("Ready", _ready_of("status.readyReplicas", "spec.replicas")),
+        ("Age", age),
+        *_WORKLOAD_WIDE[:2],
+    ),
+    "DaemonSet": (
+        ("Desired", _count("status.desiredNumberScheduled")),
+        ("Current", _count("status.currentNumberScheduled")),
+        ("Ready", _count("status.numberReady")),
+        ("Age", age),
+        *_WORKLOAD_WIDE,
+    ),
+    "Job": (
+        ("Status", _job_status),
+        ("Completions", _ready_of("status.succeeded", "spec.completions")),
+        ("Age", age),
+    ),
+    "Service": (
+        ("Type", _field("spec.type")),
+        ("Cluster-IP", _field("spec.clusterIP")),
+        ("External-IP", _field("spec.externalName")),
+        ("Port(s)", _service_ports),
+        ("Age", age),
+        ("+Selector", _selector("spec.selector")),
+    ),
+    "PersistentVolumeClaim": (
+        ("Status", _claim_status),
+        ("Volume", _field("spec.volumeName", "")),
+        ("Capacity", _field("status.capacity.storage", "")),
+        ("Access Modes", _access_modes("status.accessModes")),
+        ("StorageClass", _field("spec.storageClassName", "")),
+        ("VolumeAttributesClass", _field("spec.volumeAttributesClassName", "<unset>")),
+        ("Age", age),
+        ("+VolumeMode", _field("spec.volumeMode")),
+    ),
+    "PersistentVolume": (
+        ("Capacity", _field("spec.capacity.storage", "")),
+        ("Access Modes", _access_modes("spec.accessModes")),
+        ("Reclaim Policy", _field("spec.persistentVolumeReclaimPolicy", "")),
+        ("Status", _field("status.phase", "")),
+        ("Claim", _field("spec.claimRef.name", "")),
+        ("StorageClass", _field("spec.storageClassName", "")),
+        ("Age", age),
+    ),
+    "StorageClass": (
+        ("Provisioner", _field("provisioner")),
+        ("ReclaimPolicy", _field("reclaimPolicy", "Delete")),
+        ("VolumeBindingMode", _field("volumeBindingMode", "Immediate")),
+        ("AllowVolumeExpansion", lambda manifest: str(bool(manifest.get("allowVolumeExpansion"))).lower()),
+        ("Age", age),
+    ),
+    "ConfigMap": (("Data", _size("data", "binaryData")), ("Age", age)),
+    "Secret": (("Type", _field("type")), ("Data", _size("data")), ("Age", age)),
+    "ServiceAccount": (("Secrets", _size("secrets")), ("Age", age)),
+    "PodDisruptionBudget": (
+        ("Min Available", _field("spec.minAvailable", "N/A")),
+        ("Max Unavailable", _field("spec.maxUnavailable", "N/A")),
+        ("Allowed Disruptions", _count("status.disruptionsAllowed")),
+        ("Age", age),
+    ),
+    "Namespace": (("Status", _field("status.phase")), ("Age", age)),
+    "Node": (
+        ("Status", _node_status),
+        ("Roles", _node_roles),
+        ("Age", age),
+        ("Version", _field("status.nodeInfo.kubeletVersion", "")),
+    ),
+    "Event": (
+        ("Last Seen", _event_time),
+        ("Type", _field("type", "")),
+        ("Reason", _field("reason", "")),
+        ("Object", _event_object),
+        ("Message", lambda event: (event.get("message") or event.get("note") or "").strip()),
+    ),
+    "Endpoints": (("Endpoints", _endpoints), ("Age", age)),
+    "EndpointSlice": (
+        ("AddressType", _field("addressType")),
+        ("Ports", _slice_ports),
+        ("Endpoints", _slice_addresses),
+        ("Age", age),
+    ),
+    "Lease": (("Holder", _field("spec.holderIdentity", "")), ("Age", age)),
+    "CustomResourceDefinition": (("Created At", lambda crd: crd["metadata"].get("creationTimestamp")),),
+}
+
+
+_NO_VALUE: Final = "<none>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,4 +439,4 @@ def table(resource: Resource, manifests: Iterable[Json], list_metadata: Json, *,
 
 
 def _text(value: Any) -> Any:
-    return _NONE if value == "" else value
+    return _NO_VALUE if value == "" else value

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier_localcluster.apiserver.initial_state import CLAIM_FINALIZER
+from kvtier_localcluster.apiserver.registry.writes import CLAIM_FINALIZER
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.datadir import DataDirectory

@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments: one ReplicaSet for each pod template, rolled from one to the next."""
+"""How many pods each generation of a Deployment may have next. Pure.
+
+The status of a Deployment: counts, and the conditions that `kubectl rollout status` and `kubectl wait` read.
+
+Pure, but that a deadline is compared with the clock.
+
+Deployments: one ReplicaSet for each pod template, rolled from one to the next.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import math
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from kvtier_localcluster import conditions
 from kvtier_localcluster.client import ApiClient
-from kvtier_localcluster.controllers import adoption, deployment_status, rollout
+from kvtier_localcluster.conditions import Condition
+from kvtier_localcluster.controllers import loop
 from kvtier_localcluster.controllers.loop import Controller
-from kvtier_localcluster.controllers.rollout import HASH_LABEL, Generation
 from kvtier_localcluster.informers import Change, Informers
 from kvtier_localcluster.kinds import (
     DEPLOYMENT,
@@ -23,10 +35,191 @@ from kvtier_localcluster.kinds import (
     controller_uid,
     is_deleting,
     key_of,
+    seconds_since,
     timestamp,
     uid_of,
 )
 from kvtier_localcluster.recorder import Happening
+
+HASH_LABEL = "pod-template-hash"
+_DEFAULT_SHARE = "25%"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One ReplicaSet of a Deployment, as a rollout sees it."""
+
+    name: str
+    replicas: int
+    """How many pods it was told to have."""
+    available: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far a rollout may deviate from the wanted number of pods."""
+
+    surge: int
+    unavailable: int
+
+
+def template_hash(template: Json) -> str:
+    """Return a short text that identifies a pod template."""
+    canonical = json.dumps(template, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def rolling_bounds(strategy: Json, replicas: int) -> Bounds:
+    """Read maxSurge (rounded up) and maxUnavailable (rounded down); at least one of them lets the rollout move."""
+    rolling = strategy.get("rollingUpdate") or {}
+    surge = math.ceil(_share(rolling.get("maxSurge", _DEFAULT_SHARE), replicas))
+    unavailable = math.floor(_share(rolling.get("maxUnavailable", _DEFAULT_SHARE), replicas))
+    if surge == 0 and unavailable == 0:
+        unavailable = 1
+    return Bounds(surge=surge, unavailable=min(unavailable, replicas))
+
+
+def rolling_step(replicas: int, limits: Bounds, *, new: Generation, old: Sequence[Generation]) -> dict[str, int]:
+    """Return the next size of every generation: new pods within the surge, old ones end when others are available."""
+    sizes = {new.name: _grown(replicas, limits, new=new, old=old), **{each.name: each.replicas for each in old}}
+    total = new.replicas + sum(each.replicas for each in old)
+    available = new.available + sum(each.available for each in old)
+    minimum = replicas - limits.unavailable
+    budget = total - minimum - max(0, new.replicas - new.available)
+    for each in old:  # pods that serve nobody go first
+        removed = min(max(0, each.replicas - each.available), max(0, budget))
+        sizes[each.name] -= removed
+        budget -= removed
+    spare = min(budget, available - minimum)
+    for each in old:
+        removed = min(sizes[each.name], max(0, spare))
+        sizes[each.name] -= removed
+        spare -= removed
+    return sizes
+
+
+def recreate_step(replicas: int, *, new: Generation, old: Sequence[Generation], old_pods: int) -> dict[str, int]:
+    """Return the next sizes where no two generations may overlap: old ones end before the new one starts."""
+    waits = old_pods > 0 or any(each.replicas for each in old)
+    return {new.name: new.replicas if waits else replicas, **{each.name: 0 for each in old}}
+
+
+def _grown(replicas: int, limits: Bounds, *, new: Generation, old: Sequence[Generation]) -> int:
+    if new.replicas >= replicas:
+        return replicas
+    room = replicas + limits.surge - new.replicas - sum(each.replicas for each in old)
+    return min(replicas, new.replicas + max(0, room))
+
+
+def _share(value: Any, replicas: int) -> float:
+    if isinstance(value, str) and value.endswith("%"):
+        return replicas * int(value[:-1]) / 100
+    return float(value)
+
+
+_DONE = "NewReplicaSetAvailable"
+_LATE = "ProgressDeadlineExceeded"
+_DEFAULT_DEADLINE_SECONDS = 600
+_COUNTS = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas", "unavailableReplicas")
+
+
+def status_of(deployment: Json, *, sets: Sequence[Json], new: Json | None, now: str) -> Json:
+    """Return the status; counts of zero are left out, as the API does."""
+    spec = deployment["spec"]
+    before = deployment.get("status") or {}
+    replicas = int(spec.get("replicas", 1))
+    counts = {
+        "replicas": _total(sets, "replicas"),
+        "updatedReplicas": _total([new] if new else [], "replicas"),
+        "readyReplicas": _total(sets, "readyReplicas"),
+        "availableReplicas": _total(sets, "availableReplicas"),
+    }
+    counts["unavailableReplicas"] = max(0, _wanted(sets) - counts["availableReplicas"])
+    limits = rolling_bounds(spec.get("strategy") or {}, replicas)
+    is_recreated = (spec.get("strategy") or {}).get("type") == "Recreate"
+    minimum = replicas - (0 if is_recreated else limits.unavailable)
+    wanted = [_available(counts["availableReplicas"] >= minimum)]
+    progressing = _progressing(deployment, counts, new)
+    written = conditions.updated(before.get("conditions") or [], [*wanted, progressing], now)
+    for condition in written:
+        condition["lastUpdateTime"] = _update_time(before, condition, counts, now)
+    return {
+        "observedGeneration": deployment["metadata"]["generation"],
+        **{name: value for name, value in counts.items() if value},
+        "conditions": written,
+    }
+
+
+def seconds_to_deadline(deployment: Json, status: Json) -> float | None:
+    """Return when to look again for a rollout that does not progress; None where there is nothing to wait for."""
+    condition = conditions.find(status["conditions"], "Progressing")
+    if condition is None or condition["reason"] in (_DONE, _LATE) or deployment["spec"].get("paused"):
+        return None
+    return max(1.0, _deadline_seconds(deployment) - seconds_since(condition["lastUpdateTime"]) + 1)
+
+
+def _available(has_minimum: bool) -> Condition:
+    if has_minimum:
+        return Condition(
+            "Available", holds=True, reason="MinimumReplicasAvailable", message="Deployment has minimum availability."
+        )
+    return Condition(
+        "Available",
+        holds=False,
+        reason="MinimumReplicasUnavailable",
+        message="Deployment does not have minimum availability.",
+    )
+
+
+def _progressing(deployment: Json, counts: dict[str, int], new: Json | None) -> Condition:
+    replicas = int(deployment["spec"].get("replicas", 1))
+    before = deployment.get("status") or {}
+    known = conditions.find(before.get("conditions") or [], "Progressing") or {}
+    name = new["metadata"]["name"] if new else ""
+    if deployment["spec"].get("paused"):
+        return Condition("Progressing", holds=True, reason="DeploymentPaused", message="Deployment is paused")
+    is_updated = counts["replicas"] == counts["updatedReplicas"] == replicas
+    if is_updated and counts["availableReplicas"] == replicas:
+        return Condition(
+            "Progressing", holds=True, reason=_DONE, message=f'ReplicaSet "{name}" has successfully progressed.'
+        )
+    was_done = known.get("reason") == _DONE and f'"{name}"' in known.get("message", "")
+    if was_done and counts["replicas"] == counts["updatedReplicas"]:  # a pod that fails later is no new rollout
+        return Condition("Progressing", holds=True, reason=_DONE, message=known["message"])
+    if not _has_moved(before, counts) and known and known.get("reason") not in (_DONE, "DeploymentPaused"):
+        since = known.get("lastUpdateTime")
+        is_late = known["reason"] == _LATE or (since and seconds_since(since) > _deadline_seconds(deployment))
+        if is_late:
+            return Condition(
+                "Progressing", holds=False, reason=_LATE, message=f'ReplicaSet "{name}" has timed out progressing.'
+            )
+    return Condition(
+        "Progressing", holds=True, reason="ReplicaSetUpdated", message=f'ReplicaSet "{name}" is progressing.'
+    )
+
+
+def _update_time(before: Json, condition: Json, counts: dict[str, int], now: str) -> str:
+    known = conditions.find(before.get("conditions") or [], condition["type"]) or {}
+    is_same = all(known.get(field) == condition.get(field) for field in ("status", "reason", "message"))
+    has_moved = condition.get("reason") == "ReplicaSetUpdated" and _has_moved(before, counts)
+    return now if has_moved or not is_same else str(known.get("lastUpdateTime", now))
+
+
+def _has_moved(before: Json, counts: dict[str, int]) -> bool:
+    return any(int(before.get(name) or 0) != counts[name] for name in _COUNTS)
+
+
+def _deadline_seconds(deployment: Json) -> int:
+    return int(deployment["spec"].get("progressDeadlineSeconds", _DEFAULT_DEADLINE_SECONDS))
+
+
+def _total(sets: Sequence[Json], field: str) -> int:
+    return sum(int((each.get("status") or {}).get(field) or 0) for each in sets)
+
+
+def _wanted(sets: Sequence[Json]) -> int:
+    return sum(int(each["spec"].get("replicas", 1)) for each in sets)
+
 
 REVISION = "deployment.kubernetes.io/revision"
 _DEFAULT_HISTORY = 10
@@ -50,7 +243,7 @@ class DeploymentController(Controller):
         deployment = self.own.get(key)
         if deployment is None or is_deleting(deployment):
             return
-        await adoption.claim(self.client, DEPLOYMENT, deployment, self._sets)
+        await loop.adopt(self.client, DEPLOYMENT, deployment, self._sets)
         sets = sorted(self._sets.controlled_by(uid_of(deployment)), key=_revision)
         new = _set_for(deployment, sets)
         if not deployment["spec"].get("paused"):
@@ -61,7 +254,7 @@ class DeploymentController(Controller):
 
     async def _roll(self, deployment: Json, sets: Sequence[Json], new: Json | None) -> Json:
         old = [each for each in sets if new is None or uid_of(each) != uid_of(new)]
-        name = f"{deployment['metadata']['name']}-{rollout.template_hash(deployment['spec']['template'])}"
+        name = f"{deployment['metadata']['name']}-{template_hash(deployment['spec']['template'])}"
         sizes = self._decide(deployment, _generation(new, name), old)
         revision = max((_revision(each) for each in old), default=0) + 1
         if new is None:
@@ -83,8 +276,8 @@ class DeploymentController(Controller):
         generations = [_generation(each, each["metadata"]["name"]) for each in old]
         if strategy.get("type") == "Recreate":
             old_pods = sum(len(self._pods.controlled_by(uid_of(each))) for each in old)
-            return rollout.recreate_step(replicas, new=new, old=generations, old_pods=old_pods)
-        return rollout.rolling_step(replicas, rollout.bounds(strategy, replicas), new=new, old=generations)
+            return recreate_step(replicas, new=new, old=generations, old_pods=old_pods)
+        return rolling_step(replicas, rolling_bounds(strategy, replicas), new=new, old=generations)
 
     async def _scale_while_paused(self, deployment: Json, sets: Sequence[Json]) -> None:
         active = [each for each in sets if each["spec"].get("replicas", 1)]
@@ -94,7 +287,7 @@ class DeploymentController(Controller):
     async def _create_set(self, deployment: Json, *, revision: int, replicas: int) -> Json:
         metadata = deployment["metadata"]
         template = copy.deepcopy(deployment["spec"]["template"])
-        digest = rollout.template_hash(template)
+        digest = template_hash(template)
         template.setdefault("metadata", {}).setdefault("labels", {})[HASH_LABEL] = digest
         selector = copy.deepcopy(deployment["spec"]["selector"])
         selector.setdefault("matchLabels", {})[HASH_LABEL] = digest
@@ -141,9 +334,9 @@ class DeploymentController(Controller):
         """Report about the Deployment that was synced: what came meanwhile was not observed."""
         sets = self._sets.controlled_by(uid_of(deployment))
         fresh = None if new is None else self._sets.get(key_of(new))
-        status = deployment_status.status_of(deployment, sets=sets, new=fresh, now=timestamp())
+        status = status_of(deployment, sets=sets, new=fresh, now=timestamp())
         await self.write_status(deployment, status)
-        if (seconds := deployment_status.seconds_to_deadline(deployment, status)) is not None:
+        if (seconds := seconds_to_deadline(deployment, status)) is not None:
             self.enqueue_after(key_of(deployment), seconds)
 
     def _tell(self, deployment: Json, message: str) -> None:
@@ -159,7 +352,7 @@ class DeploymentController(Controller):
 
 def _set_for(deployment: Json, sets: Sequence[Json]) -> Json | None:
     """Return the ReplicaSet of the present template, whichever label value it got when it was made."""
-    wanted = rollout.template_hash(deployment["spec"]["template"])
+    wanted = template_hash(deployment["spec"]["template"])
     for each in sets:
         if each["metadata"].get("labels", {}).get(HASH_LABEL) == wanted:
             return each

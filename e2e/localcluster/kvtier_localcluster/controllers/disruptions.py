@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from kvtier_localcluster import conditions
-from kvtier_localcluster.apiserver.selectors import labels_match
+from kvtier_localcluster.apiserver.store.selectors import labels_match
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.conditions import Condition
 from kvtier_localcluster.controllers.loop import Controller

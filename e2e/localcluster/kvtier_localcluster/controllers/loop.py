@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a controller: a queue of keys, each reconciled from the present state; every trigger is the same.
+"""Adoption: a controller takes in what matches its selector and has no controller, and lets go what matches no more.
+
+The shape of a controller: a queue of keys, each reconciled from the present state; every trigger is the same.
 
 A key is in the queue at most once and handled by one task, so one object is never reconciled twice at the same time.
 """
@@ -11,12 +13,47 @@ import logging
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from kvtier_localcluster.apiserver.store.selectors import labels_match
 from kvtier_localcluster.client import ApiClient
-from kvtier_localcluster.controllers import adoption
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
 from kvtier_localcluster.informers import Change, Informer, Informers
-from kvtier_localcluster.kinds import Json, Key, Kind, controller_uid, key_of, merge_difference
+from kvtier_localcluster.kinds import (
+    Json,
+    Key,
+    Kind,
+    controlled_by,
+    controller_uid,
+    is_deleting,
+    key_of,
+    merge_difference,
+    uid_of,
+)
 from kvtier_localcluster.recorder import EventRecorder
+
+
+def selects(owner: Json, child: Json) -> bool:
+    """Tell whether an object is one that its owner's selector asks for."""
+    is_near = key_of(owner)[0] == key_of(child)[0]
+    return is_near and labels_match(owner["spec"].get("selector"), child["metadata"].get("labels") or {})
+
+
+async def adopt(client: ApiClient, owner_kind: Kind, owner: Json, children: Informer) -> None:
+    """Adopt and release until the owner references agree with the owner's selector."""
+    for child in children:
+        is_ours = controller_uid(child) == uid_of(owner)
+        is_orphan = controller_uid(child) is None and not is_deleting(child)
+        references = child["metadata"].get("ownerReferences") or []
+        if is_orphan and selects(owner, child):
+            wanted = [*references, controlled_by(owner_kind, owner)]
+        elif is_ours and not selects(owner, child):
+            wanted = [reference for reference in references if reference["uid"] != uid_of(owner)]
+        else:
+            continue
+        try:
+            children.remember(await client.patch(children.kind, child, {"metadata": {"ownerReferences": wanted}}))
+        except (NotFound, Conflict):
+            continue  # it has gone meanwhile, or another of its name has come: the watch will tell
+
 
 _LOG = logging.getLogger(__name__)
 _SOON_SECONDS = 0.05
@@ -74,7 +111,7 @@ class Controller(ABC):
             self.enqueue_controller_of(child)
         if not change.is_gone and controller_uid(change.object) is None:
             for owner in self.own:
-                if adoption.selects(owner, change.object):
+                if selects(owner, change.object):
                     self.enqueue(key_of(owner))
 
     async def run(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtier_localcluster.client import ApiClient
-from kvtier_localcluster.controllers import adoption
+from kvtier_localcluster.controllers import loop
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.errors import ApiFailure, NotFound
 from kvtier_localcluster.informers import Informers
@@ -62,7 +62,7 @@ class ReplicaSetController(Controller):
         replica_set = self.own.get(key)
         if replica_set is None or is_deleting(replica_set):
             return
-        await adoption.claim(self.client, REPLICA_SET, replica_set, self._pods)
+        await loop.adopt(self.client, REPLICA_SET, replica_set, self._pods)
         active = self._active_pods(replica_set)
         missing = int(replica_set["spec"].get("replicas", 1)) - len(active)
         for _ in range(missing):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvtier_localcluster.apiserver.selectors import labels_match
+from kvtier_localcluster.apiserver.store.selectors import labels_match
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Change, Informers

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service proxy: listens on every ClusterIP and port, and passes connections on to ready endpoints.
+"""Which endpoint a connection goes to: in turn, or the same for a client until it has been away for long. Pure.
+
+The service proxy: listens on every ClusterIP and port, and passes connections on to ready endpoints.
 
 Linux answers on all of 127.0.0.0/8, so an address from that range needs no set-up; only TCP is served.
 """
@@ -9,15 +11,52 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from kvtier_localcluster.client import ApiClient
-from kvtier_localcluster.controllers.balancing import Balancer, Endpoint
 from kvtier_localcluster.controllers.endpoints import SERVICE_LABEL
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.kinds import ENDPOINT_SLICE, SERVICE, Json, Key, Kind, is_deleting
 from kvtier_localcluster.recorder import Happening
+
+
+class Endpoint(NamedTuple):
+    """Where a pod listens."""
+
+    address: str
+    port: int
+
+
+@dataclass
+class Balancer:
+    """The memory of one Service port; the present endpoints are an argument, so that none goes stale."""
+
+    affinity_seconds: float | None = None
+    """How long a client stays with its endpoint; None is no affinity."""
+    _turn: int = 0
+    _clients: dict[str, tuple[Endpoint, float]] = field(default_factory=dict)
+
+    def order(self, client: str, endpoints: Sequence[Endpoint], now: float) -> list[Endpoint]:
+        """Return the endpoints in the order in which to try them."""
+        if not endpoints:
+            return []
+        start = self._turn % len(endpoints)
+        self._turn += 1
+        candidates = [*endpoints[start:], *endpoints[:start]]
+        if self.affinity_seconds is not None and client in self._clients:
+            endpoint, last = self._clients[client]
+            if endpoint in candidates and now - last <= self.affinity_seconds:
+                candidates.remove(endpoint)
+                candidates.insert(0, endpoint)
+        return candidates
+
+    def settle(self, client: str, endpoint: Endpoint, now: float) -> None:
+        """Remember where a client's connection went."""
+        if self.affinity_seconds is not None:
+            self._clients[client] = (endpoint, now)
+
 
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 10

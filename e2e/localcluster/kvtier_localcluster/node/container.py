@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One container: started, probed, restarted with growing delays, and ended in order.
+"""Read the log of a container.
+
+One container: started, probed, restarted with growing delays, and ended in order.
 
 Everything happens in the event loop. `run` owns the process; `stop` and the probes only ask it to end.
 """
@@ -8,17 +10,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from kvtier_localcluster.errors import ConfigMissing, StartFailed, VolumeMissing
 from kvtier_localcluster.kinds import Json, key_of, seconds_since, timestamp
 from kvtier_localcluster.node.launching import last_words_file, make_launch
-from kvtier_localcluster.node.logs import read_log
 from kvtier_localcluster.node.probes import Tally, Target, Verdict, look
 from kvtier_localcluster.node.processes import ContainerProcess, Launch
 from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.status import ContainerState, Termination
 from kvtier_localcluster.recorder import Happening
+
+_BLOCK_BYTES = 64 << 10
+
+
+def read_log(path: Path, tail: int | None) -> bytes:
+    """Return a log, or its last lines without reading what is before them; nothing where there is no log yet."""
+    if not path.exists():
+        return b""
+    if tail is None:
+        return path.read_bytes()
+    if tail <= 0:
+        return b""
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        text = b""
+        while position > 0 and text.count(b"\n") <= tail:
+            size = min(_BLOCK_BYTES, position)
+            position = file.seek(position - size)
+            text = file.read(size) + text
+    return b"".join(text.splitlines(keepends=True)[-tail:])
+
 
 _LOG = logging.getLogger(__name__)
 _CONFIG_RETRY_SECONDS = 5.0

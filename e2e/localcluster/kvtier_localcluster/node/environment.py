@@ -1,18 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables that a container declares. Pure; where values come from is passed in."""
+"""Put the real paths and addresses where a container's text names those it would see in a real container. Pure.
+
+What an image would bring: images are not pulled, so a table says what containers of some images get. Pure.
+
+The environment variables that a container declares. Pure; where values come from is passed in.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvtier_localcluster.apiserver.quantity import parse_quantity
+from kvtier_localcluster.apiserver.store.objects import parse_quantity
 from kvtier_localcluster.errors import ConfigMissing
 from kvtier_localcluster.kinds import Json
-from kvtier_localcluster.node.rewriting import expand
+
+_WILDCARD = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
+_VARIABLE = re.compile(r"\$(\$|\(([A-Za-z0-9_.-]+)\))")
+
+
+class PathMap:
+    """Directories of the machine for mount paths of one container.
+
+    A mount path is replaced where it stands as a path of its own or at the head of one: not inside another path
+    (`/data/tmp` for `/tmp`), a longer name (`/tmpfoo`) or the path of a URL with a host, but after `file://`.
+    """
+
+    def __init__(self, directories: Mapping[str, str]) -> None:
+        """Prepare for replacing all mount paths in one pass, so that nothing is replaced twice."""
+        self._directories = {path.rstrip("/"): directory for path, directory in directories.items() if path != "/"}
+        ordered = sorted(self._directories, key=len, reverse=True)
+        paths = "|".join(re.escape(path) for path in ordered)
+        self._pattern = re.compile(rf"(?:(?<=file://)|(?<![\w./~%-]))(?:{paths})(?![\w-]|\.\w)") if ordered else None
+
+    def rewrite(self, text: str) -> str:
+        """Return the text with real paths."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: self._directories[found[0]], text)
+
+
+def with_address(text: str, address: str) -> str:
+    """Return the text with the pod's own address for the wildcard, so that two pods may use the same port."""
+    return _WILDCARD.sub(address, text)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace $(NAME) as Kubernetes does: `$$` escapes, and unknown names stay as they are."""
+
+    def replacement(found: re.Match[str]) -> str:
+        if found[1] == "$":
+            return "$"
+        return variables.get(found[2], found[0])
+
+    return _VARIABLE.sub(replacement, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProfile:
+    """The environment and entry point of all images whose name starts with a prefix."""
+
+    prefix: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    entrypoint: Sequence[str] = ()
+
+
+def profile_for(image: str, profiles: Iterable[ImageProfile]) -> ImageProfile:
+    """Return the profile with the longest prefix of the image's name, or an empty one."""
+    fitting = [profile for profile in profiles if image.startswith(profile.prefix)]
+    return max(fitting, key=lambda profile: len(profile.prefix), default=ImageProfile(prefix=""))
+
 
 Lookup = Callable[[str], Json | None]
 """Returns the object of that name in the pod's namespace, or None."""
@@ -94,11 +154,11 @@ def texts_of(manifest: Json) -> dict[str, bytes]:
 
 
 def _all_of(entry: Json, sources: Sources) -> dict[str, str]:
-    for field, lookup, kind in (
+    for source, lookup, kind in (
         ("configMapRef", sources.config_map, "configmap"),
         ("secretRef", sources.secret, "secret"),
     ):
-        reference = entry.get(field)
+        reference = entry.get(source)
         if reference is None:
             continue
         manifest = lookup(reference["name"])

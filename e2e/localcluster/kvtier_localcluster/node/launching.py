@@ -9,10 +9,8 @@ from pathlib import Path
 
 from kvtier_localcluster.datadir import SHARED_MEMORY
 from kvtier_localcluster.kinds import Json
-from kvtier_localcluster.node.environment import declared
-from kvtier_localcluster.node.images import profile_for
+from kvtier_localcluster.node.environment import PathMap, declared, expand, profile_for, with_address
 from kvtier_localcluster.node.processes import Launch, namespace_prefix
-from kvtier_localcluster.node.rewriting import PathMap, expand, with_address
 from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.volumes import Mounts
 

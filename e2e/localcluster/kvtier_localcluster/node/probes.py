@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from kvtier_localcluster.kinds import Json
-from kvtier_localcluster.node.rewriting import with_address
+from kvtier_localcluster.node.environment import with_address
 
 _DEFAULT_TIMEOUT_SECONDS = 1
 _ERROR_STATUS = 400

@@ -13,8 +13,7 @@ from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Informers
 from kvtier_localcluster.kinds import POD, Json, Key, Kind, is_deleting, timestamp, uid_of
-from kvtier_localcluster.node.addresses import PodAddresses
-from kvtier_localcluster.node.services import NODE_NAME
+from kvtier_localcluster.node.services import NODE_NAME, PodAddresses
 from kvtier_localcluster.node.status import ContainerState, PodState, Termination, status_for
 
 SIMULATE = "localcluster.kvtier.dev/simulate"

@@ -16,8 +16,7 @@ from pathlib import Path
 from kvtier_localcluster.datadir import SHARED_MEMORY, DataDirectory
 from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
 from kvtier_localcluster.kinds import Json, Key
-from kvtier_localcluster.node.environment import Sources, field_value, resource_value, texts_of
-from kvtier_localcluster.node.rewriting import PathMap, expand
+from kvtier_localcluster.node.environment import PathMap, Sources, expand, field_value, resource_value, texts_of
 
 _CURRENT = "..data"
 """The link that the kubelet swaps when the object behind a volume changes."""

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvtier_connector.contract import LMCACHE_PLUGIN, LMCACHE_URL_SETTING, REDIS_PASSWORD_VARIABLE
+from kvtier_connector.contract.engine import LMCACHE_PLUGIN, LMCACHE_URL_SETTING, REDIS_PASSWORD_VARIABLE
 from kvtier_operator import names
 from kvtier_operator.api.connector_spec import LMCache, LMCacheRedis, Nixl, VLLMOffloading
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts import pods
 from kvtier_operator.parts.backends import native
 from kvtier_operator.parts.backends import redis as trial
 from kvtier_operator.parts.backends.rendered import (
@@ -39,14 +39,14 @@ SIDE_CHANNEL_PORT: Final = 5600
 _GIB: Final = 1 << 30
 _PIN_SECONDS: Final = 90
 _PLUGIN_CLASS: Final = {
-    f"remote_storage_plugin.{LMCACHE_PLUGIN}.module_path": "kvtier_connector.lmcache_redis",
+    f"remote_storage_plugin.{LMCACHE_PLUGIN}.module_path": "kvtier_connector.pod_tools.lmcache_redis",
     f"remote_storage_plugin.{LMCACHE_PLUGIN}.class_name": "PasswordRedisConnector",
 }
 """Where LMCache finds the connector for a Redis with a password."""
 
 _SERVER_PLUGIN: Final = {
     "type": "native_plugin",
-    "module_path": "kvtier_connector.lmcache_processes",
+    "module_path": "kvtier_connector.pod_tools.lmcache_server_redis",
     "class_name": "RedisClient",
 }
 """Where its cache server finds the one for any Redis."""
@@ -135,12 +135,12 @@ def _redis_check(plan: TierPlan, settings: LMCache) -> tuple[Manifest, ...]:
     container = {
         "name": names.REDIS_CHECK_CONTAINER,
         "image": plan.connector_image,
-        "command": ["python3", "-m", "kvtier_connector.redis_check"],
+        "command": ["python3", "-m", "kvtier_connector.pod_tools.redis_check"],
         "args": [f"--url={url}", f"--result={_RESULT_FILE}"],
         **({} if settings.redis.password_secret_ref is None else {"env": [_password(settings.redis)]}),
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}},
         "terminationMessagePath": _RESULT_FILE,
-        "securityContext": pod_settings.hardened(),
+        "securityContext": pods.hardened(),
     }
     return (container,)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvtier_connector import contract
+from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api.connector_spec import SimpleCpu, VLLMOffloading, VLLMTiering
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
@@ -24,7 +24,10 @@ _OFFLOADING: Final = "OffloadingConnector"
 
 ON_DEVICE: Final = {"spec_name": "CPUOffloadingSpec"}
 """vLLM's own tier in host memory."""
-ON_CPU_BUILD: Final = {"spec_name": "CpuBuildOffloadingSpec", "spec_module_path": "kvtier_connector.tier.cpu_build"}
+ON_CPU_BUILD: Final = {
+    "spec_name": "CpuBuildOffloadingSpec",
+    "spec_module_path": "kvtier_connector.vllm_adapter.cpu_build",
+}
 """vLLM refuses to offload on its CPU build; a class of ours that copies with memcpy is one module away."""
 
 
@@ -44,7 +47,7 @@ def bundled_connector(plan: TierPlan) -> dict[str, Any]:
     """Return kvtier's connector, with its spec and its tier."""
     extra = {
         "spec_name": "KVTierSpec",
-        "spec_module_path": "kvtier_connector.tier.spec",
+        "spec_module_path": "kvtier_connector.vllm_adapter.spec",
         **_memory(plan),
         **({"canonical_layout": True} if plan.spec.disk.canonical_layout else {}),
         # Those of the CPU tier name the tokens. The volume's are the janitor's to publish, once for all engines.
@@ -52,8 +55,8 @@ def bundled_connector(plan: TierPlan) -> dict[str, Any]:
         "secondary_tiers": [
             {
                 "type": "SharedVolumeTier",
-                "module_path": "kvtier_connector.tier.tier",
-                "config_file": f"{names.CONFIG_MOUNT}/{contract.CONFIG_FILE}",
+                "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
+                "config_file": f"{names.CONFIG_MOUNT}/{engine.CONFIG_FILE}",
                 # The file follows the spec while a pod of before it may still be restarted.
                 "generation": plan.generation.digest,
             }
@@ -61,7 +64,7 @@ def bundled_connector(plan: TierPlan) -> dict[str, Any]:
     }
     return {
         **connector("KVTierConnector", extra),
-        "kv_connector_module_path": "kvtier_connector.tier.connector",
+        "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
     }
 
 
@@ -90,7 +93,7 @@ def tiering(plan: TierPlan) -> Rendered:
     """Return vLLM's host memory, and its files on the volume."""
     settings = plan.spec.connector.vllm_tiering or VLLMTiering()
     spec = (
-        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.tier.spec"}
+        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.vllm_adapter.spec"}
         if _is_cpu_build(plan)
         else {"spec_name": "TieringOffloadingSpec"}
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts import pods
 from kvtier_operator.parts.backends.rendered import Rendered, alone, connector, own_files, variable
 from kvtier_operator.plan import TierPlan
 
@@ -82,7 +82,7 @@ def mooncake_master(plan: TierPlan) -> tuple[Manifest, ...]:
         "ports": [{"name": "rpc", "containerPort": master.port, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
         "readinessProbe": {"tcpSocket": {"port": "rpc"}, "periodSeconds": 5},
-        "securityContext": pod_settings.hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [{"name": "scratch", "mountPath": names.SCRATCH_MOUNT}],
     }
     return (service, single_pod(plan, name, component, container))
@@ -109,7 +109,7 @@ def single_pod(plan: TierPlan, name: str, component: str, container: Manifest, *
                 "spec": {
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
-                    "securityContext": pod_settings.security_context(template),
+                    "securityContext": pods.security_context(template),
                     **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
                     "containers": [container],
                     "volumes": [{"name": "scratch", "emptyDir": {}}],

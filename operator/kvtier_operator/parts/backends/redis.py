@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import pod_settings
+from kvtier_operator.parts import pods
 from kvtier_operator.parts.backends.outside import single_pod
 from kvtier_operator.plan import TierPlan
 
@@ -63,7 +63,7 @@ def redis(plan: TierPlan) -> tuple[Manifest, ...]:
         "ports": [{"name": "redis", "containerPort": listens, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": memory}, "limits": {"memory": memory}},
         "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5},
-        "securityContext": pod_settings.hardened(),
+        "securityContext": pods.hardened(),
         "volumeMounts": [{"name": "scratch", "mountPath": names.SCRATCH_MOUNT}],
     }
     return (

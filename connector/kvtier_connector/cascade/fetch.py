@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks on their way to the GPU: from the volume into rows of the CPU tier, and from there, request by request.
+
+Rows are given in the order in which chunks were asked for, so a prefix that is longer than the CPU tier streams through
+it: chunks that were copied to the GPU make room for those that follow. What is fetched ahead of a request's turn is
+leased: it stays for that request, within a share of the CPU tier, and yields to the loads of requests that have theirs.
+The scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+from kvtier_connector.cascade.requests import TierRequest
+from kvtier_connector.cascade.transfers import Landed
+
+NO_ROW = -1
+LEASED_SHARE = 0.5
+"""Of the CPU tier, for what is fetched for requests whose turn has not come."""
+
+
+class Piece(NamedTuple):
+    """Chunks that go to the GPU together."""
+
+    keys: set[OffloadKey]
+    source: CPULoadStoreSpec
+    target: GPULoadStoreSpec
+
+
+@dataclass(slots=True)
+class _Part:
+    """The chunks of one group of layers."""
+
+    first: int
+    """Number of its first chunk in the load."""
+    count: int
+    blocks: list[int]
+    """GPU blocks."""
+    index: int
+    """Of the first of them, among the blocks of the request."""
+    skipped: int
+    """Blocks of the first chunk that come before it, and that the GPU has."""
+    handed: int = 0
+    """Chunks that were handed to the worker."""
+
+
+class Load:
+    """The chunks of a request in the order of its prompt, group by group: where they lie, and which come.
+
+    A chunk is *ready* once it lies in a row of the CPU tier, pinned and verified. Chunks go to the GPU in their order,
+    so that a load that ends early leaves a prefix.
+    """
+
+    def __init__(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        """Start with nothing ready."""
+        self.context = context
+        self.keys = tuple(keys)
+        self.rows = [NO_ROW] * len(self.keys)
+        """Rows of the CPU tier; `NO_ROW` for a chunk that is not ready."""
+        self.failed: set[int] = set()
+        """Numbers of the chunks that do not come."""
+        self.is_over = False
+        """Whether the request goes on with what was loaded."""
+        self._parts: list[_Part] = []
+        self._blocks_per_chunk = 1
+
+    def aim(self, target: GPULoadStoreSpec, blocks_per_chunk: int) -> None:
+        """Say where on the GPU the chunks go."""
+        self._blocks_per_chunk = blocks_per_chunk
+        block_ids = target.block_ids.tolist()
+        first_block = first_chunk = 0
+        for size, index in zip(target.group_sizes, target.block_indices, strict=True):
+            skipped = index % blocks_per_chunk
+            count = -(-(size + skipped) // blocks_per_chunk) if size else 0
+            blocks = block_ids[first_block : first_block + size]
+            self._parts.append(_Part(first_chunk, count, blocks, index, skipped))
+            first_block += size
+            first_chunk += count
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether anything is ready that follows what was handed over."""
+        return any(self._next_row(part) != NO_ROW for part in self._parts)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether nothing more is handed over: all of it was, or what follows does not come."""
+        if self.failed and len(self._parts) > 1:
+            # vLLM computes all of a request with several groups, if any of it is missing.
+            return True
+        return all(part.handed == part.count or part.first + part.handed in self.failed for part in self._parts)
+
+    @property
+    def handed(self) -> set[int]:
+        """Numbers of the chunks that were handed over."""
+        return {number for part in self._parts for number in range(part.first, part.first + part.handed)}
+
+    def take_piece(self) -> Piece:
+        """Return what is ready and follows what was handed over before; call it if `has_piece`."""
+        rows: list[int] = []
+        blocks: list[int] = []
+        keys: set[OffloadKey] = set()
+        sizes, indices = [], []
+        for part in self._parts:
+            begin = part.handed
+            low = self._blocks_before(part, begin)
+            while self._next_row(part) != NO_ROW:
+                part.handed += 1
+            high = self._blocks_before(part, part.handed)
+            chunks = slice(part.first + begin, part.first + part.handed)
+            rows += self.rows[chunks]
+            keys.update(self.keys[chunks])
+            blocks += part.blocks[low:high]
+            sizes.append(high - low)
+            indices.append(part.index + low)
+        return Piece(keys, CPULoadStoreSpec(rows), GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=indices))
+
+    @property
+    def unwritten(self) -> list[int]:
+        """The GPU blocks that nothing was handed over for."""
+        return [block for part in self._parts for block in part.blocks[self._blocks_before(part, part.handed) :]]
+
+    @property
+    def reached(self) -> list[int]:
+        """For each group, how many chunks of the request are on the GPU once all pieces are."""
+        return [part.index // self._blocks_per_chunk + part.handed for part in self._parts]
+
+    def _next_row(self, part: _Part) -> int:
+        return self.rows[part.first + part.handed] if part.handed < part.count else NO_ROW
+
+    def _blocks_before(self, part: _Part, chunk: int) -> int:
+        return min(len(part.blocks), max(0, chunk * self._blocks_per_chunk - part.skipped))
+
+
+@dataclass(slots=True)
+class _Fetch:
+    context: ReqContext
+    """Of the request that asked first."""
+    has_row: bool = False
+    is_urgent: bool = False
+    """Whether it goes before what is read ahead."""
+    loads: list[tuple[Load, int]] = field(default_factory=list)
+    """Who waits for it, with the chunk's number there."""
+    lessee: ReqContext | None = None
+    """For whom it is fetched ahead."""
+
+
+class Fetches:
+    """Who waits for which chunk of the volume, and who waits for a row."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        request_of: Callable[[ReqContext], TierRequest],
+        start: Callable[[ReqContext, Sequence[OffloadKey], CPULoadStoreSpec, bool], bool],
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            primary: The CPU tier.
+            request_of: Returns what the tier keeps of a request.
+            start: Has chunks of a request read into rows; told whether a load waits for any, returns whether they are
+                urgent now.
+        """
+        self._primary = primary
+        self._request_of = request_of
+        self._start_reading = start
+        self._fetches: dict[OffloadKey, _Fetch] = {}
+        self._line: OrderedDict[OffloadKey, None] = OrderedDict()
+        """Those that wait for a row."""
+        self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
+        self._leased = 0
+        self._most_leased = int(primary._num_chunks * LEASED_SHARE)  # noqa: SLF001 - vLLM's metrics read it so
+        self.is_held = False
+        """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
+
+    @property
+    def under_way(self) -> Mapping[OffloadKey, object]:
+        """The chunks on their way."""
+        return self._fetches
+
+    def __len__(self) -> int:
+        """Return how many are."""
+        return len(self._fetches)
+
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for a row."""
+        return len(self._line)
+
+    @property
+    def room(self) -> int:
+        """How many more could be fetched ahead."""
+        if self._line or self.is_held:
+            return 0
+        return max(0, min(self._most_leased - self._leased, self._count_free()))
+
+    def count_waiting_requests(self) -> int:
+        """Return how many requests wait for rows."""
+        return len({self._fetches[key].context.req_id for key in self._line})
+
+    def ask(self, key: OffloadKey, load: Load, number: int) -> bool:
+        """Have a load told when the chunk is there; True if it was being fetched ahead, and is urgent from now on."""
+        fetch = self._fetches.get(key) or self._begin(key, load.context)
+        was_ahead = fetch.has_row and not fetch.is_urgent
+        fetch.is_urgent = True
+        fetch.loads.append((load, number))
+        return was_ahead
+
+    def leave(self, key: OffloadKey, load: Load) -> None:
+        """Take a load out of those that wait for a chunk; what is being read lands for whoever comes next."""
+        fetch = self._fetches.get(key)
+        if fetch is not None:
+            fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
+            if fetch.loads and not fetch.has_row:
+                # vLLM gives no row to a request that has ended.
+                fetch.context = fetch.loads[0][0].context
+            self._drop_unwanted(key, fetch)
+
+    def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Fetch chunks ahead, as far as there is room for such; return them."""
+        leased = list(islice((key for key in keys if key not in self._fetches), self.room))
+        for key in leased:
+            self._begin(key, context).lessee = context
+        if leased:
+            self._leased += len(leased)
+            self._request_of(context).leased.update(leased)
+            self._lessees[context.req_id] = context
+            self.serve()
+        return leased
+
+    def end_lease(self, context: ReqContext) -> None:
+        """Let go of what was fetched ahead for a request."""
+        if self._lessees.pop(context.req_id, None) is None:
+            return
+        request = self._request_of(context)
+        self._leased -= len(request.leased)
+        arrived = []
+        for key in request.leased:
+            fetch = self._fetches.get(key)
+            if fetch is None or fetch.lessee is not context:
+                arrived.append(key)
+            else:
+                fetch.lessee = None
+                if fetch.loads and not fetch.has_row:
+                    fetch.context = fetch.loads[0][0].context
+                self._drop_unwanted(key, fetch)
+        request.leased.clear()
+        if arrived:
+            self._primary.complete_read(arrived, context)
+
+    def end_leases(self) -> None:
+        """Let go of all that was fetched ahead."""
+        for context in list(self._lessees.values()):
+            self.end_lease(context)
+
+    def serve(self) -> None:
+        """Give rows to those that wait for one, as many as can be had."""
+        while self._line and not self.is_held:
+            room = self._count_free()
+            if room and self._start(list(islice(self._line, room))):
+                continue
+            if not self._lessees:
+                break
+            # What is fetched ahead yields to what is loaded now, the last that came first.
+            self.end_lease(self._lessees[next(reversed(self._lessees))])
+
+    def take(self, landed: Iterable[Landed]) -> None:
+        """Take in which chunks were read, and which could not be."""
+        for key, is_read in landed:
+            fetch = self._fetches.get(key)
+            if fetch is None or not fetch.has_row:
+                continue
+            del self._fetches[key]
+            if not is_read:
+                self._primary.complete_write([key], fetch.context, success=False)
+                self._fail(key, fetch)
+            elif (fetch.loads or fetch.lessee) and self._primary.events is None:
+                self._arrive_pinned(key, fetch)
+            else:
+                self._primary.complete_write([key], fetch.context)
+                self._arrive(key, fetch)
+
+    def give_up_first(self) -> None:
+        """Have the first in the line do without its chunk."""
+        key, _ = self._line.popitem(last=False)
+        self._fail(key, self._fetches.pop(key))
+
+    def clear(self) -> None:
+        """Forget everything: the CPU tier was emptied, every load and lease has ended."""
+        self._fetches.clear()
+        self._line.clear()
+
+    def _begin(self, key: OffloadKey, context: ReqContext) -> _Fetch:
+        fetch = self._fetches[key] = _Fetch(context)
+        self._line[key] = None
+        return fetch
+
+    def _count_free(self) -> int:
+        primary = self._primary
+        return int(primary._get_num_free_chunks() + primary._num_evictable_cache_chunks)  # noqa: SLF001 - there is no public way
+
+    def _start(self, batch: Sequence[OffloadKey]) -> bool:
+        """Have chunks read that wait for a row; False if none of them got one."""
+        by_request: dict[str, list[OffloadKey]] = {}
+        for key in batch:
+            by_request.setdefault(self._fetches[key].context.req_id, []).append(key)
+        is_any = False
+        for keys in by_request.values():
+            context = self._fetches[keys[0]].context
+            prepared = self._primary.prepare_write(keys, context)
+            if prepared is None:
+                break
+            wanted = prepared.keys_to_store
+            if len(wanted) < len(keys):
+                is_any |= self._settle_stored(frozenset(keys).difference(wanted))
+            if wanted:
+                is_any = True
+                for key in wanted:
+                    self._fetches[key].has_row = True
+                    del self._line[key]
+                spec = prepared.store_spec
+                assert isinstance(spec, CPULoadStoreSpec)
+                is_urgent = self._start_reading(context, wanted, spec, any(self._fetches[key].loads for key in wanted))
+                for key in wanted:
+                    self._fetches[key].is_urgent = is_urgent
+        return is_any
+
+    def _settle_stored(self, keys: Iterable[OffloadKey]) -> bool:
+        """Give those that wait what the GPU has stored meanwhile; False if it is still being stored."""
+        is_any = False
+        for key in keys:
+            chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+            if chunk is not None and chunk.is_ready:
+                is_any = True
+                del self._line[key]
+                self._arrive(key, self._fetches.pop(key))
+            else:
+                self._line.move_to_end(key)
+        return is_any
+
+    def _arrive(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Pin a chunk for everybody who waits for it."""
+        chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+        assert chunk is not None
+        for load, number in fetch.loads:
+            self._primary.prepare_read([key], load.context)
+            load.rows[number] = chunk.chunk_id
+        if fetch.lessee is not None:
+            self._primary.prepare_read([key], fetch.lessee)
+
+    def _arrive_pinned(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Do as `complete_write` and `_arrive` do; the chunk is not put among those to evict only to be taken out."""
+        primary = self._primary
+        chunk = primary._policy.get(key)  # noqa: SLF001 - as above
+        assert chunk is not None
+        primary._num_write_pending_chunks -= 1  # noqa: SLF001 - as above
+        chunk.ref_cnt = len(fetch.loads) + (fetch.lessee is not None)
+        for load, number in fetch.loads:
+            load.rows[number] = chunk.chunk_id
+
+    def _fail(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Tell everybody who waits for a chunk that it does not come, nor when they ask again."""
+        for load, number in fetch.loads:
+            load.failed.add(number)
+            self._request_of(load.context).missing.add(key)
+        if fetch.lessee is not None:
+            request = self._request_of(fetch.lessee)
+            request.missing.add(key)
+            request.leased.discard(key)
+            self._leased -= 1
+
+    def _drop_unwanted(self, key: OffloadKey, fetch: _Fetch) -> None:
+        if not fetch.has_row and not fetch.loads and fetch.lessee is None:
+            del self._fetches[key]
+            del self._line[key]

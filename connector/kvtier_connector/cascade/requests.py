@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tier keeps of one request: whose blocks it reads and writes, where each chunk stands, what was decided.
+
+A tenant is a directory on the volume, with a quota. It is not what keeps one tenant's prompts from another's: in the
+GPU and the CPU tier vLLM finds chunks by their hash alone, which covers the cache salt and no parameter. A request
+whose tenant cannot be told is kept off the volume: it is computed, and not stored.
+
+vLLM notes, for each chunk of a request, the token at which it ends. A `TierRequest` turns that around: the number of
+each chunk among those of its group, and the chunk before it, so that whoever makes room can evict the end of a prefix
+first. What vLLM did not note has no lineage, which costs nothing but a worse choice of what to evict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+
+from kvtier_connector.cascade.admission import Verdict
+from kvtier_connector.cascade.hints import NO_HINTS, Hints, Problem
+from kvtier_connector.contract.engine import TENANT_PARAMETER
+from kvtier_connector.store.index import Presence
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
+from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.lora import AdapterIdentity, Adapters, Lora, Reading
+from kvtier_connector.vllm_adapter.media import Media
+
+logger = init_logger("vllm.kvtier.hints")
+
+SALT_DIGITS = 16
+"""Of the SHA-256 of a salt: the salt itself, which is a secret, is neither a directory's name nor in a header."""
+_LATE_CHUNKS = 8
+"""At the end of a prompt, that are asked about one by one."""
+_MOST_TOLD = 64
+"""Hints that are not understood, of which the log tells: each once, since clients may invent as many as they like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """The cache salt of a request, which vLLM hashes into its blocks; never shown."""
+
+    value: str | None = field(repr=False)
+
+
+def find_tenant(context: ReqContext, source: str) -> str | None:
+    """Return the request's tenant, empty if it has none, None if it cannot be told.
+
+    Args:
+        context: The request.
+        source: One of `contract.TENANT_SOURCES`.
+    """
+    if source == "CacheSalt":
+        salt: Salt | None = context.get_state(Salt)
+        if salt is None:
+            return None
+        return hashlib.sha256(salt.value.encode()).hexdigest()[:SALT_DIGITS] if salt.value else ""
+    if source == "Parameter":
+        named = (context.kv_transfer_params or {}).get(TENANT_PARAMETER)
+        if named is None:
+            return ""
+        return named if isinstance(named, str) and is_tenant(named) else None
+    return ""
+
+
+class TierRequest:
+    """One request. The scheduler's alone; its chunks grow as vLLM notes more of them."""
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        context: ReqContext,
+        tokens: Mapping[int, int],
+        tenant: str | None = "",
+        *,
+        locality: Locality | None = None,
+        adapter: Reading | None = None,
+        media: Media | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            context: vLLM's record of it.
+            tokens: How many tokens a chunk of each group has.
+            tenant: Whose it is; None where that is unknown.
+            locality: What the volume is to requests that name the tiers they load from.
+            adapter: The look at its LoRA adapter; None if it has none.
+            media: What its prompt holds beside text; None if that is nothing.
+        """
+        self.name = context.req_id
+        self.hints: Hints = context.get_state(Hints) or NO_HINTS
+        """What its client asks for."""
+        self._has_tenant = tenant is not None
+        self._adapter = adapter
+        self._media = media
+        self.verdict: Verdict | None = None
+        """What was decided when its prefix was found; None before, and again once it was acted upon."""
+        self.on_volume: set[OffloadKey] = set()
+        """Chunks that the last look-up found on the volume and not in the CPU tier."""
+        self.missing: set[OffloadKey] = set()
+        """Chunks that this request does without: they could not be read, or nobody said in time whether they exist."""
+        self.leased: set[OffloadKey] = set()
+        """Chunks that were fetched for it before it was scheduled, and stay in the CPU tier for it."""
+        self.is_counted = False
+        """Whether what it found was counted."""
+        self.causes: set[str] = set()
+        """Of its misses, as far as they were counted."""
+        self._wants_volume = context.load_tier_filter.allows(Medium.STORAGE, locality)
+        self.tenant = tenant or ""
+        """Whose it is; empty where it is nobody's in particular."""
+        # There is no public way from a position to its chunk. The dictionary keeps the order of insertion.
+        self._ends: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        self._tokens = tokens
+        self._seen = 0
+        self._keys: dict[int, list[OffloadKey]] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its adapter is still being looked at."""
+        return self._adapter is not None and self._adapter.is_pending()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether chunks of the same key may have been computed with another adapter, or upon other media."""
+        if self._media is not None and self._media.is_mixed:
+            return True
+        return self._adapter is not None and not self.is_pending and self._identity is None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the request is kept off the volume: its tenant, media or adapter cannot be told. None if it is not."""
+        if not self._has_tenant:
+            return metrics.NO_TENANT
+        if self._media is not None and self._media.is_mixed:
+            return metrics.NO_MEDIA
+        return metrics.NO_ADAPTER if self._adapter is not None and self._identity is None else None
+
+    @property
+    def read_refusal(self) -> str | None:
+        """Why the volume is not asked for it, None if it is."""
+        return self.refusal or (None if self._wants_volume else metrics.UNWANTED)
+
+    def begin_anew(self) -> None:
+        """Forget what was found and decided: the request was preempted, and looks again."""
+        self.verdict = None
+        self.missing.clear()
+        self.causes.clear()
+
+    def block_key(self, key: OffloadKey) -> BlockKey:
+        """Return the store's name of vLLM's key."""
+        if self._adapter is None and self._media is None:
+            return BlockKey(get_offload_block_hash(key), get_offload_group_idx(key), self.tenant)
+        return BlockKey(self._hash(key), get_offload_group_idx(key), self.tenant)
+
+    def lineage(self, key: OffloadKey) -> Lineage:
+        """Return the chunk's number and the hash of the one before it; nothing where vLLM did not note both."""
+        self._read_on()
+        group = get_offload_group_idx(key)
+        position = self._position(key, group)
+        label = self._identity.label if self._identity else ""
+        if position is None or not 0 < position < len(keys := self._keys.get(group, [])):
+            return NO_LINEAGE._replace(adapter=label)
+        return Lineage(self._hash(keys[position - 1]), position, label)
+
+    def last_present(self, is_present: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
+        """Return, for each group, a late chunk that is there, of the prefix or of the end; it asks about a few only.
+
+        A prefix is there up to some chunk. Of a group with a sliding window only the end is there, so it is looked at
+        first. With other holes a chunk may be answered that is not the last.
+        """
+        self._read_on()
+        found = []
+        for keys in self._keys.values():
+            last = next((key for key in keys[: -_LATE_CHUNKS - 1 : -1] if is_present(key)), None)
+            if last is None and (count := _count_prefix(keys, is_present)):
+                last = keys[count - 1]
+            if last is not None:
+                found.append(last)
+        return found
+
+    def note_used(self, store: SharedStore, payload_bytes: int) -> None:
+        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
+        if self.refusal or not self.hints.may_store:
+            return
+        for key in self.last_present(lambda key: store.state(self.block_key(key)) is Presence.PRESENT):
+            store.note_used(self.block_key(key), payload_bytes, self.lineage(key))
+
+    def note_hints(self, store: SharedStore, payload_bytes: int) -> None:
+        """Tell whoever makes room what its client asks for, once all of it is stored that is."""
+        # A private prompt leaves no name of a block behind, also none that another request stored.
+        if self.refusal or not self.hints.may_store:
+            return
+
+        def is_there(key: OffloadKey) -> bool:
+            return store.state(self.block_key(key)) is Presence.PRESENT
+
+        if (retained := self.hints.retained) is not None:
+            limit = math.inf if retained.tokens is None else retained.tokens
+            for key in self.last_present(lambda key: self._ends[key] <= limit and is_there(key)):
+                store.note_retained(self.block_key(key), payload_bytes, retained.seconds)
+
+    @property
+    def _identity(self) -> AdapterIdentity | None:
+        return None if self._adapter is None else self._adapter.identity
+
+    def _hash(self, key: OffloadKey) -> bytes:
+        """Return the hash that the volume knows a chunk by: vLLM's, and what its media and its adapter hold."""
+        block_hash = get_offload_block_hash(key)
+        if self._media is not None:
+            block_hash = self._media.hash_of(block_hash, self._ends.get(key))
+        return self._identity.hash_of(block_hash) if self._identity else block_hash
+
+    def _position(self, key: OffloadKey, group: int) -> int | None:
+        end = self._ends.get(key)
+        tokens = self._tokens.get(group)
+        return None if end is None or not tokens or end % tokens else end // tokens - 1
+
+    def _read_on(self) -> None:
+        """Take in what vLLM has noted since the last time; chunks of a group come in order."""
+        if self._seen == len(self._ends):
+            return
+        for key in islice(self._ends, self._seen, None):
+            group = get_offload_group_idx(key)
+            keys = self._keys.setdefault(group, [])
+            # A chunk that ends inside another one is no link of the chain.
+            if self._position(key, group) == len(keys):
+                keys.append(key)
+        self._seen = len(self._ends)
+
+
+def _count_prefix(keys: Sequence[OffloadKey], is_present: Callable[[OffloadKey], bool]) -> int:
+    """Return how many are there from the first on, if behind one that is not there are none; by halving."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if is_present(keys[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+class TierRequests:
+    """Makes the record of each request, and keeps it where vLLM keeps what belongs to a request.
+
+    It also counts what clients ask for, and tells the janitor once the blocks lie on the volume. The scheduler's thread
+    only.
+    """
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        *,
+        tenant_source: str,
+        locality: Locality | None,
+        adapters: Adapters,
+        stats: metrics.Stats,
+    ) -> None:
+        """Store the settings; `tenant_source` is one of `contract.TENANT_SOURCES`."""
+        config = spec.config
+        self.tokens = {
+            index: group.tokens_per_block * config.cache.blocks_per_chunk for index, group in enumerate(config.groups)
+        }
+        """How many tokens a chunk of each group has."""
+        self._tenant_source = tenant_source
+        self._locality = locality
+        self._adapters = adapters
+        self._stats = stats
+        self._told: set[Problem] = set()
+        self._ended: list[ReqContext] = []
+        """Those with something to tell the janitor, whose blocks may still be written."""
+
+    def of(self, context: ReqContext) -> TierRequest:
+        """Return the record of a request."""
+        request: TierRequest | None = context.get_state(TierRequest)
+        if request is None:
+            tenant = find_tenant(context, self._tenant_source)
+            lora: Lora | None = context.get_state(Lora)
+            adapter = None if lora is None else self._adapters.read(lora)
+            media: Media | None = context.get_state(Media)
+            request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter, media=media)
+            context.set_state(request)
+        return request
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the janitor is to be told of requests that have ended."""
+        return bool(self._ended)
+
+    def count(self, hints: Hints) -> None:
+        """Count what a request asks for, and what of that is ignored."""
+        for name in hints.taken:
+            self._stats.count(metrics.HINTS, cause=name)
+        for problem in hints.problems:
+            self._stats.count(metrics.IGNORED_HINTS, cause=problem.cause)
+            if problem not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(problem)
+                logger.warning(
+                    "Not understood in kv_transfer_params or kv_hints of a request, from now on only counted: %s (%s)",
+                    problem.name,
+                    problem.cause,
+                )
+
+    def end(self, context: ReqContext) -> None:
+        """Take in that a request has ended."""
+        hints = self.of(context).hints
+        if hints.may_store and hints.retained is not None:
+            self._ended.append(context)
+
+    def tell(self, store: SharedStore, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]) -> None:
+        """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
+        if self._ended:
+            waiting = []
+            for context in self._ended:
+                if is_storing(context):
+                    waiting.append(context)
+                else:
+                    self.of(context).note_hints(store, payload_bytes)
+            self._ended = waiting

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a dataclass becomes the JSON document that the operator writes and a pod reads, and a dataclass again.
+
+Pure and stdlib only, as the contracts are that use it. ``file`` is what messages call the document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Protocol, TypeVar
+
+from kvtier_connector.contract.errors import ConfigInvalid
+
+
+class Record(Protocol):
+    """Any dataclass whose fields have the types of `_WORDS`, or such a type or None."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+Claim = tuple[bool, str, str]
+"""Whether it holds, the field that it is about, and what that field must be."""
+
+_WORDS = {
+    "bool": "true or false",
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "Mapping[str, int]": "an object of whole numbers",
+    "Mapping[str, Any]": "an object",
+}
+_OR_NONE = " | None"
+
+ADDED: Final = MappingProxyType({"kvtier_added": True})
+"""``metadata`` of a field that came after others: it is written only where it says something else than its default, for
+a pod of an earlier release refuses a field that it does not know, and does as the default says without it."""
+
+
+def encode(record: Record, *, version: int) -> str:
+    """Return the document as canonical JSON: the same record gives the same bytes; see `ADDED`."""
+    unsaid = {
+        each.name
+        for each in fields(record)
+        if "kvtier_added" in each.metadata and getattr(record, each.name) == each.default
+    }
+    said = {name: value for name, value in asdict(record).items() if name not in unsaid}
+    return encode_object({"version": version, **said})
+
+
+def encode_object(document: dict[str, Any]) -> str:
+    """Return the object as canonical JSON."""
+    return json.dumps(document, sort_keys=True, indent=2) + "\n"
+
+
+def decode(kind: type[AnyRecord], text: str, *, file: str, version: int, image: str) -> AnyRecord:
+    """Read a document written by `encode`; ``image`` is of the process that reads it.
+
+    Raises:
+        ConfigInvalid: the text is not JSON, of another contract version, or a field is missing, unknown or unusable.
+    """
+    document = decode_object(text, file=file)
+    found = document.pop("version", None)
+    if found != version:
+        raise ConfigInvalid(
+            f"{file}: version {found!r} is not {version}; run the {image} image of the same release as the operator"
+        )
+    types = {each.name: str(each.type) for each in fields(kind)}
+    for name, value in document.items():
+        if name not in types:
+            raise ConfigInvalid(f"{file}: unknown field {name!r}")
+        if not _fits(types[name], value):
+            raise ConfigInvalid(f"{file}: {name}={value!r} must be {_words(types[name])}")
+    try:
+        return kind(**document)
+    except TypeError as error:
+        raise ConfigInvalid(f"{file}: {error}") from error
+
+
+def decode_object(text: str, *, file: str) -> dict[str, Any]:
+    """Return the JSON object that the text is.
+
+    Raises:
+        ConfigInvalid: it is something else.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigInvalid(f"{file}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigInvalid(f"{file}: must be a JSON object, found {type(document).__name__}")
+    return document
+
+
+def refuse_unusable(record: Record, claims: Iterable[Claim], *, file: str) -> None:
+    """Raise ConfigInvalid for the first claim about a field that does not hold."""
+    for is_valid, name, remedy in claims:
+        if not is_valid:
+            raise ConfigInvalid(f"{file}: {name}={getattr(record, name)!r} {remedy}")
+
+
+def _words(kind: str) -> str:
+    return _WORDS[kind.removesuffix(_OR_NONE)] + (", or null" if kind.endswith(_OR_NONE) else "")
+
+
+def _fits(kind: str, value: Any) -> bool:
+    if kind.endswith(_OR_NONE):
+        return value is None or _fits(kind.removesuffix(_OR_NONE), value)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, float) or _fits("int", value)
+    return isinstance(value, dict) and (
+        kind == "Mapping[str, Any]" or all(_fits("int", each) for each in value.values())
+    )

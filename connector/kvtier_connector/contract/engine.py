@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator writes and the pod reads: one JSON document per tier.
+
+Pure and stdlib only: the operator imports this module and nothing else of the connector, so its image needs neither
+vLLM nor torch. The document reaches the pod as a file of a ConfigMap; ``secondary_tiers[].config_file`` names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier_connector.contract import documents
+from kvtier_connector.contract.errors import ConfigInvalid
+
+CONTRACT_VERSION = 1
+"""Raised only when a reader of the previous version could misread the document."""
+
+BLOCK_FORMAT_VERSION = 4
+"""Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
+
+GENERATION_PATTERN = r"[A-Za-z0-9_-]{1,64}"
+"""What a generation's digest looks like: its directory is called so, and each of its blocks says so."""
+REPLACED_WEIGHTS = "replaced weights"
+"""Label of ``vllm:kvtier_disk_refused`` while an engine's weights are not those that it started with."""
+EPOCH_PATTERN = r"[a-z0-9]{1,32}"
+"""What names other weights than the model's own: it follows the digest and a dot in the name of their directory."""
+TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
+"""What a tenant can be called: the name becomes a directory, on file systems of every kind."""
+KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
+
+KEY_BYTES = 32
+"""Length of an encryption key, AES-256; a file of the mounted Secret holds it raw, as 64 hex digits or in base64."""
+
+MODES = ("ReadWrite", "ReadOnly", "Bypass")
+"""What the volume may be used for, the strictest last."""
+
+COMPRESSION_OFF, COMPRESSION_ALWAYS = "Off", "Always"
+COMPRESSIONS = (COMPRESSION_OFF, "Auto", COMPRESSION_ALWAYS)
+"""Whether blocks are written compressed: never, where the volume is slower than processors, or where it saves any."""
+
+TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
+"""Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
+TENANT_PARAMETER = "kvtier_tenant"
+"""The entry of a request's ``kv_transfer_params`` that names its tenant."""
+
+LMCACHE_PLUGIN = "kvtier"
+"""Under this name LMCache's configuration has a client of Redis of ours."""
+LMCACHE_URL_SETTING = f"remote_storage_plugin.{LMCACHE_PLUGIN}.url"
+"""Entry of LMCache's extra configuration with the address of its Redis, without a password."""
+REDIS_PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a variable, not a password
+
+SUPPORTED_VLLM = ("0.32", "0.33")
+"""Releases of vLLM that the connector is tested with, oldest first; see `vllm_release`."""
+
+MOST_IO_THREADS = 256
+MOST_IO_PROCESSES = 256
+MOST_REUSE = 100
+
+MOVER_MAPPED_BYTES = 16 << 30
+"""How much of the CPU tier one process that moves blocks keeps mapped at most, for its page tables take memory too."""
+_MOVER_BASE_BYTES = 40 << 20
+"""Memory of such a process for itself: the interpreter and what it imports."""
+
+_MOVER_CODEC_BYTES = 24 << 20
+"""Of such a process for numpy, and the tables and pieces of the codec."""
+
+CONFIG_FILE = "connector.json"
+"""Key of the document in the ConfigMap, and the name of the file in the pod."""
+
+LIVE_FILE = "live.json"
+"""Key of the live settings in the same ConfigMap, and the name of the file in the pod."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one shared-volume tier, the same in every pod of a ``KVCacheTier``."""
+
+    tier: str
+    """``<namespace>/<name>`` of the KVCacheTier; for messages only."""
+    root: str
+    """Absolute directory of this generation inside the pod: ``<mount>/<path>/<tier>/<digest>``."""
+    digest: str
+    """Generation digest: lower-case hex, the last component of ``root``."""
+    identity: Mapping[str, Any]
+    """The fields that ``digest`` was computed from; written to ``tier.json`` and compared at every start."""
+    max_bytes: int
+    """Stores stop when the blocks of the tier take this many bytes on the volume; 0 means no limit."""
+    io_threads: int = 16
+    """Threads that read and write block files, per engine."""
+    io_processes: int | None = None
+    """Processes that move blocks past the engine's interpreter lock: about 20 MB of memory each, a block, and page
+    tables. 0 leaves it to the threads; None means as many as there are CPUs, and more where the volume answers slowly,
+    ``io_threads`` at most."""
+    load_deadline_seconds: float = 30.0
+    """A load that has not finished by then is answered as a miss and recomputed."""
+
+    refresh_seconds: float = 1.0
+    """What another pod stored is known here after this long, or twice as long, without asking the volume for it."""
+    rescan_seconds: float = 1800.0
+    """After which the whole root is walked again, which finds what no pod told of; a million files take half a minute.
+    Each later walk comes after twice as long, a day at most."""
+    scan_threads: int = 4
+    """Directories that a walk reads at once."""
+    direct_io: bool | None = None
+    """Whether to bypass the page cache; None asks the volume."""
+    keys_dir: str = ""
+    """Directory of the mounted Secret whose entries are encryption keys; empty means no encryption. Blocks that are not
+    encrypted are then neither written nor read."""
+    compression: str = field(default=COMPRESSION_OFF, metadata=documents.ADDED)
+    """One of `COMPRESSIONS`, of what is written."""
+    tenant_from: str = "None"
+    """One of `TENANT_SOURCES`."""
+    tenant_quotas: Mapping[str, int] = field(default_factory=dict)
+    """By tenant, the bytes that its blocks may take on the volume."""
+    default_quota_bytes: int = 0
+    """What the blocks of a tenant that ``tenant_quotas`` does not name may take; 0 means no limit."""
+    live_file: str = ""
+    """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
+    ever."""
+    state_dir: str = ""
+    """Directory of the pod in which an engine says, for its startup probe, whether it serves with the volume; empty
+    means that nobody asks."""
+    attach_grace_seconds: float = 60.0
+    """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
+    without, until the volume answers."""
+
+    cost_aware: bool = True
+    """Whether a hit is computed instead where that is measured to be quicker than loading it."""
+    min_tokens: int = 0
+    """Hits of fewer tokens are computed; 0 is no such limit."""
+    min_reuse: int = 1
+    """A block is written when the engine offers it for this many-th time; 1 writes every block."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigInvalid naming the first field that cannot be used."""
+        claims = (
+            (self.root.startswith("/"), "root", "must be an absolute path"),
+            (
+                re.fullmatch(rf"{GENERATION_PATTERN}(\.{EPOCH_PATTERN})?", self.digest, re.ASCII) is not None,
+                "digest",
+                f"must match {GENERATION_PATTERN}",
+            ),
+            (self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
+            (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
+            (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (
+                self.io_processes is None or 0 <= self.io_processes <= MOST_IO_PROCESSES,
+                "io_processes",
+                f"must be between 0 (none) and {MOST_IO_PROCESSES}",
+            ),
+            (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
+            (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
+            (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
+            (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
+            (self.compression in COMPRESSIONS, "compression", f"must be one of {', '.join(COMPRESSIONS)}"),
+            (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
+            (
+                not self.tenant_quotas or self.tenant_from != "None",
+                "tenant_quotas",
+                "needs tenant_from to be CacheSalt or Parameter",
+            ),
+            (
+                all(re.fullmatch(TENANT_PATTERN, tenant, re.ASCII) for tenant in self.tenant_quotas),
+                "tenant_quotas",
+                f"must name tenants that match {TENANT_PATTERN}",
+            ),
+            (all(quota > 0 for quota in self.tenant_quotas.values()), "tenant_quotas", "must all be more than 0"),
+            (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
+            (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
+            (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
+            (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),
+            (self.state_dir == "" or self.state_dir.startswith("/"), "state_dir", "must be an absolute path"),
+            (self.attach_grace_seconds > 0, "attach_grace_seconds", "must be more than 0"),
+        )
+        documents.refuse_unusable(self, claims, file=CONFIG_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveSettings:
+    """What engines follow while they run; no digest of a pod template contains it."""
+
+    mode: str = "ReadWrite"
+    """What the volume may be used for: ``ReadWrite``, ``ReadOnly`` or ``Bypass``."""
+    max_bytes: int | None = None
+    """Takes the place of `ConnectorConfig.max_bytes`: 0 means no limit, None leaves that as it is."""
+    active_key: str = ""
+    """Entry of ``keys_dir`` with which blocks are encrypted from now on. Without one, nothing is stored."""
+
+
+def vllm_release(version: str) -> str | None:
+    """Return the release, ``0.33``, that a version of vLLM or the tag of its image belongs to; None if it names none.
+
+    ``0.33.0``, ``v0.33.1``, ``0.33.0rc1+cpu`` and ``v0.33.0-x86_64`` do; ``latest`` and ``nightly-0.33`` do not.
+    """
+    found = re.match(r"v?([0-9]+\.[0-9]+)(?:$|[^0-9])", version)
+    return found and found[1]
+
+
+def mover_memory_bytes(
+    cpu_bytes: int, *, movers: int, chunk_bytes: int, has_huge_pages: bool = False, compresses: bool = False
+) -> int:
+    """Return the memory that the processes which move blocks of one engine take at most, besides the CPU tier itself.
+
+    Args:
+        cpu_bytes: The engine's CPU tier.
+        movers: How many processes there are, `ConnectorConfig.io_processes` at most.
+        chunk_bytes: One row of the CPU tier; each process has a buffer for one.
+        has_huge_pages: Whether /dev/shm has pages of 2 MiB; a page of either size takes eight bytes of page tables.
+        compresses: Whether blocks may be written compressed, which takes another buffer and numpy.
+    """
+    page_bytes = 2 << 20 if has_huge_pages else 4096
+    tables = -(-min(cpu_bytes, MOVER_MAPPED_BYTES) // page_bytes) * 8
+    packing = chunk_bytes + _MOVER_CODEC_BYTES if compresses else 0
+    return movers * (_MOVER_BASE_BYTES + chunk_bytes + tables + packing)
+
+
+def encode(config: ConnectorConfig) -> str:
+    """Return the document as canonical JSON: the same config gives the same bytes."""
+    return documents.encode(config, version=CONTRACT_VERSION)
+
+
+def encode_live(mode: str, *, max_bytes: int | None = None, active_key: str = "") -> str:
+    """Return the live settings as canonical JSON: what engines follow without a restart.
+
+    Args:
+        mode: As `LiveSettings.mode`.
+        max_bytes: As `LiveSettings.max_bytes`.
+        active_key: As `LiveSettings.active_key`.
+    """
+    document: dict[str, Any] = {"mode": mode}
+    if max_bytes is not None:
+        document["max_bytes"] = max_bytes
+    if active_key:
+        document["active_key"] = active_key
+    return documents.encode_object(document)
+
+
+def decode_live(text: str) -> LiveSettings:
+    """Read the live settings; fields of a later release are ignored, since an operator is upgraded before its engines.
+
+    Raises:
+        ConfigInvalid: the text is not JSON, or a field cannot be used.
+    """
+    document = documents.decode_object(text, file=LIVE_FILE)
+    mode, max_bytes = document.get("mode"), document.get("max_bytes")
+    active_key = document.get("active_key", "")
+    if mode not in MODES:
+        raise ConfigInvalid(f"{LIVE_FILE}: mode={mode!r} must be one of {', '.join(MODES)}")
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
+        raise ConfigInvalid(f"{LIVE_FILE}: max_bytes={max_bytes!r} must be 0 (no limit) or a larger whole number")
+    if active_key != "" and not (isinstance(active_key, str) and re.fullmatch(KEY_ID_PATTERN, active_key, re.ASCII)):
+        raise ConfigInvalid(f"{LIVE_FILE}: active_key={active_key!r} must match {KEY_ID_PATTERN}")
+    return LiveSettings(mode=mode, max_bytes=max_bytes, active_key=active_key)
+
+
+def decode(text: str) -> ConnectorConfig:
+    """Read a document written by `encode`.
+
+    Raises:
+        ConfigInvalid: the text is not JSON, of another contract version, or a field is missing, unknown or unusable.
+    """
+    return documents.decode(ConnectorConfig, text, file=CONFIG_FILE, version=CONTRACT_VERSION, image="connector")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the CPU tier as a mover reaches them: the engine's own memory, or the files behind it mapped anew.
+
+A row is one chunk, the bytes of all ranks side by side. Each page that a process has mapped takes eight bytes of its
+page tables, so a process keeps the least recently used windows of a large CPU tier unmapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvtier_connector.contract.engine import MOVER_MAPPED_BYTES
+
+_WINDOW_BYTES = 256 << 20
+_MADV_POPULATE_READ = 22
+
+
+class Region(NamedTuple):
+    """A file with some of the rows, one after the other."""
+
+    fd: int
+    """Open for reading and writing, for as long as there are movers."""
+    first_row: int
+    rows: int
+
+
+class Rows(Protocol):
+    """Says where a row is in this process."""
+
+    is_lasting: bool
+    """Whether the memory stays readable until the next call, whatever the engine does."""
+
+    def address(self, row: int) -> int:
+        """Return it; good until the next call. Raise ValueError for a row that is not there."""
+
+
+class OwnRows:
+    """Rows in memory of this process; whoever owns the memory outlives the copies."""
+
+    is_lasting = False
+
+    def __init__(self, view: memoryview) -> None:
+        """Note where the rows are, and keep no hold of them; one row per entry of the first dimension."""
+        self.count, self.row_bytes = shape_of_rows(view)
+        self._start = address_of(view.cast("B"))
+
+    def address(self, row: int) -> int:
+        """Return where the row begins."""
+        if not 0 <= row < self.count:
+            raise ValueError(f"there is no row {row}")
+        return self._start + row * self.row_bytes
+
+
+def shape_of_rows(view: memoryview) -> tuple[int, int]:
+    """Return how many rows the CPU tier has and how long each is: a chunk of all ranks side by side, page by page.
+
+    Raises:
+        ValueError: it is no table of rows.
+    """
+    if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
+        raise ValueError("the CPU tier must be a contiguous table of one row per chunk")
+    return view.shape[0], view.strides[0]
+
+
+class _Window(NamedTuple):
+    memory: mmap.mmap
+    first_row: int
+    address: int
+    """Of the first row."""
+    touched: set[int]
+    """Rows whose pages are in the page table."""
+
+
+class MappedRows:
+    """Rows of files that another process made, mapped window by window as they are used. One thread."""
+
+    is_lasting = True
+
+    def __init__(self, regions: Sequence[Region], row_bytes: int, *, most_bytes: int = MOVER_MAPPED_BYTES) -> None:
+        """Store the settings; nothing is mapped yet."""
+        self._regions = regions
+        self._row_bytes = row_bytes
+        self._rows_of_window = max(1, _WINDOW_BYTES // row_bytes)
+        self._most_windows = max(2, most_bytes // (self._rows_of_window * row_bytes))
+        self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
+
+    def address(self, row: int) -> int:
+        """Return where the row begins, and see to its pages."""
+        for region in self._regions:
+            if 0 <= row - region.first_row < region.rows:
+                break
+        else:
+            raise ValueError(f"there is no row {row}")
+        name = (region.fd, (row - region.first_row) // self._rows_of_window)
+        window = self._windows.get(name)
+        if window is None:
+            window = self._windows[name] = self._map(region, name[1])
+            if len(self._windows) > self._most_windows:
+                self._windows.popitem(last=False)[1].memory.close()
+        else:
+            self._windows.move_to_end(name)
+        address = window.address + (row - window.first_row) * self._row_bytes
+        if row not in window.touched:
+            window.touched.add(row)
+            self._populate(window, address)
+        return address
+
+    def _map(self, region: Region, number: int) -> _Window:
+        first = number * self._rows_of_window
+        count = min(self._rows_of_window, region.rows - first)
+        start = first * self._row_bytes
+        # A mapping begins at a page; the rows may not.
+        slack = start % mmap.ALLOCATIONGRANULARITY
+        memory = mmap.mmap(region.fd, count * self._row_bytes + slack, offset=start - slack)
+        return _Window(memory, region.first_row + first, address_of(memoryview(memory)) + slack, set())
+
+    def _populate(self, window: _Window, address: int) -> None:
+        """Enter the row's pages into the page table at once: cheaper than a fault for each."""
+        start = address - window.address
+        begin = start - start % mmap.PAGESIZE
+        # An older kernel does it fault by fault.
+        with contextlib.suppress(OSError, ValueError):
+            window.memory.madvise(_MADV_POPULATE_READ, begin, start + self._row_bytes - begin)
+
+
+def view_of(address: int, count: int) -> memoryview:
+    """Return the bytes at an address; whoever uses them sees to it that they stay there."""
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Return where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's own client of Redis, with a password from the environment; LMCache loads this class by its name.
+
+LMCache takes a password for ``redis://`` in the URL alone, which it writes to the log. Its other client, ``resp://``,
+reads the environment, but is lost with its connections: a lookup then waits for an answer that never comes, so that
+every request of the engine waits for LMCache's time-out and nothing is found any more, in host memory neither. This one
+is the first with the password put in where nobody logs it, so a Redis that is away costs what it would have held.
+
+Runs in the engine's process, with LMCache's event loop. Imports LMCache, so nothing else imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector
+
+from kvtier_connector.contract.engine import LMCACHE_URL_SETTING, REDIS_PASSWORD_VARIABLE
+
+
+class PasswordRedisConnector(RedisConnector):
+    """LMCache's ``redis://``, which also says who asks."""
+
+    def __init__(self, *, loop: Any, local_cpu_backend: Any, config: Any) -> None:
+        """Connect when first asked."""
+        url = str(config.extra_config[LMCACHE_URL_SETTING])
+        super().__init__(with_password(url, os.environ[REDIS_PASSWORD_VARIABLE]), loop, local_cpu_backend)
+
+
+def with_password(url: str, password: str) -> str:
+    """Return the address with a password in it."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=f":{quote(password, safe='')}@{parts.netloc}"))

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Try a volume before engines depend on it: ``python3 -m kvtier_connector.pod_tools.preflight --root DIR``.
+
+Runs once, as the engines' user, in a Job. It writes, renames and reads a bounded amount in a directory of its own and
+removes it. The result is one JSON object, on standard output and in the file that the kubelet takes a container's last
+words from. Exit status: 0 the volume can be used, 1 it cannot. Like the installer it runs in the connector's image, so
+it needs Python and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvtier_connector.pod_tools.posix_checks import missing_property
+from kvtier_connector.store.filesystems import advice, mount_of
+from kvtier_connector.store.fs import (
+    CREATE_FLAGS,
+    LOCAL,
+    READ_FLAGS,
+    DirectIo,
+    FileSystem,
+    make_directories,
+    new_token,
+    read_block,
+    read_page,
+    write_block,
+)
+from kvtier_connector.store.volume_profile import Choices, write_choices
+
+FILE_BYTES = 4 << 20
+"""Of one file: what block files have, give or take."""
+LEAST_FREE_BYTES = 64 << 20
+THREADS = 4
+RENAMES = 50
+STATS = 100
+ROUND_TRIPS = 20
+_CLEARLY = 1.1
+"""A rate that is higher by less is the same."""
+_INSTEAD = "use a file system of POSIX semantics (CephFS, NFS, Lustre, EFS), not an object store behind a mount"
+
+PIECE_BYTES = 1 << 20
+"""As the store reads through the page cache."""
+_PREFIX = ".preflight-"
+_ABANDONED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a volume can do; 0 and None where it was not measured."""
+
+    problem: str = ""
+    """Why it cannot be used; empty if it can."""
+    direct_io: bool | None = None
+    """Whether the page cache can be bypassed."""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    write_bytes_per_second: int = 0
+    read_bytes_per_second: int = 0
+    """The faster way."""
+    stat_microseconds: int = 0
+    file_system: str = ""
+    round_trip_microseconds: int = 0
+    """Until the volume has said that it does not have a file, which no cache knows."""
+    chosen: str = ""
+    """What engines do on this volume, and why, for people."""
+    advice: str = ""
+    """What to change about the mount, for people."""
+
+    def encode(self) -> str:
+        """Return the result as one line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+class _UnusableError(Exception):
+    """The volume fails a test; the message says which, and what to do."""
+
+
+def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSystem = LOCAL) -> Report:
+    """Try the volume under a directory and return what it can do.
+
+    Args:
+        root: Directory of the tier; made if it is not there.
+        most_bytes: How much is written at most.
+        most_seconds: How long writing, and then reading, may take; what was moved by then is what counts.
+        fs: The system calls.
+    """
+    directory = str(root / f"{_PREFIX}{new_token()}")
+    fs = fs.beneath(str(root))
+    try:
+        _make(fs, root, directory)
+        try:
+            _remove_abandoned(fs, root)
+            report, choices = _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
+            write_choices(fs, str(root), choices)
+            return report
+        finally:
+            _remove(fs, directory)
+    except _UnusableError as error:
+        return Report(problem=str(error))
+    except OSError as error:
+        return Report(problem=f"{root}: {error.strerror or error}")
+
+
+def _make(fs: FileSystem, root: Path, directory: str) -> None:
+    try:
+        make_directories(fs, str(root))
+        fs.mkdir(directory)
+    except OSError as error:
+        if error.errno in {errno.EACCES, errno.EPERM}:
+            user = f"user {os.geteuid()}, groups {sorted({os.getegid(), *os.getgroups()})}"
+            raise _UnusableError(
+                f"{user} may not write in {root}: set fsGroup or runAsUser in "
+                "spec.engine.podTemplate.securityContext to the owner of the volume, or change its owner"
+            ) from error
+        if error.errno == errno.EROFS:
+            raise _UnusableError(
+                f"{root} is mounted read-only: use a volume that can be written, or disk.mode ReadOnly"
+            ) from error
+        raise
+
+
+def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> tuple[Report, Choices]:
+    room = fs.statvfs(directory)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    if free < LEAST_FREE_BYTES:
+        raise _UnusableError(
+            f"only {free >> 20} MiB are free of {total >> 20} MiB: remove what else is on the volume, or let it grow"
+        )
+    _check_renames(fs, directory)
+    if missing := missing_property(fs, directory):
+        raise _UnusableError(f"{missing}; {_INSTEAD}")
+    mount = mount_of(directory)
+    direct = DirectIo(fs, directory, direct=None)
+    count = max(1, min(most_bytes, free // 4) // FILE_BYTES)
+    paths = [f"{directory}/{number}" for number in range(count)]
+    buffers = [memoryview(mmap.mmap(-1, FILE_BYTES)) for _ in range(THREADS)]
+    for buffer in buffers:
+        buffer[:] = os.urandom(1 << 20) * (FILE_BYTES >> 20)  # what compresses would flatter the volume
+
+    def write(path: str, buffer: memoryview) -> int:
+        fd = fs.open(path, CREATE_FLAGS | direct.flag(buffer))
+        try:
+            is_direct, end_first = bool(direct.flag(buffer)), mount.is_end_written_first
+            write_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=is_direct, end_first=end_first)
+            fs.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            fs.close(fd)
+        return FILE_BYTES
+
+    def read(path: str, buffer: memoryview) -> int:
+        fd = fs.open(path, READ_FLAGS | direct.flag(buffer))
+        try:
+            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=bool(direct.flag(buffer)))
+        finally:
+            fs.close(fd)
+
+    def read_cached(path: str, buffer: memoryview) -> int:
+        fd = fs.open(path, READ_FLAGS)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=False, piece_bytes=PIECE_BYTES)
+        finally:
+            fs.close(fd)
+
+    written, write_rate = _measure(write, paths, buffers, most_seconds)
+    files = paths[: written // FILE_BYTES]
+    _, read_rate = _measure(read, files, buffers, most_seconds / 2)
+    cached_rate = 0
+    if direct.is_supported():
+        _, cached_rate = _measure(read_cached, files, buffers, most_seconds / 2)
+    is_direct = direct.is_supported() and read_rate * _CLEARLY >= cached_rate
+    report = Report(
+        direct_io=direct.is_supported(),
+        total_bytes=total,
+        free_bytes=free,
+        write_bytes_per_second=write_rate,
+        read_bytes_per_second=read_rate if is_direct or not cached_rate else cached_rate,
+        stat_microseconds=_stat_microseconds(fs, paths[0]),
+        file_system=mount.name,
+        round_trip_microseconds=_round_trip_microseconds(fs, directory),
+        chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
+        advice="; ".join(advice(mount)),
+    )
+    return report, Choices(
+        direct_io=is_direct,
+        read_bytes_per_second=report.read_bytes_per_second,
+        write_bytes_per_second=write_rate,
+    )
+
+
+def _chosen(*, is_direct: bool, direct_rate: int, cached_rate: int) -> str:
+    if not cached_rate:
+        return "reads go through the page cache: the volume refuses to bypass it"
+    rates = f"{direct_rate >> 20} MiB/s past the page cache and {cached_rate >> 20} MiB/s through it"
+    return f"reads go {'past' if is_direct else 'through'} the page cache: {rates}"
+
+
+def _measure(
+    move: Callable[[str, memoryview], int], paths: Sequence[str], buffers: Sequence[memoryview], most_seconds: float
+) -> tuple[int, int]:
+    """Move files on every thread until all are done or time is up; return bytes, and bytes a second."""
+    start = time.monotonic()
+    waiting = iter(paths)
+    lock = threading.Lock()
+
+    def run(buffer: memoryview) -> int:
+        moved = 0
+        while True:
+            with lock:
+                # In order, so that what was written is a head of the list.
+                path = None if time.monotonic() - start > most_seconds and moved else next(waiting, None)
+            if path is None:
+                return moved
+            moved += move(path, buffer)
+
+    with ThreadPoolExecutor(max_workers=len(buffers)) as pool:
+        moved = sum(pool.map(run, buffers))
+    return moved, round(moved / max(1e-6, time.monotonic() - start))
+
+
+def _check_renames(fs: FileSystem, directory: str) -> None:
+    """Rename whole files over one that another thread reads: it must always be there, and whole."""
+    target, done, torn = f"{directory}/renamed", threading.Event(), []
+
+    def look() -> None:
+        page = memoryview(mmap.mmap(-1, 4096))
+        while not done.is_set():
+            try:
+                fd = fs.open(target, READ_FLAGS)
+                try:
+                    found = read_page(fs, fd, page)
+                finally:
+                    fs.close(fd)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # NFS says so of a file replaced meanwhile, and the store asks again
+                    torn.append(f"the file was away for a moment: {error.strerror}")
+                    return
+                continue
+            if found != len(page) or len(set(page)) != 1:
+                torn.append("a half-written file was seen")
+                return
+
+    _write_page(fs, target, 0)
+    reader = threading.Thread(target=look, name="preflight-reader")
+    reader.start()
+    try:
+        for number in range(1, RENAMES):
+            partial = f"{target}.{number}"
+            _write_page(fs, partial, number)
+            fs.rename(partial, target)
+    finally:
+        done.set()
+        reader.join()
+    if torn:
+        raise _UnusableError(
+            f"a rename is not atomic here ({torn[0]}): engines would read each other's half-written blocks; {_INSTEAD}"
+        )
+
+
+def _write_page(fs: FileSystem, path: str, content: int) -> None:
+    fd = fs.open(path, CREATE_FLAGS)
+    try:
+        fs.pwritev(fd, [memoryview(bytes([content]) * 4096)], 0)
+    finally:
+        fs.close(fd)
+
+
+def _round_trip_microseconds(fs: FileSystem, directory: str) -> int:
+    seconds = []
+    for _ in range(ROUND_TRIPS):
+        start = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            fs.stat(f"{directory}/{new_token()}")
+        seconds.append(time.monotonic() - start)
+    return round(min(seconds) * 1e6)
+
+
+def _stat_microseconds(fs: FileSystem, path: str) -> int:
+    start = time.monotonic()
+    for _ in range(STATS):
+        fs.stat(path)
+    return round((time.monotonic() - start) / STATS * 1e6)
+
+
+def _remove(fs: FileSystem, directory: str) -> None:
+    with contextlib.suppress(OSError):
+        for entry in fs.scandir(directory):
+            # What cannot be removed keeps the directory, and nothing else in it.
+            with contextlib.suppress(OSError):
+                path = f"{directory}/{entry.name}"
+                (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(path)
+        fs.rmdir(directory)
+
+
+def _remove_abandoned(fs: FileSystem, root: Path) -> None:
+    """Remove what earlier tries left that were killed; one that is at work is younger."""
+    with contextlib.suppress(OSError):
+        for entry in fs.scandir(str(root)):
+            is_one = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+            # Another preflight may remove the same one.
+            with contextlib.suppress(OSError):
+                if is_one and fs.stat(f"{root}/{entry.name}").st_mtime < time.time() - _ABANDONED_SECONDS:
+                    _remove(fs, f"{root}/{entry.name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python3 -m kvtier_connector.pod_tools.preflight")
+    parser.add_argument("--root", type=Path, required=True, help="directory of the tier on the volume")
+    parser.add_argument("--bytes", type=int, default=256 << 20, help="write at most so much (256 MiB)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="write, and read, at most for so long (15)")
+    parser.add_argument("--result", type=Path, help="also write the result to this file")
+    options = parser.parse_args(arguments)
+    report = try_volume(options.root, most_bytes=options.bytes, most_seconds=options.seconds)
+    sys.stdout.write(report.encode() + "\n")
+    if options.result is not None:
+        options.result.write_text(report.encode(), encoding="utf-8")
+    return 1 if report.problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

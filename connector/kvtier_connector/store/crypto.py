@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys that encrypt blocks, read from a mounted directory: each file is one key, and its name is the key's.
+
+A Secret is mounted as a directory that the kubelet swaps whole when the Secret changes, so keys are read again when the
+directory has changed. What a key is appears nowhere: not in a message, not in a representation, not on the volume.
+
+What makes the payload of a block trustworthy: a checksum, or encryption with a key of the ring. No thread, no I/O.
+
+AES-256-GCM encrypts the payload and authenticates it together with the header. So a block cannot be passed off as
+another one's, or another tenant's, by whoever can write to the volume but has no key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier_connector.contract.engine import KEY_BYTES
+from kvtier_connector.store import compression
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem
+from kvtier_connector.store.header import (
+    CHECKSUM_BYTES,
+    CHECKSUM_PLACE,
+    CRC_OFFSET,
+    DEFAULT_ALGORITHM,
+    HAS_AES,
+    KEY_CHECK_BYTES,
+    NONCE_BYTES,
+    NOT_PACKED,
+    TAG_BYTES,
+    Algorithm,
+    Encryption,
+    Fault,
+    Hasher,
+    Header,
+    Seal,
+    can_compute,
+    checksum,
+    encode_header,
+    new_hasher,
+)
+from kvtier_connector.store.layout import is_key_id
+
+_MOST_BYTES = 4096
+_HEX_DIGITS = 2 * KEY_BYTES
+_HEX = re.compile(rb"[0-9a-fA-F]+")
+_CHECK_LABEL = b"kvtier key check\0"
+_EAGER_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. Its representation does not show it."""
+
+    name: str
+    check: bytes
+    """Tells it from another key of the same name, and nothing else about it."""
+    secret: bytes = field(repr=False)
+
+
+def parse_key(name: str, content: bytes) -> Key | None:
+    """Return the key that a file holds: 32 bytes, or these as 64 hex digits or in base64; None if it holds none."""
+    # 32 hex digits are 16 bytes: no random key looks like that, and somebody's mistake does.
+    is_raw = len(content) == KEY_BYTES and not _HEX.fullmatch(content)
+    secret: bytes | None = content if is_raw else None
+    text = content.strip()
+    if secret is None and len(text) == _HEX_DIGITS:
+        with contextlib.suppress(ValueError):
+            secret = bytes.fromhex(text.decode("ascii"))
+    if secret is None:
+        with contextlib.suppress(binascii.Error):
+            secret = base64.b64decode(text, validate=True)
+    if secret is None or len(secret) != KEY_BYTES or not is_key_id(name):
+        return None
+    return Key(name, hashlib.sha256(_CHECK_LABEL + secret).digest()[:KEY_CHECK_BYTES], secret)
+
+
+class Keyring:
+    """Every method may be called from any thread that may wait for a local file; properties only touch memory.
+
+    `_reading` lets one thread read the directory; what it found replaces `_keys` whole, so nobody else needs the lock.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        seconds: float = 5.0,
+        fs: FileSystem = LOCAL,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the settings; nothing is read yet.
+
+        Args:
+            directory: Where the Secret is mounted.
+            seconds: How often the directory is looked at for a change; for a key that is missing, each second.
+            fs: The system calls.
+            now: Seconds that never go back.
+        """
+        self._directory = directory
+        self._seconds = seconds
+        self._fs = fs
+        self._now = now
+        self._reading = threading.Lock()
+        self._keys: dict[str, Key] = {}
+        self._stamp: tuple[int, int] | None = None
+        self._looked_at: float | None = None
+        self._file_problem = ""
+        self._active = ""
+
+    def find(self, name: str) -> Key | None:
+        """Return the key of this name, None if there is none."""
+        key = self._keys.get(name)
+        self._refresh(self._seconds if key is not None else min(_EAGER_SECONDS, self._seconds))
+        return self._keys.get(name)
+
+    def activate(self, name: str) -> None:
+        """Encrypt with this key from now on; the empty name is no key."""
+        self._active = name
+
+    @property
+    def active_name(self) -> str:
+        """The name that `activate` was told last."""
+        return self._active
+
+    def active(self) -> Key | None:
+        """Return the key that encrypts, None if there is none to use; `problem` says why."""
+        return self.find(self._active) if self._active and HAS_AES else None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there was a key to encrypt with when somebody last asked for it."""
+        return HAS_AES and self._active in self._keys
+
+    @property
+    def problem(self) -> str:
+        """Why blocks cannot be encrypted, or which file is no key, and what to do; empty if all is well."""
+        if not HAS_AES:
+            return "this image lacks the Python package cryptography: use vLLM's own image, or add the package"
+        if not self._active:
+            return "no active key is set: set spec.disk.encryption.activeKey to an entry of the Secret"
+        if self._active not in self._keys:
+            return (
+                f"the active key {self._active!r} is not in {self._directory}: add it to the Secret first, and then "
+                f"make it active{'; ' + self._file_problem if self._file_problem else ''}"
+            )
+        return self._file_problem
+
+    def _refresh(self, seconds: float) -> None:
+        now = self._now()
+        if self._looked_at is not None and now - self._looked_at < seconds:
+            return
+        with self._reading:
+            if self._looked_at is not None and now - self._looked_at < seconds:
+                return
+            try:
+                status = self._fs.stat(self._directory)
+                stamp = (status.st_ino, status.st_mtime_ns)
+                if stamp != self._stamp:
+                    self._keys, self._file_problem = self._read()
+                    self._stamp = stamp
+            except OSError as error:
+                # The keys that were read stay good: a mount that is being swapped must not stop the tier.
+                self._file_problem = f"{self._directory}: cannot be read: {error.strerror}"
+            # Last: a thread that asks meanwhile waits for the first keys instead of finding none.
+            self._looked_at = now
+
+    def _read(self) -> tuple[dict[str, Key], str]:
+        keys: dict[str, Key] = {}
+        bad = []
+        for entry in self._fs.scandir(self._directory):
+            # The kubelet keeps the files of a mounted Secret in directories whose names begin so.
+            if entry.name.startswith("."):
+                continue
+            key = parse_key(entry.name, self._read_file(entry.name))
+            if key is None:
+                bad.append(entry.name)
+            else:
+                keys[entry.name] = key
+        problem = (
+            f"{', '.join(sorted(bad))} in {self._directory}: not a key; a key is {KEY_BYTES} bytes, raw, as "
+            f"{_HEX_DIGITS} hex digits or in base64, and is named with up to 64 letters, digits, '.', '_' and '-'"
+        )
+        return keys, problem if bad else ""
+
+    def _read_file(self, name: str) -> bytes:
+        buffer = memoryview(bytearray(_MOST_BYTES))
+        fd = self._fs.open(f"{self._directory}/{name}", FOLLOW_FLAGS)
+        try:
+            return bytes(buffer[: self._fs.preadv(fd, [buffer], 0)])
+        finally:
+            self._fs.close(fd)
+
+
+if HAS_AES:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+_PIECE_BYTES = 1 << 20
+_NO_TAG = bytes(CHECKSUM_BYTES)
+
+
+class Reading(Protocol):
+    """Takes in the payload of one block piece by piece, and says at its end whether it is what its writer wrote."""
+
+    def take(self, piece: memoryview) -> None:
+        """Take in the next bytes; encrypted ones are decrypted where they are."""
+
+    def end(self) -> Fault | None:
+        """Say what is wrong with the payload, None if it is right; call it once, after the last piece."""
+
+
+class _Checking:
+    def __init__(self, header: Header, hasher: Hasher) -> None:
+        self._header = header
+        self._hasher = hasher
+
+    def take(self, piece: memoryview) -> None:
+        self._hasher.update(piece)
+
+    def end(self) -> Fault | None:
+        return None if self._hasher.digest() == self._header.checksum else Fault.CHECKSUM
+
+
+class _Decrypting:
+    def __init__(self, header: Header, page: memoryview, key: Key) -> None:
+        self._tag = header.checksum[:TAG_BYTES]
+        self._decryptor = Cipher(algorithms.AES(key.secret), modes.GCM(header.seal.nonce)).decryptor()
+        self._decryptor.authenticate_additional_data(_associated(bytes(page)))
+
+    def take(self, piece: memoryview) -> None:
+        self._decryptor.update_into(piece, piece)
+
+    def end(self) -> Fault | None:
+        try:
+            self._decryptor.finalize_with_tag(self._tag)
+        except InvalidTag:
+            return Fault.TAG
+        return None
+
+
+def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> Reading | Fault:
+    """Return what verifies, and decrypts, the payload of a block, or why that is not possible here.
+
+    Args:
+        header: What `page` says.
+        page: The header's bytes.
+        keyring: None reads blocks that are not encrypted, and only those; a ring reads encrypted ones, and only those.
+    """
+    fault = _find_fault(header, keyring)
+    if fault is not None:
+        return fault
+    if keyring is None:
+        hasher = new_hasher(header.algorithm)
+        return Fault.ALGORITHM if hasher is None else _Checking(header, hasher)
+    key = keyring.find(header.seal.key_id)
+    # The ring may have changed since.
+    return Fault.KEY_MISSING if key is None else _Decrypting(header, page, key)
+
+
+def can_read(header: Header, keyring: Keyring | None) -> bool:
+    """Say whether a block with this header can be read here, as far as the header tells."""
+    return can_unpack(header) and _find_fault(header, keyring) is None
+
+
+def can_unpack(header: Header) -> bool:
+    """Say whether a block with this header is not compressed, or can be decompressed here."""
+    return header.packing == NOT_PACKED or compression.is_available()
+
+
+def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:
+    if header.encryption == Encryption.NONE:
+        if keyring is not None:
+            return Fault.CLEAR
+        return None if can_compute(header.algorithm) else Fault.ALGORITHM
+    key = None if keyring is None or not HAS_AES else keyring.find(header.seal.key_id)
+    if key is None:
+        return Fault.KEY_MISSING
+    return None if key.check == header.seal.key_check else Fault.KEY_WRONG
+
+
+def with_checksum(header: Header, payload: memoryview) -> bytes:
+    """Return the first page of a block that is not encrypted; the header's checksum and algorithm are set here."""
+    return encode_header(
+        header._replace(checksum=checksum(payload), algorithm=DEFAULT_ALGORITHM, encryption=Encryption.NONE)
+    )
+
+
+def encrypt(header: Header, payload: memoryview, into: memoryview, key: Key) -> bytes:
+    """Encrypt the payload into memory of the same length, which may be the payload's own; return the first page.
+
+    Each call takes a new random nonce. Two blocks of one key have the same with a chance of 2^-32 after 2^32 blocks,
+    which is when a key should have been replaced long ago.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    sealed = header._replace(
+        checksum=_NO_TAG,
+        algorithm=Algorithm.NONE,
+        encryption=Encryption.AES_256_GCM,
+        seal=Seal(key.name, key.check, nonce),
+    )
+    encryptor = Cipher(algorithms.AES(key.secret), modes.GCM(nonce)).encryptor()
+    encryptor.authenticate_additional_data(_associated(encode_header(sealed)))
+    for start in range(0, payload.nbytes, _PIECE_BYTES):
+        encryptor.update_into(payload[start : start + _PIECE_BYTES], into[start : start + _PIECE_BYTES])
+    encryptor.finalize()
+    return encode_header(sealed._replace(checksum=encryptor.tag.ljust(CHECKSUM_BYTES, b"\0")))
+
+
+def scratch_for(payload: memoryview) -> memoryview:
+    """Return page-aligned memory of the payload's length, for what must not be changed in place."""
+    return memoryview(mmap.mmap(-1, payload.nbytes))
+
+
+def _associated(page: bytes) -> bytes:
+    """Return what the tag covers of the header: all of it but the tag itself and the header's own checksum."""
+    return page[: CHECKSUM_PLACE.start] + _NO_TAG + page[CHECKSUM_PLACE.stop : CRC_OFFSET]

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verify everything under a directory and list what is wrong.
+
+Reads every byte and changes nothing; engines and the janitor may be at work meanwhile. Files are verified on threads
+of their own, which end with the check.
+
+Count what lies on a volume, by generation, size and age.
+
+Looks at names, sizes and times, reads no block and changes nothing; engines and the janitor may be at work meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier_connector.contract.errors import ConnectorError
+from kvtier_connector.store import identity
+from kvtier_connector.store.crypto import Keyring, begin_reading
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.header import (
+    FORMAT_VERSION,
+    HAS_AES,
+    HEADER_BYTES,
+    NOT_PACKED,
+    Fault,
+    Header,
+    decode_header,
+    misplaced,
+)
+from kvtier_connector.store.identity import find_generations
+from kvtier_connector.store.layout import TIER_FILE, BlockKey, Home, find_home
+from kvtier_connector.store.reading import PIECE_BYTES
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, Progress, list_journals, scan
+
+_LEFTOVERS = {
+    LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
+    LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
+    LeftoverKind.EARLIER: "an earlier format has blocks there, and this release looks for none; it can be removed",
+    LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
+}
+_MOVED = "a reader moves it away, and the block is computed again"
+EXPLAINED = {
+    Fault.EMPTY: f"it has no bytes, as after a power failure; {_MOVED}",
+    Fault.TRUNCATED: f"it ends too early; {_MOVED}",
+    Fault.MAGIC: f"it does not begin as a block does; {_MOVED}",
+    Fault.VERSION: "a later release wrote it; readers of that one serve it",
+    Fault.OUTDATED: f"an earlier release wrote it; {_MOVED}",
+    Fault.HEADER: f"its header is damaged; {_MOVED}",
+    Fault.KEY: f"it holds another block than its name says; {_MOVED}",
+    Fault.GENERATION: f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
+    Fault.LENGTH: "its block is of another length than its readers'; they compute it again",
+    Fault.TRAILING: f"it goes on behind its payload; {_MOVED}",
+    Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
+    Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; "
+    + ("a later release may serve it" if HAS_AES else "the package cryptography is missing: pip install cryptography"),
+    Fault.KEY_MISSING: "it is encrypted with a key that is not here",
+    Fault.KEY_WRONG: "it is encrypted with another key than the one of this name here",
+    Fault.CLEAR: "it is not encrypted, and readers believe encrypted blocks only",
+    Fault.PACKING: f"what was written cannot be decompressed; {_MOVED}",
+    Fault.TAG: f"its bytes are not those that were encrypted; {_MOVED}",
+    Fault.IO: "the system could not read it; look at the volume",
+}
+
+
+Note = Callable[[Header], None]
+"""Is told the header of a file that has the right name and length."""
+
+
+class Problem(NamedTuple):
+    """One thing that should not be so."""
+
+    path: str
+    """Relative to the root; empty for the root itself."""
+    kind: str
+    """A fault, a kind of leftover, or ``identity`` or ``unreadable``: for programs."""
+    message: str
+    """For people."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check saw."""
+
+    blocks: int
+    bytes: int
+    problems: tuple[Problem, ...]
+    unverified: int = 0
+    """Blocks whose key was not given: their headers and lengths are right, of their payloads nothing is known."""
+    compressed: int = 0
+    """Blocks that were written compressed."""
+    saved_bytes: int = 0
+    """How many bytes fewer they take for that."""
+
+
+def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[Problem]:
+    """Return every problem under the root, in the order of their paths."""
+    return list(inspect(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
+
+
+def inspect(  # noqa: PLR0913 - keywords with defaults
+    root: Path,
+    *,
+    fs: FileSystem = LOCAL,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    threads: int = 1,
+    keyring: Keyring | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Verify every file under the root of one generation.
+
+    Args:
+        root: The directory of ``tier.json``.
+        fs: The system calls.
+        partial_age_seconds: Younger partial files belong to a writer at work.
+        threads: How many files are verified at once.
+        keyring: The keys of encrypted blocks.
+        progress: Told of each file that was verified, by the calling thread.
+    """
+    progress = progress or Progress()
+    problems = _identity_problems(fs, root)
+    blocks = size = unverified = 0
+    saved: list[int] = []
+
+    def note(header: Header) -> None:
+        if header.packing != NOT_PACKED:
+            saved.append(header.block_bytes - header.payload_bytes)
+
+    if any(problem.kind == Fault.OUTDATED.value for problem in problems):
+        # Said once: each of its blocks is of the earlier format, too.
+        progress.finish()
+        return Report(0, 0, tuple(problems))
+    try:
+        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress, note):
+            if isinstance(entry, Problem):
+                problems.append(entry)
+                continue
+            blocks += 1
+            size += entry.size
+            progress.add(entry.size)
+            if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
+                unverified += 1
+            elif fault is not None:
+                problems.append(Problem(entry.path, fault.value, EXPLAINED[fault]))
+    except ConnectorError as error:
+        problems.append(Problem("", "unreadable", str(error)))
+    progress.finish()
+    return Report(blocks, size, tuple(sorted(problems)), unverified, len(saved), sum(saved))
+
+
+def inspect_all(
+    directory: Path,
+    *,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    threads: int = 1,
+    keyring: Keyring | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Verify every generation at or below the directory; paths in the report are relative to the directory."""
+    try:
+        roots = find_generations(directory)
+    except ConnectorError as error:
+        return Report(0, 0, (Problem("", "unreadable", str(error)),))
+    blocks = size = unverified = compressed = saved = 0
+    problems: list[Problem] = []
+    progress = progress or Progress()
+    progress.begin(len(roots))
+    for root in roots:
+        report = inspect(
+            root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
+        )
+        prefix = root.relative_to(directory)
+        blocks += report.blocks
+        size += report.bytes
+        unverified += report.unverified
+        compressed += report.compressed
+        saved += report.saved_bytes
+        problems += [
+            problem if root == directory else problem._replace(path=str(prefix / problem.path))
+            for problem in report.problems
+        ]
+    return Report(blocks, size, tuple(problems), unverified, compressed, saved)
+
+
+def verify(
+    fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None = None, note: Note = lambda _header: None
+) -> Fault | None:
+    """Read one block file piece by piece; return what is wrong with it, None if it is sound or gone."""
+    try:
+        fd = fs.open(f"{root}/{entry.path}", READ_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return Fault.IO
+    try:
+        return verify_open(fs, fd, entry.key, find_home(root.absolute().name), keyring, note)
+    except OSError:
+        return Fault.IO
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+
+
+def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
+    fs: FileSystem,
+    root: Path,
+    partial_age_seconds: float,
+    threads: int,
+    keyring: Keyring | None,
+    progress: Progress,
+    note: Note,
+) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
+    """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
+    waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
+        for entry in scan(
+            root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach
+        ):
+            if not isinstance(entry, BlockEntry):
+                yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
+                continue
+            waiting.append((entry, pool.submit(verify, fs, root, entry, keyring, note)))
+            if len(waiting) >= 4 * threads:
+                oldest, future = waiting.popleft()
+                yield oldest, future.result()
+        while waiting:
+            oldest, future = waiting.popleft()
+            yield oldest, future.result()
+
+
+def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
+    fs: FileSystem,
+    fd: int,
+    key: BlockKey,
+    home: Home | None,
+    keyring: Keyring | None,
+    note: Note = lambda _header: None,
+) -> Fault | None:
+    """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read.
+
+    What a compressed payload unpacks to is not looked at: its checksum says that it is what its writer wrote.
+    """
+    page = memoryview(bytearray(HEADER_BYTES))
+    header = decode_header(page[: read_page(fs, fd, page)])
+    if isinstance(header, Fault):
+        return header
+    # A directory that no generation can have is the home of no block.
+    if (fault := misplaced(header, key, home or Home(""))) is not None:
+        return fault
+    size = fs.fstat(fd).st_size
+    if size != HEADER_BYTES + header.payload_bytes:
+        return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
+    note(header)
+    reading = begin_reading(header, page, keyring if header.encryption else None)
+    if isinstance(reading, Fault):
+        return reading
+    piece = memoryview(bytearray(PIECE_BYTES))
+    offset = HEADER_BYTES
+    while count := fs.preadv(fd, [piece], offset):
+        reading.take(piece[:count])
+        offset += count
+    return reading.end()
+
+
+def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:
+    try:
+        document = identity.read(root, fs=fs)
+    except ConnectorError as error:
+        return [Problem(TIER_FILE, "identity", str(error))]
+    if document is None:
+        return [
+            Problem(TIER_FILE, "identity", f"there is none in {root}, nor below: give a directory that holds a tier")
+        ]
+    version = document.get("format")
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        message = f"an earlier release wrote this generation, in format {version}: no block of it was looked at"
+        return [Problem(TIER_FILE, Fault.OUTDATED.value, f"{message}, and this release serves none")]
+    if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
+        return [Problem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
+    if document["digest"] != root.absolute().name:
+        message = (
+            f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"
+        )
+        return [Problem(TIER_FILE, "identity", message)]
+    return []
+
+
+AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
+"""Upper bounds in seconds, with the names that people see."""
+OLDER = "older"
+
+
+@dataclass(slots=True)
+class Heap:
+    """Some files together."""
+
+    files: int = 0
+    bytes: int = 0
+
+    def add(self, size: int) -> None:
+        """Put one more on it."""
+        self.files += 1
+        self.bytes += size
+
+
+@dataclass(slots=True)
+class Generation:
+    """What is known of one generation without reading its blocks."""
+
+    path: str
+    """Relative to the directory that was asked about; ``.`` for that itself."""
+    identity: dict[str, object]
+    """From ``tier.json``; empty if there is none that can be read."""
+    problem: str = ""
+    """Why not all of it could be looked at."""
+    blocks: Heap = field(default_factory=Heap)
+    tenants: dict[str, Heap] = field(default_factory=dict)
+    """The blocks of each tenant; common ones are in none."""
+    ages: dict[str, Heap] = field(default_factory=lambda: {name: Heap() for name in [*dict(AGES), OLDER]})
+    """The blocks, by the time since they were written."""
+    oldest_seconds: float | None = None
+    newest_seconds: float | None = None
+    leftovers: dict[str, Heap] = field(default_factory=lambda: {kind.value: Heap() for kind in LeftoverKind})
+    """Young partial files too: here they are writers at work, or what is left of them."""
+    journals: Heap = field(default_factory=Heap)
+
+
+def look_at(  # noqa: PLR0913 - keywords with defaults
+    directory: Path,
+    root: Path,
+    *,
+    fs: FileSystem = LOCAL,
+    now_ns: int,
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> Generation:
+    """Count what one generation holds."""
+    progress = progress or Progress()
+    try:
+        document = identity.read(root, fs=fs)
+        generation = Generation(str(root.relative_to(directory)), document["identity"] if document else {})
+    except ConnectorError as error:
+        generation = Generation(str(root.relative_to(directory)), {}, str(error))
+    try:
+        entries = scan(
+            root, fs=fs, partial_age_seconds=0, clock=lambda: now_ns, threads=threads, on_share=progress.reach
+        )
+        for entry in entries:
+            if isinstance(entry, BlockEntry):
+                _add_block(generation, entry, now_ns)
+                progress.add(entry.size)
+            else:
+                generation.leftovers[entry.kind.value].add(entry.size)
+        for _, size, _ in list_journals(root, fs=fs):
+            generation.journals.add(size)
+    except ConnectorError as error:
+        generation.problem = str(error)
+    progress.finish()
+    return generation
+
+
+def _add_block(generation: Generation, entry: BlockEntry, now_ns: int) -> None:
+    age = (now_ns - entry.mtime_ns) / 1e9
+    generation.blocks.add(entry.size)
+    if entry.key.tenant:
+        generation.tenants.setdefault(entry.key.tenant, Heap()).add(entry.size)
+    generation.ages[next((name for name, bound in AGES if age <= bound), OLDER)].add(entry.size)
+    generation.oldest_seconds = age if generation.oldest_seconds is None else max(generation.oldest_seconds, age)
+    generation.newest_seconds = age if generation.newest_seconds is None else min(generation.newest_seconds, age)

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the engine knows about its blocks: resolved settings, model files, KV layout and loaded weights.
+
+`engine_facts` becomes part of the identity that ``tier.json`` holds. The operator's digest covers what the user wrote;
+the engine resolves the rest (types, groups, sizes), and two engines with the same flags can still differ there. The
+list of facts is explicit: a new field in vLLM's config changes no cache. An unknown fact is None, and None differs from
+everything else.
+
+`LoadedWeights` tells whether the weights of a worker are still those of its start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import operator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.logger import init_logger
+
+from kvtier_connector.store.header import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = init_logger("vllm.kvtier.fingerprints")
+
+PREFIX: Final = "engine."
+"""Begins the name of each fact in ``tier.json``."""
+WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_DESCRIPTIONS: Final = ("config.json", "adapter_config.json", "params.json", "quantize_config.json")
+_FILE_SAMPLES: Final = 16
+"""Places of a file that are read. Training changes weights everywhere, so few places show it. A change of one tensor
+in a hundred may go unseen, so the documentation tells users to write a model's directory once."""
+_FILE_SAMPLE_BYTES: Final = 4096
+LAYOUT_ENV: Final = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
+"""Variables by which backends lay KV or state out in another way."""
+_PATTERN_BLOCKS: Final = 2
+"""Blocks of the memory that the layout pattern is written to."""
+_PIECE_WORDS: Final = 1 << 22
+"""Words of a tensor that are summed at once: 32 MiB."""
+_SAMPLE_WORDS: Final = 16
+"""Words of 8 bytes that a check reads of each tensor."""
+
+
+@dataclass(frozen=True)
+class Declared(KVConnectorHandshakeMetadata):
+    """The facts that a worker tells the scheduler's side before the first request."""
+
+    backends: tuple[str, ...]
+    """Kinds of layers, with the backend and the instruction set of each."""
+    layout: str
+    """Digest of the KV layout."""
+    weights: str | None
+    """Digest of the loaded weights; None if a part of them is unreadable."""
+
+
+def engine_facts(
+    spec: OffloadingSpec, declared: Sequence[Declared], *, bytes_per_chunk: int, revision: str = "main"
+) -> dict[str, Any]:
+    """Return the facts by name, each name with `PREFIX`; JSON values only.
+
+    Args:
+        spec: vLLM's settings of the engine; `KVTierSpec` also has vLLM's whole config.
+        declared: Declarations of the workers, in the order of their ranks.
+        bytes_per_chunk: Size of the payload of a block file.
+        revision: Branch, tag or commit of the model that the user asked for.
+    """
+    config = spec.config
+    parallel = config.parallel
+    # Rows of the direct layout hold the ranks side by side, so they fit one topology. Only the canonical layout, which
+    # vLLM certifies layer by layer, is free of it.
+    is_topology_free = bool(config.canonical_layout and parallel.is_parallelism_agnostic)
+    topology = {
+        "world_size": parallel.world_size,
+        "tensor_parallel": parallel.tp_size,
+        "pipeline_parallel": parallel.pp_size,
+        "prefill_context_parallel": parallel.pcp_size,
+        "decode_context_parallel": parallel.dcp_size,
+    }
+    facts = {
+        "model_name": config.model.name,
+        "weights": fingerprint_files(config.model.name, revision) or _loaded(declared),
+        "kv_dtype": config.model.dtype,
+        "kv_layout": config.kv_cache_layout,
+        "backends": sorted({backend for each in declared for backend in each.backends}),
+        "layout_env": layout_env(),
+        # Canonical rows are the same whatever the ranks hold.
+        "layout": "canonical" if is_topology_free else sorted({each.layout for each in declared}),
+        "is_layout_canonical": bool(config.canonical_layout),
+        "is_layout_replicated": bool(config.replicated_layout),
+        "groups": [
+            {"tokens_per_block": group.tokens_per_block, "layers": list(group.layer_names)} for group in config.groups
+        ],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "bytes_per_chunk": bytes_per_chunk,
+        "topology": "any" if is_topology_free else topology,
+        "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "block_format": FORMAT_VERSION,
+        **_resolved(getattr(spec, "engine_config", None)),
+    }
+    return {f"{PREFIX}{name}": value for name, value in facts.items()}
+
+
+def _loaded(declared: Sequence[Declared]) -> str | None:
+    """Return a name for the loaded weights of all workers; None if one digest is missing."""
+    digests = [each.weights for each in declared]
+    if not digests or None in digests:
+        return None
+    return f"loaded:{hashlib.sha256(' '.join(map(str, digests)).encode()).hexdigest()[:32]}"
+
+
+def _resolved(config: VllmConfig | None) -> dict[str, Any]:
+    """Return the user's settings as vLLM resolved them."""
+    names = ("revision", "dtype", "quantization", "rope", "hf_overrides", "kv_cache_dtype", "hash_algorithm")
+    if config is None:
+        return dict.fromkeys(names)
+    model, cache = config.model_config, config.cache_config
+    rope = {
+        name: getattr(model.hf_text_config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")
+    }
+    values = (
+        model.revision,
+        str(model.dtype).removeprefix("torch."),
+        None if model.quantization is None else str(model.quantization),
+        _plain(rope),
+        _plain(model.hf_overrides),
+        str(cache.cache_dtype),
+        str(cache.prefix_caching_hash_algo),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """Return a JSON copy of the value; a function is represented by its name."""
+    return json.loads(
+        json.dumps(value, sort_keys=True, default=lambda other: getattr(other, "__qualname__", str(other)))
+    )
+
+
+def fingerprint_files(model: str, revision: str) -> str | None:
+    """Return the commit of a hub model, or a digest of a directory; None if neither can be read.
+
+    A branch moves and a directory may be written anew, so the model's name does not identify its weights.
+
+    Args:
+        model: Name on the hub, or a directory.
+        revision: Branch, tag or commit that the user asked for.
+    """
+    try:
+        directory = Path(model)
+        if directory.is_dir():
+            return _sample_files(directory)
+        found = cached_directory(model, revision, _DESCRIPTIONS)
+    except OSError as error:
+        logger.warning("The files of %s do not identify its weights: %s", model, error)
+        return None
+    return None if found is None else found.name
+
+
+def cached_directory(name: str, revision: str, files: Iterable[str]) -> Path | None:
+    """Return the directory of the hub's local cache that has one of these files of a revision; None without one."""
+    # The import reads the environment, and takes a while.
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - takes a while
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - takes a while
+
+    for file in files:
+        try:
+            found = try_to_load_from_cache(name, file, revision=revision)
+        except HFValidationError:
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _sample_files(directory: Path) -> str | None:
+    """Return a digest of the description, and of sizes and samples of the weight files; None without weight files."""
+    digest = hashlib.sha256()
+    has_weights = False
+    for path in sorted(each for each in directory.iterdir() if _is_of_model(each)):
+        has_weights |= path.suffix in WEIGHT_SUFFIXES
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb", buffering=0) as file:
+            for turn in range(_FILE_SAMPLES):
+                file.seek(max(0, size - _FILE_SAMPLE_BYTES) * turn // (_FILE_SAMPLES - 1))
+                digest.update(file.read(_FILE_SAMPLE_BYTES))
+    return f"sha256:{digest.hexdigest()[:32]}" if has_weights else None
+
+
+def _is_of_model(path: Path) -> bool:
+    return path.suffix in WEIGHT_SUFFIXES or path.name in _DESCRIPTIONS
+
+
+def layout_env() -> dict[str, str]:
+    """Return the variables that lay KV out in another way than usual, as vLLM understands them."""
+    values = {name: getattr(envs, name, None) for name in LAYOUT_ENV}
+    return {name: str(value) for name, value in values.items() if value}
+
+
+def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: int) -> tuple[tuple[str, ...], str]:
+    """Return the kinds of layers, and a digest of how they lay KV out.
+
+    Args:
+        config: vLLM's, with its layers.
+        kv_caches: By layer, its tensor or tensors.
+        blocks: How many blocks the tensors have.
+    """
+    layers = config.compilation_config.static_forward_context
+    backends: set[str] = set()
+    packed: dict[str, str] = {}
+    found = []
+    for name in sorted(kv_caches):
+        layer, held = layers.get(name), kv_caches[name]
+        tensors = [held] if isinstance(held, torch.Tensor) else list(held)
+        backend = _backend(layer)
+        shapes = [_shape(tensor, blocks) for tensor in tensors]
+        kind = json.dumps([backend, shapes])
+        backends.add(backend)
+        if kind not in packed:
+            packed[kind] = _pack(layer, tensors[0], blocks) if len(tensors) == 1 else ""
+        found.append([name, kind, packed[kind]])
+    text = json.dumps([found, layout_env()], separators=(",", ":"))
+    return tuple(sorted(backends)), hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _backend(layer: Any) -> str:
+    """Return what a layer is, by whom it is computed, and with which instructions."""
+    made: Any = getattr(layer, "attn_backend", None) or getattr(layer, "impl", None)
+    name = made.get_name() if hasattr(made, "get_name") else type(made).__name__
+    parts = [type(layer).__name__, "" if made is None else name, str(getattr(layer, "isa", ""))]
+    return "/".join(part for part in parts if part)
+
+
+def _shape(tensor: torch.Tensor, blocks: int) -> list[Any]:
+    """Return type, shape and order of the dimensions; how many blocks there are depends on the room only."""
+    place = _block_dimension(tensor, blocks)
+    sizes = [-1 if number == place else size for number, size in enumerate(tensor.shape)]
+    strides = [stride if stride < tensor.stride(place) else -1 for stride in tensor.stride()]
+    return [str(tensor.dtype), sizes, strides]
+
+
+def _block_dimension(tensor: torch.Tensor, blocks: int) -> int:
+    """Return the first dimension that can number the blocks, which a backend may cut into smaller ones."""
+    return next((number for number, size in enumerate(tensor.shape) if size and size % blocks == 0), 0)
+
+
+def _pack(layer: Any, tensor: torch.Tensor, blocks: int) -> str:
+    """Have the backend of a layer write a pattern into memory like the layer's own; return a digest of the bytes."""
+    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+    # A kernel that faults on a device ends the engine; there names and strides say how KV is laid out.
+    if update is None or tensor.device.type != "cpu":
+        return ""
+    try:
+        place = _block_dimension(tensor, blocks)
+        shape = [_PATTERN_BLOCKS if number == place else size for number, size in enumerate(tensor.shape)]
+        length = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
+        memory = torch.zeros(length, dtype=tensor.dtype, device=tensor.device)
+        given = _arguments(layer, memory.as_strided(shape, tensor.stride()))
+        update(*(given[name] for name in inspect.signature(update).parameters))
+        content = memory.view(torch.uint8).cpu().numpy().tobytes()
+    except Exception as error:  # noqa: BLE001 - whatever a backend says of a pattern, the engine serves
+        logger.warning(
+            "%s cannot be asked how it lays KV out: %r; shapes and names are compared", _backend(layer), error
+        )
+        return "unknown"
+    return hashlib.sha256(content).hexdigest() if any(content) else "unknown"
+
+
+def _arguments(layer: Any, cache: torch.Tensor) -> dict[str, Any]:
+    """Return what the backends take to write the keys and values of the tokens of one block."""
+    size = int(getattr(layer, "head_size", 0))
+    heads = int(getattr(layer, "num_kv_heads", 1))
+    dtype = getattr(layer, "dtype", None) or torch.bfloat16
+    tokens = 16
+    rank, rope = int(getattr(layer, "kv_lora_rank", 0)), int(getattr(layer, "qk_rope_head_dim", 0))
+    return {
+        "layer": layer,
+        "key": _pattern((tokens, heads, size), 1, dtype, cache),
+        "value": _pattern((tokens, heads, int(getattr(layer, "head_size_v", size))), 2, dtype, cache),
+        "kv_c_normed": _pattern((tokens, rank), 1, dtype, cache),
+        "k_pe": _pattern((tokens, 1, rope), 2, dtype, cache),
+        "kv_cache": cache,
+        "slot_mapping": torch.arange(tokens, dtype=torch.int64, device=cache.device),
+        "kv_cache_dtype": getattr(layer, "kv_cache_dtype", "auto"),
+        "k_scale": getattr(layer, "_k_scale", None),
+        "v_scale": getattr(layer, "_v_scale", None),
+    }
+
+
+def _pattern(shape: Sequence[int], seed: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Return numbers that differ from their neighbours in every dimension, and are exact in every type."""
+    count = 1
+    for size in shape:
+        count *= size
+    places = torch.arange(count, dtype=torch.int64)
+    return ((places * 37 + places // 61 + seed * 11) % 61 - 30).view(*shape).to(dtype).to(like.device)
+
+
+class LoadedWeights:
+    """The weights of one worker's model, compared with those of its start. The worker's thread only.
+
+    A change in place shows in the tensors' version counters or addresses, or in a sample of their contents: writes
+    through ``.data`` count no version. Buffers that are saved with a model count as weights: scales of quantized KV,
+    scalars of layers. Experts that vLLM moves between ranks (EPLB) do not count.
+    """
+
+    def __init__(self, *, has_moving_experts: bool = False) -> None:
+        """Find the model among the callers, and note its weights: vLLM shows the model to no connector."""
+        self.holder: Any = None
+        """The caller with the model; None if there is none."""
+        frame = inspect.currentframe()
+        while frame is not None and self.holder is None:
+            caller = frame.f_locals.get("self")
+            if callable(getattr(caller, "get_model", None)):
+                self.holder = caller
+            frame = frame.f_back
+        self._has_moving_experts = has_moving_experts
+        self._trace = _Trace([])
+        self._is_repacked = False
+        """True once a kernel has packed weights anew: nothing compares those with the packed ones of the start."""
+        self._has_changed = True
+        self._first = self._sum()
+        if self._first is not None:
+            self._note()
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of all weights of the start; None if a part is unreadable or packed by a kernel."""
+        is_whole = self._first is not None and not self._trace.packed
+        return self._first if is_whole else None
+
+    @property
+    def has_changed(self) -> bool:
+        """True while the weights are not those of the start; waits for the device's answer to the last check."""
+        if not self._has_changed and not self._trace.is_same_sample():
+            self.check_all()
+        return self._has_changed
+
+    def check(self) -> None:
+        """Compare versions, addresses and a sample; `has_changed` has the result. Takes no device time to wait for."""
+        if self._has_changed:
+            return
+        if self._trace.is_in_place():
+            self._trace.sample()
+        else:
+            self.check_all()
+
+    def check_all(self) -> None:
+        """Compare all weights, which reads each once; afterwards `has_changed` may be False again."""
+        self._is_repacked |= self._trace.is_repacked()
+        total = self._sum()
+        self._has_changed = total is None or total != self._first or self._is_repacked
+        if not self._has_changed:
+            self._note()
+
+    def _note(self) -> None:
+        """Take the present state for that of the start."""
+        try:
+            self._trace = _Trace(list(self._entries()))
+            self._has_changed = False
+        except Exception:
+            logger.exception("The weights cannot be watched, so this engine serves without the volume")
+
+    def _sum(self) -> str | None:
+        """Return a digest of all readable weights, also of a draft model; None without any."""
+        if self.holder is None:
+            return None
+        total = hashlib.sha256()
+        try:
+            for entry in self._entries():
+                tensor = entry.tensor
+                total.update(f"{entry.name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                for part in _parts(tensor):
+                    total.update(_sums(part))
+        except Exception:
+            # A tensor of an unknown kind costs sharing, and no request.
+            logger.exception("The weights cannot be read, so this engine serves without the volume")
+            return None
+        return total.hexdigest()
+
+    def _entries(self) -> Iterator[_Entry]:
+        drafter = next(
+            (found for name in ("drafter", "speculator") if (found := getattr(self.holder, name, None)) is not None),
+            None,
+        )
+        for model in (self.holder.get_model(), getattr(drafter, "model", None)):
+            if not isinstance(model, torch.nn.Module):
+                continue
+            for prefix, module in model.named_modules():
+                if self._has_moving_experts and hasattr(module, "get_expert_weights"):
+                    continue
+                # By the dictionaries themselves, so that a check sees a tensor that was replaced.
+                parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - torch has no public view
+                passing = module._non_persistent_buffers_set  # noqa: SLF001 - see above
+                for name, tensor in parameters.items():
+                    if tensor is not None:
+                        yield _Entry(f"{prefix}.{name}", parameters, name, tensor, module)
+                for name, buffer in buffers.items():
+                    if buffer is not None and name not in passing:
+                        yield _Entry(f"{prefix}.{name}", buffers, name, buffer, module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    owner: Mapping[str, Any]
+    key: str
+    tensor: torch.Tensor
+    module: torch.nn.Module
+
+
+class _Trace:
+    """Versions, addresses and a sample of tensors at one time."""
+
+    def __init__(self, entries: Sequence[_Entry]) -> None:
+        """Note them; raise what torch raises of a tensor that cannot be read."""
+        self._owners = [each.owner for each in entries]
+        self._keys = [each.key for each in entries]
+        # Referenced, so that no other tensor can take the place of one that was freed. Storage that a trainer replaces
+        # is freed with the next check.
+        self._tensors = [each.tensor for each in entries]
+        # A tensor that was made in inference mode counts no versions.
+        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._versions = list(map(_VERSION, self._counted))
+        self._parts = [part for each in self._tensors for part in _parts(each)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._parts))
+        # vLLM's CPU build packs a layer's weights into a function of the layer, and leaves an empty tensor.
+        modules = {id(each.module): vars(each.module) for each in entries if not each.tensor.numel()}
+        self.packed = [(state, state["cpu_linear"]) for state in modules.values() if "cpu_linear" in state]
+        """By state of a layer, the function that holds its weights."""
+        views: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        for part in self._parts:
+            if part.numel():
+                spread = _spread(part)
+                views.setdefault((part.device, spread.shape[1]), []).append(spread)
+        self._views = list(views.values())
+        self._sample = [torch.cat(each) for each in self._views]
+        self._differences: list[tuple[torch.Tensor, torch.Event | None]] = []
+
+    def is_repacked(self) -> bool:
+        """Return whether a layer has another function for its packed weights."""
+        return not all(state.get("cpu_linear") is packed for state, packed in self.packed)
+
+    def is_in_place(self) -> bool:
+        """Compare tensors, versions and addresses, without a look at contents."""
+        now = [owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True)]
+        return (
+            all(map(operator.is_, now, self._tensors))
+            and list(map(_VERSION, self._counted)) == self._versions
+            and list(map(torch.Tensor.data_ptr, self._parts)) == self._addresses
+            and not self.is_repacked()
+        )
+
+    def sample(self) -> None:
+        """Begin to compare the contents."""
+        self._differences = []
+        for views, before in zip(self._views, self._sample, strict=True):
+            difference = (torch.cat(views) != before).any()
+            event = None
+            if difference.device.type != "cpu":
+                # Later work on the device must not hold the answer up.
+                difference = difference.to("cpu", non_blocking=True)
+                event = torch.Event(before.device)
+                event.record()
+            self._differences.append((difference, event))
+
+    def is_same_sample(self) -> bool:
+        """Wait for the last comparison and return its result."""
+        differences, self._differences = self._differences, []
+        for _, event in differences:
+            if event is not None:
+                event.synchronize()
+        return not any(bool(difference) for difference, _ in differences)
+
+
+_VERSION: Final = operator.attrgetter("_version")
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the tensors that hold the memory of a tensor: itself, or those that a subclass of torchao wraps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of words of 8 bytes, evenly spread over the memory of a tensor; of all bytes of a small tensor."""
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = (1 + last) * size
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    if extent < 8 * _SAMPLE_WORDS:
+        return storage[begin : begin + extent].view(-1, 1)
+    return storage.as_strided((_SAMPLE_WORDS, 8), ((extent - 8) // (_SAMPLE_WORDS - 1), 1), begin)
+
+
+def _sums(tensor: torch.Tensor) -> bytes:
+    """Return two sums over the words of a tensor that show a change of any word, computed on the tensor's device.
+
+    The second sum weighs each word with an odd number of its own, so that words that change places show, too.
+    """
+    if not tensor.numel():
+        return b""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if rest := -data.numel() % 8:
+        data = torch.cat([data, data.new_zeros(rest)])
+    words = data.view(torch.int64)
+    places = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2, dtype=torch.int64, device=words.device)
+    places = places * 0x9E3779B97F4A7C1 + 2
+    sums = []
+    for first in range(0, len(words), _PIECE_WORDS):
+        piece = words[first : first + _PIECE_WORDS]
+        sums += [piece.sum(), (piece * (places[: len(piece)] | 1)).sum()]
+    found: bytes = torch.stack(sums).cpu().numpy().tobytes()
+    return found

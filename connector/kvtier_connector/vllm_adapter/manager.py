@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU tier and the shared volume under one roof: which chunks a request finds, and what its load may copy.
+
+A chunk that the volume is known to have counts as found at once. When vLLM orders a load, each such chunk gets a row of
+the CPU tier and is read into it, and the load tells chunk by chunk what is ready, so that the worker copies the first
+ones to the GPU while the next are still being read. Chunks that another request already has fetched are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_connector.cascade.admission import Verdict
+from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
+from kvtier_connector.cascade.requests import TierRequest
+from kvtier_connector.store.index import Presence
+from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+
+STORES_AGAIN = 64
+"""Chunks that were not written before and are offered again in one step, while nothing is loaded."""
+URGENT_AHEAD = 256
+"""While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
+AT_ONCE = 64
+"""Chunks that are handed to the movers together."""
+_VOLUME = 0
+"""Number of our tier among vLLM's secondary ones: it is the only one."""
+
+
+class Match(NamedTuple):
+    """The chunks of a prefix that can be loaded."""
+
+    chunks: int
+    unknown: OffloadKey | None
+    """The first of them that nobody can tell of yet; ask again when `KVTierManager.is_known`."""
+
+
+class KVTierManager(TieringOffloadingManager):
+    """vLLM's tiering with one tier below the CPU's; loads begin before all has landed. Scheduler's thread only."""
+
+    def __init__(self, primary_tier: CPUPrimaryTierOffloadingManager, volume: SharedVolumeTier) -> None:
+        """Put the tier below the CPU's."""
+        super().__init__(primary_tier=primary_tier, secondary_tiers=[volume])
+        self.volume = volume
+        # The dictionary itself has no public name, and a call for each chunk of a prompt is what a look-up costs.
+        self._chunks = primary_tier._policy.get  # noqa: SLF001 - see above
+        self._fetches = Fetches(primary_tier, self.request, self._read)
+        self._loads: dict[str, Load] = {}
+        self._copying = 0
+        """Chunks that the worker is copying to the GPU."""
+        self._again = ReqContext(req_id="kvtier-store-again")
+        self.is_gpu_empty: Callable[[], bool] = lambda: True
+        """Whether the GPU holds no block of any request, and none to share."""
+
+    def request(self, context: ReqContext) -> TierRequest:
+        """Return what the tier keeps of a request."""
+        return self.volume.requests.of(context)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        """Say whether a chunk can be loaded; one that only the volume has is a HIT, too.
+
+        HIT_PENDING is a chunk that the GPU is just writing into the CPU tier, RETRY one that a probe asks about.
+        """
+        self._maybe_process_finished_jobs()
+        return self._find(key, self.request(req_context))
+
+    def match_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> Match:
+        """Find how many chunks from the first on can be loaded."""
+        self._maybe_process_finished_jobs()
+        request = self.request(req_context)
+        count = 0
+        unknown: OffloadKey | None = None
+        # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
+        is_early = request.is_pending or request.is_mixed or not self.volume.is_current
+        is_plain = not (is_early or (request.verdict and not request.verdict.may_load))
+        fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.volume.knower(request)
+        for key in keys:
+            if is_plain:
+                chunk = None if key in fetched else chunks(key)
+                if chunk is not None and chunk.is_ready:
+                    count += 1
+                    continue
+                if chunk is None and (key not in request.missing if key in fetched else is_on_volume(key)):
+                    request.on_volume.add(key)
+                    count += 1
+                    continue
+            found = self._find(key, request, is_prefix=True)
+            if found is LookupResult.MISS:
+                break
+            if found is not LookupResult.HIT and unknown is None:
+                unknown = key
+            count += 1
+        return Match(count, unknown)
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Say whether a chunk can be told of now that could not be."""
+        if self.volume.is_asking(key):
+            return False
+        chunk = self._chunks(key)
+        return chunk is None or chunk.is_ready or key in self._fetches.under_way
+
+    def decide(self, req_context: ReqContext, hit: Collection[OffloadKey], *, is_early: bool = False) -> bool:
+        """Decide, once, what a request does that found these chunks; False if it is to look without the volume.
+
+        With `is_early` its turn has not come. Where nothing can be read ahead, or a queue is in the way, False then
+        means that it is decided later.
+        """
+        request = self.request(req_context)
+        on_volume = [key for key in hit if key in request.on_volume]
+        self._count(request, len(hit), len(on_volume))
+        if not on_volume:
+            return True
+        if request.verdict is None:
+            tokens = self.volume.requests.tokens[0]
+            # In one group they stand in the order of the prompt.
+            outer = on_volume if len(self.volume.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
+            ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
+            chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
+            request.verdict = self._find_verdict(request, on_volume, chunks, is_early=is_early)
+            if request.verdict is None:
+                return False
+            if not request.verdict.may_load:
+                self.volume.count_computed(request.verdict.cause, len(on_volume))
+        return request.verdict.may_load
+
+    def _find_verdict(
+        self, request: TierRequest, on_volume: Collection[OffloadKey], chunks: int, *, is_early: bool
+    ) -> Verdict | None:
+        admission, fetches = self.volume.admission, self._fetches
+        to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
+        queued = self.volume.transfers.loading + fetches.waiting
+        if is_early and (not fetches.room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
+            return None
+        return admission.decide(request.name, chunks, len(on_volume), to_read=to_read, queued=queued)
+
+    def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
+        """Say whether all of these chunks lie in the CPU tier."""
+        return all((chunk := self._chunks(key)) is not None and chunk.is_ready for key in keys)
+
+    def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Fetch what the volume has of a prefix, for a request whose turn has not come."""
+        fetched, chunks = self._fetches.under_way, self._chunks
+        near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
+        rest = self.match_prefix(keys[near:], req_context)
+        # Of many requests that share a prefix the first one has it fetched. To find it costs each of the others as
+        # much again, and they are asked when their turn comes.
+        if rest.unknown is not None or (near and not rest.chunks):
+            return
+        shared = self.match_prefix(keys[:near], req_context)
+        count = near + rest.chunks
+        if (
+            shared.chunks < near
+            or shared.unknown is not None
+            or not self.decide(req_context, keys[:count], is_early=True)
+        ):
+            return
+        on_volume = self.request(req_context).on_volume
+        wanted = [key for key in keys[:count] if key in on_volume]
+        # The movers begin with the first ones while the others are still being noted.
+        for first in range(0, len(wanted), AT_ONCE):
+            leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
+            self._note_source(leased, req_context)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if not (self.volume.is_current and self.request(req_context).hints.may_store):
+            # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        return super().prepare_store(keys, req_context)
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin what is in the CPU tier and have the rest fetched; `load_of` tells what is ready.
+
+        Returns:
+            The rows; `NO_ROW` for chunks that are not there yet.
+        """
+        load = self._loads[req_context.req_id] = Load(req_context, list(keys))
+        ready: list[OffloadKey] = []
+        fetched: list[OffloadKey] = []
+        hastened: list[OffloadKey] = []
+        for number, key in enumerate(load.keys):
+            chunk = self._chunks(key)
+            if chunk is not None and chunk.is_ready:
+                load.rows[number] = chunk.chunk_id
+                ready.append(key)
+                continue
+            fetched.append(key)
+            if self._fetches.ask(key, load, number):
+                hastened.append(key)
+        if ready:
+            self.primary_tier.prepare_load(ready, req_context)
+        self._note_source(fetched, req_context)
+        self._fetches.end_lease(req_context)
+        self.request(req_context).verdict = None
+        if hastened:
+            self.volume.transfers.hasten(hastened)
+        self._serve()
+        return CPULoadStoreSpec(load.rows)
+
+    def load_of(self, name: str) -> Load:
+        """Return the load of a request, from `prepare_load` to `release_load`."""
+        return self._loads[name]
+
+    def note_copying(self, chunks: int) -> None:
+        """Note that so many chunks were handed to the worker; `complete_load` tells that they are on the GPU."""
+        self._copying += chunks
+
+    def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
+        """Forget the load of a request: nothing more of it goes to the GPU. What was handed over stays pinned."""
+        load = self._loads.pop(name)
+        handed = set(range(len(load.keys))) if is_handed_over else load.handed
+        self._count_saved(load, handed)
+        if is_handed_over:
+            return
+        unpinned = []
+        for number, key in enumerate(load.keys):
+            if load.rows[number] == NO_ROW:
+                self._fetches.leave(key, load)
+            elif number not in handed:
+                unpinned.append(key)
+        if unpinned:
+            self.primary_tier.complete_load(unpinned, load.context)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._copying -= len(keys)
+        super().complete_load(keys, req_context)
+        self._serve()
+
+    def hold(self) -> None:
+        """Give no row away: the worker may still read or write rows that the CPU tier does not know of any more."""
+        self._fetches.is_held = True
+
+    def go_on(self) -> None:
+        """Give rows away again."""
+        self._fetches.is_held = False
+        self._serve()
+
+    def poll(self) -> None:
+        """Take in what has landed since the step began."""
+        self._process_finished_jobs()
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        super().on_schedule_end(context)
+        self._serve()
+        self._store_again()
+        self.volume.waiting = self._fetches.count_waiting_requests()
+
+    @override
+    def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
+        self._fetches.end_lease(req_context)
+        super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self._fetches.waiting > 0 or super().has_pending_work()
+
+    @override
+    def reset_cache(self) -> None:
+        """Forget everything in the CPU tier; every load was released before."""
+        self._fetches.end_leases()
+        super().reset_cache()
+        self._fetches.clear()
+        self._copying = 0
+
+    @override
+    def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
+        super()._process_finished_jobs(*args, **kwargs)
+        if landed := self.volume.transfers.take_landed():
+            self._fetches.take(landed)
+            self._serve()
+
+    @override
+    def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
+        """Do nothing: each chunk is taken in when it lands."""
+
+    def _find(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> LookupResult:
+        if self.volume.is_unread(key, request):
+            return LookupResult.RETRY
+        if request.is_mixed or not self.volume.is_current:
+            # vLLM's key covers neither the contents of the adapter nor the weights, so the chunk may be of others.
+            self.volume.presence(key, request)
+            return LookupResult.MISS
+        if key not in self._fetches.under_way:
+            chunk = self._chunks(key)
+            if chunk is not None:
+                return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
+            presence = self.volume.presence(key, request, is_prefix=is_prefix)
+            if presence is not Presence.PRESENT:
+                return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
+        elif key in request.missing:
+            return LookupResult.MISS
+        if request.verdict is not None and not request.verdict.may_load:
+            return LookupResult.MISS
+        request.on_volume.add(key)
+        return LookupResult.HIT
+
+    def is_from_volume(self, name: str) -> bool:
+        """Say whether chunks of a request were read for it."""
+        return name in self._request_load_sources
+
+    def _note_source(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        if keys:
+            self._request_load_sources.setdefault(context.req_id, {}).update(dict.fromkeys(keys, CacheHitSource.DISK))
+
+    def _read(
+        self, context: ReqContext, keys: Sequence[OffloadKey], rows: CPULoadStoreSpec, is_waited_for: bool
+    ) -> bool:
+        """Have the volume read chunks into their rows; return whether they are urgent.
+
+        While little is read, what is read ahead keeps nobody waiting, and is spared being made urgent later.
+        """
+        is_urgent = is_waited_for or self.volume.transfers.loading < URGENT_AHEAD
+        order = TransferJob(
+            job_id=self._next_job_id(),
+            keys=keys,
+            chunk_ids=np.asarray(rows.block_ids, dtype=np.int32),
+            is_promotion=True,
+            req_context=context,
+        )
+        self._register_job(order, _VOLUME)
+        self.volume.transfers.load(order, is_urgent=is_urgent)
+        return is_urgent
+
+    def _serve(self) -> None:
+        self._fetches.serve()
+        if self._fetches.waiting and not self._fetches.is_held and not self._is_anything_under_way():
+            # Every row is pinned by those that wait like the first: it does without, and they go on.
+            self._metrics.on_promotion_allocation_failure()
+            self.volume.count_computed(metrics.BUDGET, 1)
+            self._fetches.give_up_first()
+
+    def _is_anything_under_way(self) -> bool:
+        """Say whether rows become free by themselves."""
+        is_storing = self.primary_tier._num_write_pending_chunks > 0  # noqa: SLF001 - only a gauge tells
+        return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
+
+    def _count_saved(self, load: Load, handed: Collection[int]) -> None:
+        """Count what the chunks that came from the volume would have taken to compute."""
+        sources = self._request_load_sources.get(load.context.req_id)
+        if not sources:
+            return
+        keys = (load.keys[number] for number in handed)
+        if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
+            seconds = self.volume.admission.seconds_to_compute(chunks)
+            self.volume.savings.count(self.request(load.context).tenant, seconds)
+
+    def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
+        """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""
+        if request.is_counted:
+            return
+        request.is_counted = True
+        stats, volume = self._metrics._stats, self._metrics.tier_label(_VOLUME)  # noqa: SLF001 - see above
+        for label, asked, found in (
+            (self._metrics.primary_tier_label, chunks, chunks - on_volume),
+            (volume, on_volume, on_volume),
+        ):
+            stats.increase_counter(TieringOffloadingMetrics.CHUNK_QUERIES, asked, label)
+            stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, found, label)
+
+    def _store_again(self) -> None:
+        """Offer chunks again that were not written, as long as nothing is loaded and the CPU tier has them."""
+        if self._loads or self._fetches:
+            return
+        shed = self.volume.peek_shed(STORES_AGAIN)
+        if not shed:
+            return
+        here, gone = [], []
+        for key in shed:
+            chunk = self._chunks(key)
+            if chunk is None:
+                gone.append(key)
+            elif chunk.is_ready:
+                here.append(key)
+        self.volume.transfers.forget_shed(gone)
+        if here:
+            self.volume.store_again(self.create_store_job(here, self._again, _VOLUME))

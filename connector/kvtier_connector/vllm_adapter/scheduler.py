@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the connector: what each request finds, what goes to the GPU with each step, what is stored.
+
+vLLM's own side, with these differences. A load is handed to the worker in pieces, each step what has come into its rows
+since the last one, in the order of the prompt; the request runs when the last piece is on the GPU. What cannot be read
+ends the load there, and vLLM computes from that chunk on. A request that waits for something is asked again when that
+is there, and costs a step nothing meanwhile. Reading begins when a request arrives. And requests whose prompt is stored
+are left out of vLLM's two walks over everything that runs, since they have nothing to offer until they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+    TransferJobStatus,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvtier_connector.cascade.fetch import Load
+from kvtier_connector.cascade.hints import parse_hints, understood
+from kvtier_connector.cascade.requests import Salt
+from kvtier_connector.vllm_adapter.fingerprint import Declared
+from kvtier_connector.vllm_adapter.lora import Lora
+from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.media import KnownMedia, Media
+from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata, Question
+
+
+class Changed:
+    """An object of vLLM's with some attributes replaced."""
+
+    def __init__(self, original: Any, **changes: Any) -> None:
+        """Put it before the original."""
+        self._original = original
+        self.__dict__.update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read what is not replaced."""
+        return getattr(self._original, name)
+
+
+def without_unchanged(output: SchedulerOutput, settled: set[str]) -> Any:
+    """Return the output without the settled requests that have no new block: they have no news.
+
+    Those that begin anew in this step are taken out of `settled`.
+    """
+    cached = output.scheduled_cached_reqs
+    settled.difference_update(cached.resumed_req_ids)
+    settled.difference_update(request.req_id for request in output.scheduled_new_reqs)
+    kept = [
+        (name, blocks)
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if blocks is not None or name not in settled
+    ]
+    if len(kept) == len(cached.req_ids):
+        return output
+    fewer = Changed(cached, req_ids=[name for name, _ in kept], new_block_ids=[blocks for _, blocks in kept])
+    return Changed(output, scheduled_cached_reqs=fewer)
+
+
+def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bool]) -> Any:
+    """Return the output with those states to be stored only that are wanted, by request and token at which it ends."""
+    state = output.kv_connector_block_state
+    if state is None or not state.boundary_state_offloads:
+        return output
+    kept = {
+        name: [entry for entry in entries if is_wanted(name, entry[2])]
+        for name, entries in state.boundary_state_offloads.items()
+    }
+    return Changed(output, kv_connector_block_state=Changed(state, boundary_state_offloads=kept))
+
+
+class KVTierScheduler(OffloadingConnectorScheduler):
+    """See the module. Scheduler's thread only."""
+
+    manager: KVTierManager
+    _current_batch_jobs_to_flush: set[int]
+
+    @override
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
+        self._chunks_being_loaded = None
+        self._is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
+        self._is_sharing = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._loading: dict[OffloadKey, Load] = {}
+        """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
+        self._loads: dict[str, Load] = {}
+        """Of which there is more to hand over."""
+        self._ended: dict[str, list[int]] = {}
+        """What the next step tells the workers of loads that have ended."""
+        self._ending: dict[str, Load] = {}
+        """Of which the workers have not told yet that all is on the GPU."""
+        self._waits: dict[str, Callable[[], bool]] = {}
+        """By request that waits for something, what says that it is there."""
+        self._stale_jobs: dict[int, int] = {}
+        """Pieces and stores of before the cache was reset, with the workers that may still read or write their rows."""
+        self._settled: set[str] | None = set() if self.config.offload_prompt_only else None
+        """Requests that have nothing to store until they end; None where answers are stored, too."""
+        self._first_tokens = FirstTokens(self.manager.volume.stats)
+        self._adapters = self.manager.volume.adapters
+        # Of several groups no block can be taken back once its load was reported.
+        self._may_mix_adapters = len(self.config.kv_group_configs) > 1 and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+        self._known_media = KnownMedia()
+        self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
+        self._is_reset = False
+        """True from a reset of the caches until a step has the workers compare all weights."""
+        self.count_local_tokens: Callable[[Request], int] = lambda _: 0
+        """How many tokens of a request's prompt the GPU has now."""
+
+    def begin(self, declared: Sequence[Declared]) -> None:
+        """Use the volume, with what workers declared before the first step, by rank; ask for it if it is not all."""
+        if len(declared) == self.config.num_workers:
+            self.manager.volume.open(declared)
+        else:
+            # MultiConnector passes on what the first of its children declares, which may be another connector.
+            self._declared.ask()
+
+    @override
+    def on_new_request(self, request: Request) -> None:
+        hints = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
+        # vLLM logs what it does not understand, reads anything as if it were an object, and a client may send anything.
+        request.kv_transfer_params = understood(request.kv_transfer_params)
+        super().on_new_request(request)
+        status = self._req_status[request.request_id]
+        status.req_context.set_state(Salt(request.cache_salt))
+        status.req_context.set_state(hints)
+        self.manager.volume.requests.count(hints)
+        status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
+        status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
+        if (lora := request.lora_request) is not None:
+            status.req_context.set_state(Lora(lora))
+        if request.mm_features:
+            status.req_context.set_state(Media(request.mm_features, self._known_media))
+        if self._is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
+            self._read_ahead(status)
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        name = request.request_id
+        if (is_there := self._waits.get(name)) is not None:
+            if not is_there():
+                return None, False
+            del self._waits[name]
+        status = self._req_status[name]
+        if request.num_preemptions:
+            # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
+            for group in status.group_states:
+                group.next_stored_chunk_idx = 0
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
+        # step that computes with it is told by its GPU blocks, which only models of one group can.
+        is_checked = request.lora_request is not None or len(self.config.kv_group_configs) > 1
+        if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
+            self._cancel_sync_load(name, tokens)
+            return tokens, True
+        return tokens, is_async
+
+    @override
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        name = request.request_id
+        is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
+        source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
+        self._first_tokens.begin(request, source)
+        if num_external_tokens == 0:
+            return
+        status = self._req_status[name]
+        load = self.manager.load_of(name)
+        (job_id,) = status.transfer_jobs
+        if name in getattr(self, "_current_batch_sync_loads", ()):
+            # The step waits for it, so it stays the one job that vLLM made.
+            self.manager.note_copying(len(load.keys))
+            self.manager.release_load(name, is_handed_over=True)
+            return
+        self._adapters.begin(name, request.lora_request)
+        job = self._current_batch_load_jobs.pop(job_id)
+        del self._jobs[job_id]
+        status.transfer_jobs.clear()
+        target = job.dst_spec
+        assert isinstance(target, GPULoadStoreSpec)
+        load.aim(target, self.config.blocks_per_chunk)
+        self._loads[name] = load
+        if self._is_sharing:
+            self._loading.update(dict.fromkeys(load.keys, load))
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
+        self._first_tokens.look()
+        preempted = scheduler_output.preempted_req_ids or ()
+        for name in preempted:
+            if (status := self._req_status.get(name)) is not None:
+                self.manager.request(status.req_context).begin_anew()
+        if self._loads:
+            self.manager.poll()
+            for name, load in list(self._loads.items()):
+                # After a reset vLLM may have it go on in the step that preempts it, and takes its jobs for stores.
+                if name not in preempted:
+                    self._hand_over(name, load)
+        waited = frozenset(getattr(self, "_current_batch_sync_loads", ()))
+        made = super().build_connector_meta(scheduler_output)
+        assert isinstance(made, OffloadingConnectorMetadata)
+        jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
+        # A step that neither computes nor loads may lie before the update of the weights that all was reset for.
+        is_due = scheduler_output.num_scheduled_tokens or jobs[0]
+        asked = self._weights.ask() if self._is_reset and is_due else 0
+        self._is_reset = self._is_reset and not asked
+        orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
+        return KVTierMetadata(*jobs, ended, asked, self._is_reset, waited, orders, self._declared.number)
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        told = connector_output.kv_connector_worker_meta
+        # Before what was computed with them counts as stored.
+        self._take_weights(getattr(told, "weights", {}))
+        self._adapters.take(getattr(told, "adapters", {}))
+        self._adapters.note_failed(connector_output.failed_recving or ())
+        for name in getattr(told, "replaced", ()):
+            if (status := self._req_status.get(name)) is not None:
+                _drop_output_in_flight(status.req)
+        super().update_connector_output(connector_output)
+        for name in connector_output.finished_recving or ():
+            if (load := self._ending.pop(name, None)) is not None:
+                load.is_over = True
+                for key in load.keys:
+                    if self._loading.get(key) is load:
+                        del self._loading[key]
+        if self._stale_jobs:
+            self._forget_stale(getattr(told, "completed_jobs", {}))
+        if (declared := self._declared.take(getattr(told, "declared", {}))) is not None:
+            # Requests wait for this step.
+            self.manager.volume.open(declared, 0.0)
+
+    def _take_weights(self, told: Mapping[int, tuple[int, bool]]) -> None:
+        """Take in comparisons of the weights, by rank."""
+        volume = self.manager.volume
+        for _, is_original in told.values():
+            volume.note_weights(is_original=is_original)
+        if (answers := self._weights.take(told)) is not None:
+            volume.note_all_weights(are_original=all(answers))
+
+    @override
+    def has_pending_push_work(self) -> bool:
+        is_telling = self._loads or self._ended or self._stale_jobs or self._adapters.is_waiting
+        return bool(is_telling) or super().has_pending_push_work()
+
+    @override
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        name = request.request_id
+        self._first_tokens.end(name)
+        self._adapters.end(name)
+        self._waits.pop(name, None)
+        if name in self._loads:
+            # Nobody wants it any more. vLLM frees the blocks when the workers have finished with them.
+            self._end(name, unwritten=[])
+        elif name in self._ended:
+            self._ended[name] = []
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        return finished
+
+    @override
+    def reset_cache(self) -> None:
+        for name, load in list(self._loads.items()):
+            self._end(name, unwritten=load.unwritten)
+        self._waits.clear()
+        if self._settled is not None:
+            self._settled.clear()
+        self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})
+        # vLLM does not expect to be asked again before a step has told the workers what to wait for.
+        flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
+        super().reset_cache()
+        self._weights.drop()
+        self._is_reset = True
+        self.manager.volume.note_reset(is_clean=self.manager.is_gpu_empty())
+        self._current_batch_jobs_to_flush |= flushed
+        if self._stale_jobs:
+            self.manager.hold()
+
+    @override
+    def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
+        name = (context := req_status.req_context).req_id
+        lora = req_status.req.lora_request
+        if (lora is not None and self._may_mix_adapters) or not self._adapters.may_load(name, lora):
+            return 0
+        if self._waits_for_others(req_status, self._next_key_of(req_status)):
+            return None
+        self.manager.request(context).on_volume.clear()
+        tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
+        if tokens and not self.manager.decide(context, self._keys_of(req_status, tokens)):
+            tokens = super()._lookup(req_status, max_num_new_tokens)
+        if tokens is not None:
+            self._waits.pop(name, None)
+        return None if self._waits_for_others(req_status, self._keys_of(req_status, tokens or 0)) else tokens
+
+    @override
+    def _maximal_prefix_lookup(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext,
+        req: Request,
+        group_config: GroupOffloadConfig,
+        start_chunk_idx: int,
+    ) -> int | None:
+        wanted = list(keys)
+        count, unknown = self.manager.match_prefix(wanted, req_context)
+        if unknown is not None:
+            self._waits[req_context.req_id] = lambda: self.manager.is_known(unknown)
+            return None
+        if self._events_tracker.self_describing_enabled:
+            for number, key in enumerate(wanted[:count], start_chunk_idx):
+                self._events_tracker.record_lookup(req, group_config, number, key)
+        return count
+
+    @override
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        settled = self._settled
+        super()._update_req_states(without_unchanged(scheduler_output, settled) if settled else scheduler_output)
+
+    @override
+    def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        # vLLM asserts that no state ends behind what a request may offload, and takes 0 for no limit.
+        return dict(super()._build_partial_tail_store_jobs(without_handoffs(scheduler_output, self._may_store_to)))
+
+    @override
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        settled = self._settled
+        if settled is None:
+            return dict(super()._build_store_jobs(scheduler_output))
+        settled.difference_update(scheduler_output.finished_req_ids or ())
+        scheduled = scheduler_output.num_scheduled_tokens
+        wanted = {name: tokens for name, tokens in scheduled.items() if name not in settled}
+        jobs = super()._build_store_jobs(Changed(scheduler_output, num_scheduled_tokens=wanted))
+        settled.update(name for name in wanted if self._is_settled(name))
+        return dict(jobs)
+
+    def _read_ahead(self, status: RequestOffloadState) -> None:
+        """Have the volume read for a request before vLLM gets to it."""
+        status.update_offload_keys()
+        first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
+        self.manager.read_ahead(status.group_states[0].offload_keys[first:], status.req_context)
+
+    def _next_key_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
+        """Return the first chunk that the GPU does not have; none where a load need not begin with it."""
+        if not self._is_one_prefix or status.max_load_tokens is not None:
+            return ()
+        first = status.num_locally_computed_tokens // self.config.kv_group_configs[0].tokens_per_chunk
+        keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first : first + 1]
+        return keys
+
+    def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
+        """Have a request wait until the blocks are there to share that another one loads; False if there are none."""
+        load = next((load for key in keys if (load := self._loading.get(key))), None) if self._loading else None
+        if load is None:
+            return False
+        self._waits[status.req_context.req_id] = lambda: load.is_over
+        return True
+
+    def _keys_of(self, status: RequestOffloadState, tokens: int, begin: int | None = None) -> Sequence[OffloadKey]:
+        """Return the chunks that a load of so many tokens loads, as vLLM chooses them: behind what the GPU has."""
+        if not tokens:
+            return ()
+        begin = status.num_locally_computed_tokens if begin is None else begin
+        end = begin + tokens
+        found: list[OffloadKey] = []
+        for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            size = config.tokens_per_chunk
+            keys = state.offload_keys[begin // size : -(-end // size)]
+            window = config.load_window_size_in_chunks(end)
+            found += keys if window is None else keys[-window:]
+        return found
+
+    def _hand_over(self, name: str, load: Load) -> None:
+        """Give the worker what has become ready of a load, and tell it when that was all."""
+        if load.has_piece:
+            keys, source, target = load.take_piece()
+            job_id = self._generate_job_id()
+            self._current_batch_load_jobs[job_id] = TransferJob(req_id=name, src_spec=source, dst_spec=target)
+            self._jobs[job_id] = TransferJobStatus(
+                req_id=name, pending_count=self.config.num_workers, keys=keys, is_store=False
+            )
+            self._req_status[name].transfer_jobs.add(job_id)
+            self.manager.note_copying(len(keys))
+        if load.is_handed_over:
+            self._end(name, unwritten=load.unwritten)
+
+    def _end(self, name: str, *, unwritten: list[int]) -> None:
+        """Hand over no more of a load; the GPU blocks `unwritten` are computed."""
+        load = self._loads.pop(name)
+        self.manager.release_load(name)
+        self._ended[name] = unwritten
+        self._ending[name] = load
+        if unwritten:
+            # vLLM takes the whole hit for offered already; what is computed of it is offered like anything else.
+            is_whole = len(self.config.kv_group_configs) > 1
+            for state, reached in zip(self._req_status[name].group_states, load.reached, strict=True):
+                state.next_stored_chunk_idx = 0 if is_whole else min(state.next_stored_chunk_idx, reached)
+
+    def _forget_stale(self, completed: Mapping[int, int]) -> None:
+        """Take in which pieces and stores of before a reset the workers have finished with."""
+        for job_id, workers in completed.items():
+            if job_id in self._stale_jobs:
+                self._stale_jobs[job_id] -= workers
+                if self._stale_jobs[job_id] <= 0:
+                    del self._stale_jobs[job_id]
+        if not self._stale_jobs:
+            self.manager.go_on()
+
+    def _cancel_sync_load(self, name: str, tokens: int) -> None:
+        """Take back that the step waits for a load, as vLLM 0.33 may: not for one that the volume is asked for."""
+        if name in getattr(self, "_current_batch_sync_loads", ()):
+            self._current_batch_sync_loads.discard(name)
+            self._current_batch_sync_load_bytes -= tokens * self.config.kv_bytes_per_token
+
+    def _may_store_to(self, name: str, token: int) -> bool:
+        status = self._req_status.get(name)
+        return status is not None and (status.max_offload_tokens is None or token <= status.max_offload_tokens)
+
+    def _is_settled(self, name: str) -> bool:
+        """Say whether every chunk that the request may ever offer while it runs has been offered."""
+        status = self._req_status.get(name)
+        if status is None:
+            return False
+        tokens = self._calc_num_offloadable_tokens(status, status.req.num_prompt_tokens)
+        return all(
+            state.next_stored_chunk_idx >= tokens // config.tokens_per_chunk
+            for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True)
+        )
+
+
+def _drop_output_in_flight(request: Request) -> None:
+    """Have vLLM ignore what steps under way sample for a request whose blocks are being taken back.
+
+    vLLM does the same to a request that it preempts; for blocks that could not be loaded it does not, and asynchronous
+    scheduling has begun the next step by now.
+    """
+    if request.num_in_flight_tokens > 0:
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
+        request.num_output_placeholders = 0

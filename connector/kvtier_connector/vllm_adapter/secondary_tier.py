@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared volume as a tier of vLLM: translation between its calls and the block files, nothing else.
+
+vLLM calls every method of `SharedVolumeTier` on the scheduler's thread, where a system call on a network mount could
+stop the engine. So each method only reads and writes memory, and hands what blocks to the movers. Whatever goes wrong,
+the engine computes instead of loading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_connector.cascade.admission import Admission, why_not
+from kvtier_connector.cascade.attach import Attachment
+from kvtier_connector.cascade.drain import Drain
+from kvtier_connector.cascade.offers import Offers
+from kvtier_connector.cascade.requests import TierRequest, TierRequests
+from kvtier_connector.cascade.transfers import POLL_SECONDS, Parts, Rows
+from kvtier_connector.cascade.volume import read_config
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.io_workers.buffers import shape_of_rows
+from kvtier_connector.io_workers.tasks import Done, Lane, Looked
+from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.health import Breaker, Direction
+from kvtier_connector.store.index import Presence
+from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.fingerprint import Declared
+from kvtier_connector.vllm_adapter.lora import Adapters
+
+logger = init_logger("vllm.kvtier.tier")
+
+OPEN_WAIT_SECONDS = 10.0
+"""How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
+STORE_QUEUE_SHARE = 0.5
+"""Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
+_FOUND = {Presence.PRESENT: LookupResult.HIT, Presence.ABSENT: LookupResult.MISS, Presence.UNKNOWN: LookupResult.RETRY}
+
+
+class SharedVolumeTier(SecondaryTierManager):
+    """Keeps chunks as block files on a volume that other engines share.
+
+    Fields are the scheduler's alone, except the objects that say otherwise themselves.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.DISK
+    fs: ClassVar[FileSystem] = LOCAL
+    """The system calls; tests derive a class with others."""
+    stats_seconds: ClassVar[float] = 0.2
+    """How often what changes without an event is reported, at most: vLLM asks in each step of a few milliseconds."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        config_file: str,
+        enable_kv_events: bool = False,  # noqa: FBT002 - vLLM's signature
+        locality: str | None = None,
+        backpressure_detector: BackpressureDetector | None = None,
+        generation: str = "",
+        **unknown: Any,
+    ) -> None:
+        """Build the tier; `open` begins to use the volume, and the engine starts even if that cannot be used.
+
+        Args:
+            offloading_spec: vLLM's settings of the engine; a `KVTierSpec` also knows the file behind the rows.
+            primary_kv_view: The rows of the CPU tier.
+            tier_type: The name under which vLLM knows this tier.
+            config_file: Path of the document that the operator wrote, see `contract`.
+            enable_kv_events: Publish a BlockStored event for each chunk written, if the engine publishes events.
+            locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
+            backpressure_detector: vLLM's, if configured; it sees how long stores take.
+            generation: Digest of the blocks that this engine is started for, if the document may have moved on.
+            unknown: Anything else in the tier's configuration, which is refused.
+
+        Raises:
+            ConfigInvalid: an option or the document cannot be used.
+        """
+        if unknown:
+            raise ConfigInvalid(
+                f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
+                "it takes config_file, generation, enable_kv_events, locality and backpressure"
+            )
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._spec = offloading_spec
+        self.locality = None if locality is None else Locality(locality)
+        config = read_config(config_file)
+        self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
+        self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
+        self.stats = metrics.Stats()
+        self.savings = metrics.Savings(self.stats)
+        self._next_stats, self._was_idle = 0.0, False
+        self.adapters = Adapters(offloading_spec.config.parallel.world_size)
+        self.requests = TierRequests(
+            offloading_spec,
+            tenant_source=config.tenant_from,
+            locality=self.locality,
+            adapters=self.adapters,
+            stats=self.stats,
+        )
+        self._unread: dict[OffloadKey, TierRequest] = {}
+        """Chunks that wait until it is known which adapter they are of."""
+        self.admission = Admission(
+            is_cost_aware=config.cost_aware,
+            min_tokens=config.min_tokens,
+            tokens_per_chunk=self.requests.tokens[0],
+            is_prompt_only=offloading_spec.offload_prompt_only,
+            on_verdict=lambda verdict: self.stats.count(metrics.VERDICTS, cause=verdict.value),
+            clock=time.monotonic,
+        )
+        self._offers = Offers(config.min_reuse)
+        self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self.waiting = 0
+        """Requests that wait for room in the CPU tier."""
+        self._is_storing_stuck = self._is_closed = False
+        self._why_not_loading: str | None = metrics.INERT
+        self._breaker = Breaker()
+        engine = getattr(offloading_spec, "engine_config", None)
+        self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
+        self.drain.watch()
+        parts = Parts(
+            rows=Rows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
+            breaker=self._breaker,
+            requests=self.requests,
+            admission=self.admission,
+            offers=self._offers,
+            stats=self.stats,
+            drain=self.drain,
+        )
+        self._attachment = Attachment(config, parts, self.fs, generation=generation)
+        self._take_parts()
+
+    def open(self, declared: Sequence[Declared], wait_seconds: float = OPEN_WAIT_SECONDS) -> None:
+        """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
+        self._attachment.open(self._spec, declared, wait_seconds)
+        self._take_parts()
+
+    @property
+    def is_current(self) -> bool:
+        """True while the weights are those that the engine started with."""
+        return self._attachment.is_current
+
+    def note_reset(self, *, is_clean: bool) -> None:
+        """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
+        self._attachment.note_reset(is_clean=is_clean)
+
+    def note_weights(self, *, is_original: bool) -> None:
+        """Take in a comparison of the weights by a worker."""
+        self._attachment.note_weights(is_original=is_original)
+
+    def note_all_weights(self, *, are_original: bool) -> None:
+        """Take in a comparison of all weights by all workers, the first one after a reset."""
+        self._attachment.note_all_weights(are_original=are_original)
+
+    def _take_parts(self) -> None:
+        attached = self._attachment
+        self._volume, self._store, self._movers = attached.volume, attached.store, attached.movers
+        self._probes, self.transfers = attached.probes, attached.transfers
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        # What is in the CPU tier already is offered again only if asked for, and would never count as used again.
+        policy = OffloadPolicy.REQUEST_LEVEL if self._offers.is_gated else OffloadPolicy.CHUNK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return _FOUND[self.presence(key, self.requests.of(req_context))]
+
+    def presence(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> Presence:
+        """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step.
+
+        With `is_prefix` it is told of no chunk of its group, in their order, behind one that is absent.
+        """
+        if key in request.missing:
+            return Presence.ABSENT
+        if cause := self._why_not_loading_now or request.read_refusal:
+            return self._miss(request, cause)
+        if self._probes.join(key, request):
+            return Presence.UNKNOWN
+        name = request.block_key(key)
+        presence = self._store.state(name)
+        if presence is Presence.UNKNOWN:
+            self._probes.ask(key, name, request, is_prefix=is_prefix)
+        return self._miss(request, metrics.ABSENT) if presence is Presence.ABSENT else presence
+
+    def knower(self, request: TierRequest) -> Callable[[OffloadKey], bool]:
+        """Return what says of a chunk whether the request may read it for sure; where it says no, `presence` tells."""
+        if self._why_not_loading_now or request.read_refusal:
+            return lambda _: False
+        unsure, missing, state, name_of = self._probes.asked, request.missing, self._store.state, request.block_key
+        return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
+
+    def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
+        """Say whether a chunk of the request waits until its adapter is known, as `is_asking` tells."""
+        if request.is_pending:
+            self._unread[key] = request
+        return request.is_pending
+
+    def is_asking(self, key: OffloadKey) -> bool:
+        """Say whether it is not known yet whether there is the chunk."""
+        request = self._unread.get(key)
+        return key in self._probes.asked or (request is not None and request.is_pending)
+
+    def count_computed(self, cause: str, chunks: int) -> None:
+        """Count chunks that the volume has and that are computed all the same."""
+        self.stats.count(metrics.MISSES, chunks, cause=cause)
+        self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
+
+    @property
+    def root(self) -> str:
+        """The directory of its blocks."""
+        return self._volume.root
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self.transfers.load(job_metadata, is_urgent=True)
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self.transfers.store(job_metadata, refusal=self._why_not_storing())
+
+    def store_again(self, order: TransferJob) -> None:
+        """Write chunks that `peek_shed` named and that are still in the CPU tier."""
+        self.transfers.store(order, refusal=self._why_not_storing(), is_again=True)
+
+    def peek_shed(self, most: int) -> list[OffloadKey]:
+        """Return chunks that were not written and could be now."""
+        shed = self.transfers.peek_shed(most)
+        return shed if shed and self._why_not_storing() is None else []
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        # vLLM calls this in each step, before any lookup of the step.
+        self._collect()
+        self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
+        is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
+        self._why_not_loading = why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
+        self.transfers.drain()
+        if self._volume.refused_field and self.transfers:
+            # The directory is somebody else's by now: what waits does not belong there.
+            self.transfers.withdraw(metrics.INERT)
+        return self.transfers.take_finished()
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if questions := self._probes.send(self.transfers.number):
+            self._movers.submit(questions)
+        self.requests.tell(self._store, self.row_bytes, is_storing=self.transfers.is_storing)
+        self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
+        self.admission.end_step()
+        for request in context.new_req_ids:
+            self.admission.begin_compute(request)
+        for request in context.preempted_req_ids:
+            self.admission.interrupt(request)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.requests.of(req_context).note_used(self._store, self.row_bytes)
+        self.requests.end(req_context)
+        self.admission.end_request(req_context.req_id)
+
+    @override
+    def has_pending_work(self) -> bool:
+        return bool(
+            self.transfers
+            or self._probes.asked
+            or self.requests.is_telling
+            or (self.drain.is_begun and self.peek_shed(1))
+        )
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        stored = self.transfers.take_stored()
+        if not stored or not self._is_publishing:
+            return ()
+        return (OffloadingEvent(keys=stored, medium=self.medium, removed=False, locality=self.locality),)
+
+    @override
+    def drain_jobs(self) -> None:
+        """Wait for every transfer, for as long as its deadline at most; then no mover touches the CPU tier."""
+        while self.transfers:
+            self._collect()
+            time.sleep(POLL_SECONDS)
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        is_idle = not self.transfers and not self.waiting
+        # At once, too, when the last transfer or wait has ended: vLLM may not ask again before the next request.
+        if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
+            return None
+        self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
+        self._attachment.observe(now, waiting=self.waiting)
+        return self.stats.take()
+
+    @override
+    def shutdown(self) -> None:
+        """Stop within seconds, whatever the volume does: a mover that hangs is left behind and touches nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.transfers.withdraw(metrics.SHUTDOWN)
+        self._movers.withdraw(list(self._probes.sent))
+        self.drain_jobs()
+        self.drain.close()
+        self._attachment.close()
+
+    def _why_not_storing(self) -> str | None:
+        if self.drain.is_over:
+            return metrics.SHUTDOWN
+        if not self.is_current:
+            return metrics.NEW_WEIGHTS
+        if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
+            return cause
+        return metrics.QUEUE_FULL if self.transfers.storing > self._most_storing else None
+
+    @property
+    def _why_not_loading_now(self) -> str | None:
+        return self._why_not_loading if self.is_current else metrics.NEW_WEIGHTS
+
+    def _miss(self, request: TierRequest, cause: str) -> Presence:
+        """Count a chunk that ends the prefix of a request: once, since vLLM asks again while an earlier one comes."""
+        if cause not in request.causes:
+            request.causes.add(cause)
+            self.stats.count(metrics.MISSES, cause=cause)
+        return Presence.ABSENT
+
+    def _collect(self) -> None:
+        """Take in what the movers did."""
+        for done in self._movers.collect():
+            if done.task in self._probes.sent:
+                self._answer(done)
+            else:
+                self.transfers.end(done)
+
+    def _answer(self, done: Done) -> None:
+        """Have those who wait for a probe ask the index, which knows by now what is there.
+
+        What it does not know is computed by the requests that asked, and not asked about in each step.
+        """
+        cause = metrics.ABSENT if isinstance(done.outcome, Looked) else metrics.LATE_PROBE
+        for key, waiting in self._probes.end(done.task):
+            for request in waiting:
+                if self._store.state(request.block_key(key)) is not Presence.PRESENT:
+                    request.missing.add(key)
+                    self._miss(request, cause)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads by name: its own tiered offloading, on one more platform and without stale memory files.
+
+Imported in the scheduler, in every worker and in the API server, so importing it starts nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.pod_tools.shm import clear_stale_regions, explaining_shortage
+from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, make_region, make_worker
+from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+
+logger = init_logger("vllm.kvtier.spec")
+
+
+class KVTierSpec(TieringOffloadingSpec):
+    """vLLM's tiering: GPU, pinned host memory, then the shared volume, which ``secondary_tiers`` names.
+
+    The engine's processes share one region in /dev/shm; a worker makes it before the scheduler opens it. A region that
+    a killed engine left is removed first, or the new one would not fit beside it. One that any process holds stays.
+    """
+
+    @override
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.engine_config: VllmConfig | None = None
+        """All of vLLM's configuration, in the scheduler; None where it is not known."""
+        self.region_fd: int | None = None
+        """The file behind the rows of the CPU tier, in the scheduler, while the manager lives."""
+        self._cpu_worker: CpuCopyWorker | None = None
+
+    _manager: OffloadingManager | None
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            _clear_stale_regions()
+            with self._explaining_shortage():
+                if not self._is_with_ours():
+                    # vLLM's own manager, with its own tiers, on one platform more.
+                    return super().get_manager()
+                self._manager = self._make_manager()
+        return self._manager
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._cpu_worker is None and self._worker is None:
+            _clear_stale_regions()
+        with self._explaining_shortage():
+            if not current_platform.is_cpu():
+                return super().get_worker(kv_caches)
+            if self._cpu_worker is None:
+                self._cpu_worker = make_worker(
+                    self,
+                    kv_caches,
+                    rank=0 if self.replicated_layout else self.config.parallel.rank,
+                    is_canonical=self.config.canonical_layout,
+                    # The directory is the same for every number of ranks.
+                    must_be_portable=self.config.parallel.is_parallelism_agnostic,
+                )
+        return self._cpu_worker
+
+    def _is_with_ours(self) -> bool:
+        classes = [SecondaryTierFactory.get_tier_class(config) for config in self.secondary_tier_configs]
+        is_any = any(issubclass(made, SharedVolumeTier) for made in classes)
+        if is_any and len(classes) > 1:
+            raise ConfigInvalid(f"secondary_tiers: SharedVolumeTier stands alone, found {len(classes)} tiers")
+        return is_any
+
+    def _make_manager(self) -> KVTierManager:
+        with ExitStack() as made:
+            region = make_region(self, rank=None)
+            made.callback(region.cleanup)
+            primary = CPUPrimaryTierOffloadingManager(
+                num_chunks=self.num_chunks,
+                mmap_region=region,
+                cache_policy=self.eviction_policy,
+                cache_policy_module_path=self.cache_policy_module_path,
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+                **_known_to(CPUPrimaryTierOffloadingManager, info=getattr(self, "cpu_info", None)),
+            )
+            made.pop_all()
+            made.callback(primary.shutdown)
+            self.region_fd = region.fd
+            tier = SecondaryTierFactory.create_secondary_tier(
+                self.secondary_tier_configs[0], primary.get_kv_memoryview(), self
+            )
+            assert isinstance(tier, SharedVolumeTier)
+            manager = KVTierManager(primary, tier)
+            made.pop_all()
+        return manager
+
+    def _explaining_shortage(self) -> AbstractContextManager[None]:
+        return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
+
+
+def _clear_stale_regions() -> None:
+    for path in clear_stale_regions():
+        logger.info("Removed %s, left by an engine that is gone", path)
+
+
+def _known_to(made: type, **arguments: Any) -> dict[str, Any]:
+    """Return those of the arguments that a constructor of this release of vLLM takes."""
+    known = inspect.signature(made).parameters
+    return {name: value for name, value in arguments.items() if name in known}

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the connector, and what the two sides tell each other with a step beside what vLLM's own do.
+
+A worker copies the pieces of loads, and tells when a request has all of its own: vLLM's own side takes each load job
+for a whole request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from kvtier_connector.vllm_adapter.fingerprint import Declared, LoadedWeights, describe_layout
+from kvtier_connector.vllm_adapter.lora import LoadedAdapters, Orders, Told
+
+
+@dataclass
+class KVTierMetadata(OffloadingConnectorMetadata):
+    """What a step tells the workers; each of ``load_jobs`` is a piece of a load."""
+
+    ended_loads: dict[str, list[int]] = field(default_factory=dict)
+    """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
+    weights: int = 0
+    """Number of the order to compare all weights with those of the start; 0 without one."""
+    is_reset: bool = False
+    """True from a reset of the caches to the next step that computes: the weights may be absent meanwhile."""
+    waited: Collection[str] = ()
+    """Requests whose loads this step waits for, so that it computes with them."""
+    adapters: Orders | None = None
+    declared: int = 0
+    """The same of what they declare of themselves: nobody has passed on what they did before the first step."""
+
+
+@dataclass
+class KVTierWorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's, with news of the weights and of adapters."""
+
+    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """By rank, the number of the order (0: without one), and True if the weights are those of the start."""
+    adapters: dict[int, list[Told]] = field(default_factory=dict)
+    """By rank, what is told of adapters."""
+    declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
+    """By rank, the number of the question and the declaration."""
+    replaced: set[str] = field(default_factory=set)
+    """Requests whose weights or adapter were replaced after their load was reported: this step computed upon wrong
+    blocks."""
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
+        assert isinstance(other, KVTierWorkerMetadata)
+        merged = OffloadingWorkerMetadata.aggregate(self, other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        return KVTierWorkerMetadata(
+            merged.completed_jobs,
+            merged.transfer_stats,
+            {**self.weights, **other.weights},
+            {**self.adapters, **other.adapters},
+            {**self.declared, **other.declared},
+            self.replaced | other.replaced,
+        )
+
+
+class Question:
+    """What all workers are asked with a step, and answer with one of the next. The scheduler's thread only."""
+
+    def __init__(self, workers: int) -> None:
+        """Store how many workers there are; nobody is asked yet."""
+        self._workers = workers
+        self._last = 0
+        self.number = 0
+        """Of what is asked now; 0 if nothing is."""
+        self._answers: dict[int, Any] = {}
+
+    def ask(self) -> int:
+        """Ask, or ask anew, and return the number: answers to what was asked before no longer count."""
+        self._last += 1
+        self.number, self._answers = self._last, {}
+        return self.number
+
+    def drop(self) -> None:
+        """Ask no more."""
+        self.number = 0
+
+    def take(self, told: Mapping[int, tuple[int, Any]]) -> list[Any] | None:
+        """Take in answers, by rank, each with the number of its question; return all of them with the last one."""
+        if not self.number:
+            return None
+        self._answers.update({rank: answer for rank, (number, answer) in told.items() if number == self.number})
+        if len(self._answers) < self._workers:
+            return None
+        self.number = 0
+        return [self._answers[rank] for rank in sorted(self._answers)]
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A request that is being loaded, or was and was not computed yet."""
+
+    blocks: set[int] = field(default_factory=set)
+    """GPU blocks that were loaded for it."""
+    is_reported: bool = False
+    """True once the scheduler knows that the load has ended."""
+
+
+class KVTierWorker(OffloadingConnectorWorker):
+    """See the module. Called from one thread, the engine worker's."""
+
+    @override
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ended: dict[str, list[int]] = {}
+        """Requests of which no further piece comes, with their GPU blocks that stay unwritten."""
+        self._unwritten: set[int] = set()
+        self._failed: set[str] = set()
+        self._weights: LoadedWeights | None = None
+        """None before the KV caches are there."""
+        self._answered = 0
+        """Number of the order to compare all weights that was obeyed last, and is not reported; 0 without one."""
+        self._is_told = False
+        """True once the scheduler's side was told that the weights have changed."""
+        self._waited: set[int] = set()
+        """GPU blocks that this step loads and computes with."""
+        self._adapters: LoadedAdapters | None = None
+        self._loaded: dict[str, _Loaded] = {}
+        self._replaced: set[str] = set()
+        self.declared: Declared | None = None
+        """What the scheduler's side must know of this worker; None before the KV caches are there."""
+        self._declaring = 0
+        """Number of the question that is answered with it."""
+        self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._weights = LoadedWeights(has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
+        self._adapters = LoadedAdapters(self._weights.holder, self.spec.config.parallel.rank)
+        backends, layout = describe_layout(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
+        self.declared = Declared(backends, layout, self._weights.digest)
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        # vLLM calls it before each forward pass. A store is submitted with the step after the one that computed it, so
+        # that this check is later than its computing, and earlier than its report.
+        if isinstance(kv_connector_metadata, KVTierMetadata) and self._weights is not None:
+            if kv_connector_metadata.weights:
+                self._answered = kv_connector_metadata.weights
+                self._weights.check_all()
+            elif not kv_connector_metadata.is_reset and self._has_transfers(kv_connector_metadata):
+                self._weights.check()
+        super().handle_preemptions(kv_connector_metadata)
+
+    def _has_transfers(self, metadata: KVTierMetadata) -> bool:
+        orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs)
+        return any(orders) or bool(self._load_jobs or self._ended or self._loaded)
+
+    @override
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        super().start_kv_transfers(metadata)
+        if isinstance(metadata, KVTierMetadata):
+            self._ended.update(metadata.ended_loads)
+            self._declaring = metadata.declared or self._declaring
+            if metadata.waited:
+                jobs = (job for job in metadata.load_jobs.values() if job.req_id in metadata.waited)
+                self._waited = {int(block) for job in jobs for block in job.dst_spec.block_ids}
+            if metadata.adapters is not None and self._adapters is not None:
+                self._adapters.obey(metadata.adapters)
+                for name in metadata.adapters.ended:
+                    self._loaded.pop(name, None)
+                self._loaded.update({name: _Loaded() for name in metadata.adapters.begun})
+            for job in metadata.load_jobs.values() if self._loaded else ():
+                if (loaded := self._loaded.get(job.req_id)) is not None:
+                    assert isinstance(job.dst_spec, GPULoadStoreSpec)
+                    loaded.blocks.update(job.dst_spec.block_ids.tolist())
+
+    @override
+    def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
+        made = super().build_connector_worker_meta()
+        weights = self._tell_of_weights(is_reporting=made is not None)
+        told = [] if self._adapters is None else self._adapters.take_told()
+        question, self._declaring = self._declaring, 0
+        declared = None if not question or self.declared is None else (question, self.declared)
+        replaced, self._replaced = self._replaced, set()
+        if made is None and not (weights or told or replaced or declared):
+            return None
+        made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
+        adapters = {rank: told} if told else {}
+        declarations = {rank: declared} if declared else {}
+        news = {rank: weights} if weights else {}
+        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, news, adapters, declarations, replaced)
+
+    def _tell_of_weights(self, *, is_reporting: bool) -> tuple[int, bool] | None:
+        """Return the news of the weights, if any; a change is told no later than the stores that end after it."""
+        answered, self._answered = self._answered, 0
+        if self._weights is None or not (answered or is_reporting):
+            return None
+        has_changed = self._weights.has_changed
+        is_news = has_changed and not self._is_told
+        self._is_told = has_changed
+        return (answered, not has_changed) if answered or is_news else None
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent, _ = super().get_finished(finished_req_ids)
+        self._find_replaced()
+        waited, self._waited = self._waited, set()
+        if not (self._ended or waited):
+            return sent, set()
+        has_changed = self._weights is None or self._weights.has_changed
+        if has_changed:
+            self._unwritten |= waited
+        under_way = set(self._load_jobs.values())
+        received = {name for name in self._ended if name not in under_way}
+        for name in received:
+            unwritten = self._ended.pop(name)
+            if has_changed or (self._adapters is not None and name in self._adapters.refused):
+                self._failed.add(name)
+            elif unwritten:
+                if self._is_one_group:
+                    self._unwritten.update(unwritten)
+                else:
+                    self._failed.add(name)
+            elif (loaded := self._loaded.get(name)) is not None:
+                loaded.is_reported = True
+        return sent, received
+
+    def _find_replaced(self) -> None:
+        """Have requests computed anew whose weights or adapter were replaced since their load was reported.
+
+        Only the blocks can be taken back by then, which models of one group of layers can. With several groups, the
+        scheduler loads no request whose adapter may be replaced.
+        """
+        reported = {name: loaded for name, loaded in self._loaded.items() if loaded.is_reported}
+        if not reported or self._adapters is None or self._weights is None or not self._is_one_group:
+            return
+        has_changed = self._weights.has_changed
+        for name, loaded in reported.items():
+            if has_changed or name in self._adapters.refused:
+                self._unwritten |= loaded.blocks
+                self._replaced.add(name)
+
+    def take_unwritten(self) -> set[int]:
+        """Return the GPU blocks of requests just reported that were not loaded."""
+        unwritten, self._unwritten = self._unwritten, set()
+        return unwritten
+
+    def take_failed(self) -> set[str]:
+        """Return the requests just reported that are computed whole: blocks of several groups share numbers."""
+        failed, self._failed = self._failed, set()
+        return failed

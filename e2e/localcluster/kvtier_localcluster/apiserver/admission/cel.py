@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CEL rules of a CustomResourceDefinition (`x-kubernetes-validations`), evaluated with Google's CEL runtime.
+
+Emulated of the Kubernetes libraries: quantities (as doubles), `find`, `isURL`; text functions and optionals come with
+the runtime. Not emulated: the budget of time when rules run, and type checking of `self` (its fields are dynamic, so a
+misspelt one fails when the rule runs; `structural_problems` looks for those).
+
+What a structural schema says to CEL: the type of each value, how large it can get, and how few bytes it takes. Pure.
+
+Where the schema gives no bound, the largest request is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_optional, ext_strings
+
+from kvtier_localcluster.apiserver.admission.crd_schema import old_item
+from kvtier_localcluster.apiserver.store.objects import Json, is_quantity, parse_quantity
+
+_USES_OLD_SELF = re.compile(r"\boldSelf\b")
+_RESERVED = frozenset(
+    (
+        *("true", "false", "null", "in", "as", "break", "const", "continue", "else", "for", "function", "if"),
+        *("import", "let", "loop", "package", "namespace", "return", "var", "void", "while"),
+    )
+)
+_ESCAPES = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
+_VISIBLE_METADATA = ("name", "generateName")
+
+
+def _is_url(text: str) -> bool:
+    parts = urllib.parse.urlsplit(text)
+    return bool(parts.scheme and (parts.netloc or parts.path.startswith("/"))) or text.startswith("/")
+
+
+def _find(text: str, pattern: str) -> str:
+    found = re.search(pattern, text)
+    return found[0] if found else ""
+
+
+@functools.cache
+def _environment() -> Any:
+    kind = cel.Type
+
+    def function(name: str, result: Any, implementation: Any) -> Any:
+        overload = cel.Overload(f"{name}_string", return_type=result, parameters=[kind.STRING], impl=implementation)
+        return cel.FunctionDecl(name, [overload])
+
+    def member(name: str, result: Any, parameters: list[Any], implementation: Any) -> Any:
+        overload = cel.Overload(
+            f"{name}_member", return_type=result, parameters=parameters, is_member=True, impl=implementation
+        )
+        return cel.FunctionDecl(name, [overload])
+
+    two = [kind.DOUBLE, kind.DOUBLE]
+    library = cel.CelExtension(
+        "kubernetes",
+        [
+            function("isQuantity", kind.BOOL, is_quantity),
+            function("quantity", kind.DOUBLE, parse_quantity),
+            function("isURL", kind.BOOL, _is_url),
+            member("isGreaterThan", kind.BOOL, two, lambda a, b: a > b),
+            member("isLessThan", kind.BOOL, two, lambda a, b: a < b),
+            member("compareTo", kind.INT, two, lambda a, b: (a > b) - (a < b)),
+            member("add", kind.DOUBLE, two, lambda a, b: a + b),
+            member("sub", kind.DOUBLE, two, lambda a, b: a - b),
+            member("isInteger", kind.BOOL, [kind.DOUBLE], lambda a: a.is_integer()),
+            member("asInteger", kind.INT, [kind.DOUBLE], int),
+            member("asApproximateFloat", kind.DOUBLE, [kind.DOUBLE], lambda a: a),
+            member("find", kind.STRING, [kind.STRING, kind.STRING], _find),
+        ],
+    )
+    return cel.NewEnv(
+        variables={"self": kind.DYN, "oldSelf": kind.DYN},
+        extensions=[ext_strings.ExtStrings(), ext_optional.ExtOptional(), library],
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_rule(rule: str) -> Any:
+    """Return a compiled rule; raises what the runtime raises when the text is not CEL."""
+    return _environment().compile(rule)
+
+
+def escaped(name: str) -> str:
+    """Return a property's name as CEL rules write it."""
+    if name in _RESERVED:
+        return f"__{name}__"
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and "__" not in name:
+        return name
+    for plain, escape in _ESCAPES:
+        name = name.replace(plain, escape)
+    return name
+
+
+def to_cel(value: Any, schema: Json, *, is_root: bool = False) -> Any:
+    """Return a value as rules see it: property names escaped, and of the root's metadata only the names."""
+    if isinstance(value, list):
+        return [to_cel(item, schema.get("items") or {}) for item in value]
+    if not isinstance(value, dict):
+        return value
+    known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+    seen = {}
+    for name, item in value.items():
+        if is_root and name == "metadata":
+            seen[name] = {key: item[key] for key in _VISIBLE_METADATA if key in item}
+        elif name in known:
+            seen[escaped(name)] = to_cel(item, known[name])
+        else:
+            seen[name] = to_cel(item, others) if isinstance(others, dict) else item
+    return seen
+
+
+def rule_problems(new: Any, old: Any, schema: Json, path: str = "") -> list[str]:
+    """Return what the rules of a schema, at every depth, refuse; rules that name oldSelf are skipped without one."""
+    problems: list[str] = []
+    for rule in schema.get("x-kubernetes-validations") or []:
+        is_transition = _USES_OLD_SELF.search(rule["rule"]) is not None
+        if (old is None and not rule.get("optionalOldSelf")) if is_transition else (old is not None and new == old):
+            continue  # there was nothing before, or it was stored like that before the rule came
+        data = {"self": to_cel(new, schema, is_root=not path), "oldSelf": to_cel(old, schema, is_root=not path)}
+        problem = _evaluate(rule, data)
+        if problem is not None:
+            problems.append(f"{path or '<root>'}{rule.get('fieldPath', '')}: Invalid value: {problem}")
+    if isinstance(new, dict):
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        for name, value in new.items():
+            below = known.get(name, others)
+            if isinstance(below, dict):
+                before = old.get(name) if isinstance(old, dict) else None
+                problems += rule_problems(value, before, below, f"{path}.{name}".lstrip("."))
+    elif isinstance(new, list) and isinstance(schema.get("items"), dict):
+        for index, value in enumerate(new):
+            before = old_item(value, old, schema)
+            problems += rule_problems(value, before, schema["items"], f"{path}[{index}]")
+    return problems
+
+
+def _evaluate(rule: Json, data: Json) -> str | None:
+    message = rule.get("message") or f"failed rule: {rule['rule']}"
+    try:
+        result = compile_rule(rule["rule"]).eval(data=data).value()
+        if result is True:
+            return None
+        if rule.get("messageExpression"):
+            message = str(compile_rule(rule["messageExpression"]).eval(data=data).value())
+    except Exception as error:  # noqa: BLE001 (the runtime raises several types; each means "the rule does not hold")
+        return f"{message} [{error}]"
+    return message if result is False else f"{message} [{result}]"
+
+
+MAX_REQUEST_BYTES: Final = 3 << 20
+_BYTES_PER_CHARACTER: Final = 4
+_MIN_BYTES: Final = {"boolean": 4, "integer": 1, "number": 1}
+_SCALARS: Final = {"boolean": "bool", "integer": "int", "number": "double"}
+# Kind, largest size and fewest bytes of texts with a format.
+_TIMES: Final = {
+    "duration": ("duration", 32, 3),
+    "date": ("timestamp", 12, 12),
+    "date-time": ("timestamp", 32, 21),
+}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The type of a value."""
+
+    kind: str
+    max_size: int = 0
+    """Characters, items or entries; 0 for what has none of these."""
+    min_bytes: int = 0
+    item: Declared | None = None
+    fields: Mapping[str, Declared] = field(default_factory=dict)
+
+
+KEY: Final = Declared("string", min_bytes=2)
+_TEXT: Final = Declared("string", MAX_REQUEST_BYTES - 2, 2)
+_OBJECT_META: Final = Declared("object", min_bytes=2, fields={"name": _TEXT, "generateName": _TEXT})
+
+
+def declared(schema: Json, *, is_root: bool = False) -> Declared | None:
+    """Return the type that a schema declares, or None where CEL cannot see its values."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return Declared("dyn", _text_size(schema), 1)
+    match schema.get("type"):
+        case "array":
+            return _array(schema)
+        case "object":
+            return _object(schema, is_root=is_root or bool(schema.get("x-kubernetes-embedded-resource")))
+        case "string":
+            return _text(schema)
+        case "boolean" | "integer" | "number" as name:
+            return Declared(_SCALARS[name], min_bytes=_MIN_BYTES[name])
+    return None
+
+
+def _text_size(schema: Json) -> int:
+    if "maxLength" in schema:
+        return int(schema["maxLength"]) * _BYTES_PER_CHARACTER
+    return MAX_REQUEST_BYTES - 2
+
+
+def _text(schema: Json) -> Declared:
+    if schema.get("format") in _TIMES:
+        return Declared(*_TIMES[schema["format"]])
+    if schema.get("format") == "byte":
+        return Declared("bytes", int(schema.get("maxLength", MAX_REQUEST_BYTES - 2)), 2)
+    if "maxLength" not in schema and schema.get("enum"):
+        return Declared("string", max(len(str(value).encode()) for value in schema["enum"]), 2)
+    return Declared("string", _text_size(schema), 2)
+
+
+def _array(schema: Json) -> Declared | None:
+    item = declared(schema.get("items") or {})
+    if item is None:
+        return None
+    largest = (MAX_REQUEST_BYTES - 2) // (item.min_bytes + 1)
+    return Declared("list", int(schema.get("maxItems", largest)), 2, item)
+
+
+def _object(schema: Json, *, is_root: bool) -> Declared | None:
+    if isinstance(schema.get("additionalProperties"), dict):
+        value = declared(schema["additionalProperties"])
+        if value is None:
+            return None
+        largest = (MAX_REQUEST_BYTES - 2) // (value.min_bytes + 6)
+        return Declared("map", int(schema.get("maxProperties", largest)), 2, value)
+    fields: dict[str, Declared] = {}
+    min_bytes = 2
+    for name, below in (schema.get("properties") or {}).items():
+        found = declared(below)
+        if found is None:
+            continue
+        fields[escaped(name)] = found
+        if name in (schema.get("required") or []) and "default" not in below:
+            min_bytes += len(name) + found.min_bytes + 4
+    if is_root:
+        fields |= {"apiVersion": _TEXT, "kind": _TEXT, "metadata": _OBJECT_META}
+    return Declared("object", min_bytes=min_bytes, fields=fields)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists, in pages where the client asks for them, and the logs of pods.
+
+Watches: the initial state or the history, then events as they are committed, bookmarks in between.
+
+Objects that move into or out of a selector appear as ADDED and DELETED, as the real server shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request
+from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage, Subscription
+from kvtier_localcluster.apiserver.store.objects import Json, compact_json, object_key
+from kvtier_localcluster.apiserver.store.resources import Resource
+from kvtier_localcluster.apiserver.store.selectors import Selection
+
+
+class PodLogs(Protocol):
+    """Reads the logs of containers."""
+
+    async def __call__(
+        self, namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool
+    ) -> bytes | None:
+        """Return a log, or its last `tail` lines; None where the container has not been restarted."""
+
+
+def list_page(
+    storage: Storage, resource: Resource, selection: Selection, query: Mapping[str, str]
+) -> tuple[list[Json], Json]:
+    """Return the objects of a list, or one page of them, and the metadata of the list.
+
+    A later page shows the state of its own time, not that of the first page.
+
+    Raises:
+        ApiError: the continue token is damaged (400) or older than the last compaction (410), or the list is to be of
+            a version that is yet to come (504).
+    """
+    asked = query.get("resourceVersion") or "0"
+    if asked.isdecimal() and int(asked) > storage.version:
+        message = f"Too large resource version: {asked}, current: {storage.version}"
+        cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
+        raise ApiError(504, "Timeout", message, causes=[cause], retryAfterSeconds=1)
+    start, version = _parse_token(query.get("continue"))
+    if version is not None:
+        storage.check_version(version)
+    selected = storage.matching(resource.key, selection.matches, label=selection.label)
+    if start is not None:
+        selected = [each for each in selected if _order(each) > start]
+    limit = int(query.get("limit") or 0)
+    metadata: Json = {"resourceVersion": str(version or storage.version)}
+    if limit and len(selected) > limit:
+        metadata["remainingItemCount"] = len(selected) - limit
+        selected = selected[:limit]
+        metadata["continue"] = _token(_order(selected[-1]), version or storage.version)
+    return [resource.view(each) for each in selected], metadata
+
+
+def _order(manifest: Json) -> list[str]:
+    namespace, name = object_key(manifest)
+    return [namespace or "", name]
+
+
+def _token(after: list[str], version: int) -> str:
+    return base64.urlsafe_b64encode(compact_json([after, version]).encode()).decode()
+
+
+def _parse_token(token: str | None) -> tuple[list[str] | None, int | None]:
+    if not token:
+        return None, None
+    try:
+        after, version = json.loads(base64.urlsafe_b64decode(token))
+        return list(after), int(version)
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise bad_request("continue key is not valid") from error
+
+
+async def read_log(pod: Json, query: Mapping[str, str], source: PodLogs | None) -> bytes:
+    """Return the log of a container of a pod; `follow` is answered with what there is now.
+
+    Raises:
+        ApiError: the container is not named and there are several, is not one of the pod's, or no earlier one is kept.
+    """
+    name = pod["metadata"]["name"]
+    containers = [c["name"] for c in pod["spec"].get("containers") or []]
+    init_containers = [c["name"] for c in pod["spec"].get("initContainers") or []]
+    container = query.get("container")
+    if not container:
+        if len(containers) > 1:
+            raise bad_request(f"a container name must be specified for pod {name}, choose one of: {containers}")
+        container = containers[0]
+    if container not in containers + init_containers:
+        raise bad_request(f"container {container} is not valid for pod {name}")
+    is_previous = query.get("previous") in ("true", "1")
+    tail = int(query["tailLines"]) if query.get("tailLines") else None
+    log: bytes | None = None if is_previous else b""
+    if source is not None:
+        log = await source(pod["metadata"]["namespace"], name, container, tail=tail, is_previous=is_previous)
+    if log is None:
+        raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
+    return log
+
+
+_DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+_INITIAL_EVENTS_END: Final = {"k8s.io/initial-events-end": "true"}
+
+Frame = tuple[str, Json]
+"""Type (ADDED, MODIFIED, DELETED, BOOKMARK, ERROR) and object of one watch event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What a client asks of a watch."""
+
+    version: int | None
+    """Where to resume; None starts with the present state."""
+    wants_end_of_initial_state: bool
+    wants_bookmarks: bool
+    timeout_seconds: float
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> WatchOptions:
+        """Read the query of a watch request."""
+        version = query.get("resourceVersion") or "0"
+        if not version.isdecimal():
+            raise bad_request(f"Invalid value for resourceVersion: {version!r}")
+        is_initial = query.get("sendInitialEvents") == "true"
+        return cls(
+            version=None if version == "0" or is_initial else int(version),
+            wants_end_of_initial_state=is_initial,
+            wants_bookmarks=query.get("allowWatchBookmarks") in ("true", "1"),
+            timeout_seconds=float(query.get("timeoutSeconds") or _DEFAULT_TIMEOUT_SECONDS),
+        )
+
+
+def visible_change(selection: Selection, event: Event) -> str | None:
+    """Return how an event looks through a selector, or None where it cannot be seen."""
+    is_selected = selection.matches(event.manifest)
+    if event.type is not EventType.MODIFIED:
+        return event.type.value if is_selected else None
+    was_selected = selection.matches(event.old)
+    if is_selected:
+        return "MODIFIED" if was_selected else "ADDED"
+    return "DELETED" if was_selected else None
+
+
+class Watch:
+    """One watch of one client."""
+
+    def __init__(self, storage: Storage, resource: Resource, selection: Selection, options: WatchOptions) -> None:
+        """Keep what to watch; nothing happens before `frames` is iterated."""
+        self._storage = storage
+        self._resource = resource
+        self._selection = selection
+        self._options = options
+
+    async def frames(self, bookmark_seconds: float) -> AsyncIterator[Frame]:
+        """Yield the events of the watch until its time is over or the server drops it."""
+        subscription = self._storage.subscribe(self._resource.key)
+        try:
+            try:
+                frames = self._opening()
+            except ApiError as error:
+                yield "ERROR", error.status()
+                return
+            for frame in frames:
+                yield frame
+            async for frame in self._live(subscription, bookmark_seconds):
+                yield frame
+        finally:
+            self._storage.unsubscribe(self._resource.key, subscription)
+
+    def _opening(self) -> list[Frame]:
+        """Return the present state, or the events since the version asked for."""
+        if self._options.version is not None:
+            events = self._storage.since(self._resource.key, self._options.version)
+            return [frame for event in events if (frame := self._frame(event)) is not None]
+        selected = (each for each in self._storage.all(self._resource.key) if self._selection.matches(each))
+        frames: list[Frame] = [("ADDED", self._resource.view(each)) for each in selected]
+        if self._options.wants_end_of_initial_state and self._options.wants_bookmarks:
+            frames.append(self._bookmark(_INITIAL_EVENTS_END))
+        return frames
+
+    async def _live(self, subscription: Subscription, bookmark_seconds: float) -> AsyncIterator[Frame]:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._options.timeout_seconds
+        next_bookmark = clock() + bookmark_seconds
+        while clock() < end:
+            wait_seconds = min(end, next_bookmark) - clock() if self._options.wants_bookmarks else end - clock()
+            try:
+                event = await subscription.next(max(0.0, wait_seconds))
+            except TimeoutError:
+                if self._options.wants_bookmarks and subscription.is_empty():
+                    yield self._bookmark(None)
+                next_bookmark = clock() + bookmark_seconds
+                continue
+            if event is None:
+                return
+            frame = self._frame(event)
+            if frame is not None:
+                yield frame
+
+    def _frame(self, event: Event) -> Frame | None:
+        change = visible_change(self._selection, event)
+        return None if change is None else (change, self._resource.view(event.manifest))
+
+    def _bookmark(self, annotations: Json | None) -> Frame:
+        metadata: Json = {"resourceVersion": str(self._storage.version), "creationTimestamp": None}
+        if annotations:
+            metadata["annotations"] = annotations
+        resource = self._resource
+        bookmark = {"kind": resource.kind, "apiVersion": resource.group_version, "metadata": metadata}
+        if resource.kind == "Pod" and not resource.is_custom:  # typed clients refuse a pod without containers
+            bookmark["spec"] = {"containers": None}
+        return "BOOKMARK", bookmark
+
+
+async def stream_watch(
+    request: web.Request, frames: AsyncIterator[Frame], shape: Callable[[Json], Json]
+) -> web.StreamResponse:
+    """Send frames as lines of JSON until they end or the client goes; `shape` may turn objects into Tables."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    try:
+        async for kind, manifest in frames:
+            shown = manifest if kind in ("BOOKMARK", "ERROR") else shape(manifest)
+            await response.write((compact_json({"type": kind, "object": shown}) + "\n").encode())
+    except ConnectionError:
+        return response  # the client has gone, and there is nobody left to tell
+    return response

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what the command line is given instead of a cluster: tiers, a model's config.json, nodes.
+
+What is wrong with the tiers of a file, each field with its remedy, as the operator would say it.
+
+What a tier will take and hold, and what an edit of it would cost, before anything is applied.
+
+The verbs that need no cluster: plan, validate, render.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import yaml
+from pydantic.alias_generators import to_camel
+
+from kvtier_cli import output as answers
+from kvtier_cli.output import FINE, FOUND
+from kvtier_operator import names, parts, quantity
+from kvtier_operator import settings as settings_module
+from kvtier_operator.api import TierSpec, parse
+from kvtier_operator.api.parse import problems, read_annotations
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Look
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.parts import pods
+from kvtier_operator.parts.edit_impact import applicable_spec, explain_edit
+from kvtier_operator.parts.engine_checks import a_node_is_large_enough
+from kvtier_operator.plan import Refusal, TierPlan, decide, diff, make_unchecked_plan, nodes, report
+from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.settings import Settings
+from kvtier_operator.snapshot import Engines, Nodes, Snapshot
+
+
+def read_documents(file: str) -> list[Any]:
+    """Return the YAML documents of a file, or of standard input for ``-``; the items of lists one by one.
+
+    Raises:
+        SpecInvalid: it is not YAML.
+        OSError: it cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecInvalid(_called(file), f"is not text in UTF-8: {error}") from error
+    try:
+        return [item for document in yaml.safe_load_all(text) if document is not None for item in _items(document)]
+    except yaml.YAMLError as error:
+        raise SpecInvalid(_called(file), f"is not YAML: {error}") from error
+
+
+def read_tiers(file: str) -> list[Manifest]:
+    """Return the KVCacheTier resources of a file, of which there is at least one.
+
+    What else people keep in one file with a tier, such as its Secret or its claim, is passed over.
+
+    Raises:
+        SpecInvalid: it holds none, or something that was to be one.
+        OSError: it cannot be read.
+    """
+    documents = read_documents(file)
+    bodies = [body for body in documents if _is_tier(body, file)]
+    if not bodies:
+        others = f"something else than {names.KIND} resources of {names.API_VERSION}"
+        raise SpecInvalid(_called(file), f"holds {others}" if documents else f"holds no {names.KIND}")
+    return bodies
+
+
+def read_config(file: str) -> Mapping[str, Any]:
+    """Return a model's config.json.
+
+    Raises:
+        SpecInvalid: it is not one.
+        OSError: it cannot be read.
+    """
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SpecInvalid(file, f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SpecInvalid(file, "is not a model's config.json: that is one JSON object")
+    return config
+
+
+def _items(document: Any) -> Iterator[Any]:
+    if isinstance(document, Mapping) and str(document.get("kind")).endswith("List") and "items" in document:
+        yield from document["items"] or ()
+    else:
+        yield document
+
+
+def _is_tier(body: Any, file: str) -> bool:
+    version, kind = (body.get("apiVersion"), body.get("kind")) if isinstance(body, Mapping) else (None, None)
+    if not isinstance(version, str) or not isinstance(kind, str):
+        raise SpecInvalid(
+            _called(file), "holds something that is no object of Kubernetes: apiVersion or kind is missing"
+        )
+    if (version, kind) != (names.API_VERSION, names.KIND):
+        group = names.API_VERSION.partition("/")[0]
+        if version.partition("/")[0] == group or kind.lower() == names.KIND.lower():
+            meant = f"write apiVersion: {names.API_VERSION} and kind: {names.KIND}"
+            raise SpecInvalid(_called(file), f"holds a {kind} of {version}, which there is not: {meant}")
+        return False
+    metadata = body.get("metadata")
+    if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
+        raise SpecInvalid("metadata.name", "is required")
+    return True
+
+
+def _called(file: str) -> str:
+    return "standard input" if file == "-" else file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """About one tier of a file."""
+
+    file: str
+    tier: str
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "file": self.file,
+            "tier": self.tier,
+            "valid": not self.problems,
+            "problems": list(self.problems),
+            "warnings": list(self.warnings),
+        }
+
+    def page(self) -> str:
+        """Return it for people."""
+        lines = [f"{self.file}: {self.tier}: {each}" for each in self.problems]
+        lines += [f"{self.file}: {self.tier}: warning: {each}" for each in self.warnings]
+        if not self.problems:
+            lines.append(f"{self.file}: {self.tier} is valid")
+        return "\n".join(lines) + "\n"
+
+
+def validate_file(file: str) -> list[Validation]:
+    """Judge every tier of a file.
+
+    Raises:
+        OperatorError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    return [_judge(file, body) for body in read_tiers(file)]
+
+
+def _judge(file: str, body: names.Manifest) -> Validation:
+    tier = names.tier_ref(body)
+    found = [str(each) for each in problems(body)]
+    try:
+        read_annotations(body)
+    except SpecInvalid as error:
+        found.append(str(error))
+    if found:
+        return Validation(file=file, tier=str(tier), problems=tuple(found))
+    spec = parse(body)
+    decided = decide(spec, tier, None)
+    # A share of nodes is told only where the nodes are: that is no fault of the file.
+    if isinstance(decided, Refusal) and decided.reason is not Reason.NODES_UNKNOWN:
+        return Validation(file=file, tier=str(tier), problems=(decided.message,))
+    warning = pods.warning(spec.engine.pod_template)
+    return Validation(file=file, tier=str(tier), warnings=(warning,) if warning else ())
+
+
+class Planned(NamedTuple):
+    """What was worked out: as documents, as a page, and whether a node holds it."""
+
+    documents: list[dict[str, Any]]
+    page: str
+    is_fitting: bool = True
+
+
+def plan_file(settings: Settings, file: str, *, config_file: str | None, nodes_file: str | None) -> Planned:
+    """Plan the tiers of a file.
+
+    Raises:
+        OperatorError: a file does not allow it.
+        OSError: a file cannot be read.
+    """
+    found_nodes = read_nodes(nodes_file)
+    config = None if config_file is None else read_config(config_file)
+    documents: list[dict[str, Any]] = []
+    pages, is_fitting = [], True
+    for body in read_tiers(file):
+        spec, tier = _parse(body, config), names.tier_ref(body)
+        snapshot = make_snapshot(tier, found_nodes)
+        made = make_unchecked_plan(spec, tier, connector_image=settings.connector_image, snapshot=snapshot)
+        capacity = make_capacity(spec, made.decisions, snapshot)
+        fits, fits_some = _fit(made, snapshot)
+        is_fitting = is_fitting and fits_some
+        warning = pods.warning(spec.engine.pod_template)
+        pages.append(report.describe(made, capacity, fits=fits, warning=warning))
+        documents.append(
+            {
+                "tier": str(tier),
+                "model": spec.model.name,
+                "generation": made.generation.digest,
+                "sizing": report.terms(made.sizing, capacity, node_bytes=made.decisions.node_bytes),
+                **({} if fits is None else {"nodes": {"fits": fits_some, "message": fits}}),
+            }
+        )
+    return Planned(documents, "\n".join(pages), is_fitting)
+
+
+def read_nodes(file: str | None) -> Nodes | None:
+    """Return the nodes of a file, if one is given.
+
+    Raises:
+        SpecInvalid: it holds none.
+        OSError: it cannot be read.
+    """
+    if file is None:
+        return None
+    # The client of the cluster takes a second to import, which the rest does not need.
+    from kvtier_operator.inventory import from_objects  # noqa: PLC0415  takes a second
+
+    remedy = "kubectl get nodes,pods -A -o yaml prints what belongs there"
+    documents = read_documents(file)
+    try:
+        found = from_objects(item for item in documents if isinstance(item, dict))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SpecInvalid(file, f"holds a node or a pod that cannot be read ({error!r}): {remedy}") from error
+    if not found.nodes:
+        raise SpecInvalid(file, f"holds no nodes: {remedy}")
+    return found
+
+
+def _parse(body: Manifest, config: Mapping[str, Any] | None) -> TierSpec:
+    spec = body.get("spec")
+    if config is None or not isinstance(spec, Mapping) or not isinstance(spec.get("model"), Mapping):
+        return parse(body)
+    return parse({**body, "spec": {**spec, "model": {**spec["model"], "config": config}}})
+
+
+def make_snapshot(tier: TierRef, found: Nodes | None) -> Snapshot | None:
+    """Return the look at a cluster of which only the nodes are known."""
+    if found is None:
+        return None
+    return Snapshot(tier=tier, claim=None, engines=Engines(), pods=(), live={}, nodes=found)
+
+
+def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
+    """Say what the nodes mean for the pods."""
+    if snapshot is None or snapshot.nodes is None:
+        return None, True
+    problem = a_node_is_large_enough(Look(spec=plan.spec, snapshot=snapshot, sizing=plan.sizing))
+    if problem is not None:
+        return problem.message, False
+    matching = nodes.matching(plan.spec, snapshot.nodes)
+    memory = plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0]
+    large = [node for node in matching if node.memory_bytes >= memory]
+    least = nodes.smallest_node(plan.spec, plan.tier, snapshot.nodes)
+    assert least is not None
+    return (
+        f"{len(large)} of {len(snapshot.nodes.nodes)} could hold an engine pod of "
+        f"{quantity.show_bytes(memory)}; the smallest that matches, {least[0].name}, has "
+        f"{quantity.show_bytes(least[1])} left"
+    ), True
+
+
+def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None) -> Planned:
+    """Say what it costs to replace the tiers of one file by those of another, or what stands in the cluster.
+
+    Raises:
+        OperatorError: a file or the cluster does not allow it.
+        OSError: a file cannot be read.
+    """
+    new = {str(names.tier_ref(body)): body for body in read_tiers(files[-1])}
+    is_live = len(files) == 1
+    old = _live(new.values()) if is_live else {str(names.tier_ref(b)): b for b in read_tiers(files[0])}
+    found_nodes = read_nodes(nodes_file)
+    documents: list[dict[str, Any]] = []
+    pages = []
+    for name in sorted({*old, *new}):
+        if name not in old or name not in new:
+            pages.append(f"{name}: {'is new' if name in new else 'is gone; its claim stays or goes as it says'}\n")
+            documents.append({"tier": name, "only": "after" if name in new else "before"})
+            continue
+        tier = names.tier_ref(old[name])
+        snapshot = _live_snapshot(old[name]) if is_live else make_snapshot(tier, found_nodes)
+        # An annotation that the file does not name stays as it is.
+        restart = read_annotations(new[name]).restart or read_annotations(old[name]).restart
+        found = explain_edit(
+            _stored(old[name], snapshot, connector_image=settings.connector_image, restart=restart),
+            parse(new[name]),
+            tier,
+            connector_image=settings.connector_image,
+            snapshot=snapshot,
+            restart=restart,
+            warm_bytes=diff.warm_bytes(old[name].get("status") or {}),
+        )
+        pages.append(report.describe_diff(name, found))
+        documents.append({"tier": name, **_document(found), "warnings": diff.warnings(found)})
+    return Planned(documents, "\n".join(pages))
+
+
+def _stored(body: Manifest, snapshot: Snapshot | None, *, connector_image: str, restart: str) -> TierSpec:
+    """Return the spec that the operator carries out of a tier."""
+    try:
+        return parse(body)
+    except SpecInvalid:
+        runs = None
+        if snapshot is not None:
+            runs = applicable_spec(body.get("spec"), snapshot, connector_image=connector_image, restart=restart)
+        if runs is None:
+            raise
+        return runs
+
+
+def _document(found: diff.Diff) -> dict[str, Any]:
+    """Write an edit as the API writes its fields; what stands in a field of the tier stays as it is."""
+    document = {to_camel(name): value for name, value in asdict(found).items()}
+    document["changes"] = [{to_camel(name): value for name, value in each.items()} for each in document["changes"]]
+    return document
+
+
+def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:
+    """Return the tiers of the same names that stand in the cluster."""
+    from kvtier_operator.kube.client import connect  # noqa: PLC0415  takes a second
+
+    cluster, found = connect(), {}
+    for body in bodies:
+        tier = names.tier_ref(body)
+        key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
+        live = cluster.get(key, tier.namespace)
+        if live is not None:
+            found[str(tier)] = live
+    return found
+
+
+def _live_snapshot(body: Manifest) -> Snapshot:
+    """Return what stands of a tier in the cluster, with nodes and pods where one may read them."""
+    from kvtier_operator.gather import gather  # noqa: PLC0415  takes a second
+    from kvtier_operator.inventory import Inventory  # noqa: PLC0415  takes a second
+    from kvtier_operator.kube.client import connect  # noqa: PLC0415  takes a second
+
+    cluster = connect()
+    existing = names.existing_claim_of(body)
+    found = gather(cluster, names.tier_ref(body), existing_claim=existing, now=datetime.now(UTC))
+    inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
+    return replace(found, nodes=inventory.look(with_pods=True))
+
+
+_FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)
+_NODES = click.option(
+    "--nodes", type=_FILE, help="nodes and pods as `kubectl get nodes,pods -A -o yaml` prints them, to look what fits"
+)
+_MOST_FILES = 2
+
+
+@click.command
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
+@click.option(
+    "--diff",
+    "is_diff",
+    is_flag=True,
+    help="say what it costs to replace OLD by NEW; with one FILE, what stands in the cluster",
+)
+@click.option("--config", type=_FILE, help="the model's config.json, where its name does not tell")
+@_NODES
+@answers.output_option()
+def plan(files: tuple[str, ...], *, is_diff: bool, config: str | None, nodes: str | None, output: str) -> int:
+    """Say what a tier takes and holds, each number with its sum; or with --diff what an edit costs.
+
+    FILE is YAML with KVCacheTier resources, - for standard input. Exit code 1 also where no node holds it.
+    """
+    if len(files) > (_MOST_FILES if is_diff else 1):
+        one = "takes one FILE; to compare two, add --diff"
+        raise click.UsageError("takes OLD and NEW, or one FILE to compare with the cluster" if is_diff else one)
+    settings = settings_module.parse(os.environ)
+    planned = (
+        compare(settings, files, nodes_file=nodes)
+        if is_diff
+        else plan_file(settings, files[0], config_file=config, nodes_file=nodes)
+    )
+    answers.show(planned.documents, output, lambda: planned.page)
+    return FINE if planned.is_fitting else FOUND
+
+
+@click.command
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
+@answers.output_option()
+def validate(files: tuple[str, ...], *, output: str) -> int:
+    """Say what is wrong with the KVCacheTier resources of files, field by field, and how to mend it.
+
+    Exit code 1 if anything is.
+    """
+    found = [each for file in files for each in validate_file(file)]
+    answers.show([each.document() for each in found], output, lambda: "".join(each.page() for each in found))
+    return FOUND if any(each.problems for each in found) else FINE
+
+
+@click.command
+@click.argument("file", type=_FILE)
+@_NODES
+@answers.output_option("yaml")
+def render(file: str, *, nodes: str | None, output: str) -> int:
+    """Print the objects that the operator would make, the same bytes every time; -o table lists them.
+
+    FILE is YAML with KVCacheTier resources, - for standard input.
+    """
+    settings = settings_module.parse(os.environ)
+    found = read_nodes(nodes)
+    rendered: list[names.Manifest] = []
+    for body in read_tiers(file):
+        tier = names.tier_ref(body)
+        made = make_unchecked_plan(
+            parse(body),
+            tier,
+            connector_image=settings.connector_image,
+            janitor_image=settings.janitor_image,
+            snapshot=make_snapshot(tier, found),
+        )
+        rendered += parts.render(made)
+    if output == "yaml":
+        click.echo(answers.as_yaml(rendered), nl=False)
+    else:
+        rows = [(each["kind"], each["metadata"]["name"], each["metadata"]["namespace"]) for each in rendered]
+        answers.show(rendered, output, lambda: answers.columns([("KIND", "NAME", "NAMESPACE"), *rows]))
+    return FINE

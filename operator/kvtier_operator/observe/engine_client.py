@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One running engine, asked by the address of its pod. Every call has a deadline."""
+
+from __future__ import annotations
+
+import base64
+import http
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvtier_operator import names
+from kvtier_operator.observe.http_client import Address, Asker, Question
+from kvtier_operator.observe.pod_reports import Reading, read
+
+METRICS_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 60.0
+"""A busy engine lets a prompt wait behind those that came before."""
+
+
+class EngineError(Exception):
+    """An engine did not answer as expected; the message says how, without any address that changes."""
+
+
+class EngineLocked(EngineError):
+    """An engine asks for a key that is missing or not its own; the message never holds one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The model that an engine serves."""
+
+    name: str
+    most_tokens: int | None
+    """Longest prompt with its answer."""
+
+
+class Engine(Protocol):
+    """What a canary needs of an engine; each method may raise `EngineError`."""
+
+    async def model(self) -> Served:
+        """Return what it serves."""
+        ...
+
+    async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
+        """Answer a prompt with one token; return how many of its tokens were cached, None if it does not tell."""
+        ...
+
+    async def see(self, model: str, words: str, picture: bytes) -> int | None:
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
+
+        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
+        may have in its own cache.
+        """
+        ...
+
+    async def metrics(self) -> Reading:
+        """Return what it has counted so far."""
+        ...
+
+
+class HttpEngine:
+    """The OpenAI API and the metrics of one engine pod."""
+
+    def __init__(self, asker: Asker, address: str, *, owner: Hashable, key: str = "") -> None:
+        """Remember the pod's IP address, whose turn it is, and the key of its API, which its metrics do without.
+
+        Raises:
+            EngineLocked: no request can carry the key.
+        """
+        if not (key.isascii() and key.isprintable()):
+            raise EngineLocked("is asked with a key of characters that no request can carry")
+        self._asker = asker
+        self._address = address
+        self._owner = owner
+        self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def model(self) -> Served:
+        """Return what it serves."""
+        found = await self._json("GET", "/v1/models", None, METRICS_SECONDS)
+        try:
+            first = found["data"][0]
+            length = first.get("max_model_len")
+            return Served(name=str(first["id"]), most_tokens=length if isinstance(length, int) else None)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EngineError("lists no model at /v1/models") from error
+
+    async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
+        """Answer a prompt with one token; return how many of its tokens were cached, None if it does not tell."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
+        return _cached(await self._json("POST", "/v1/completions", body, ANSWER_SECONDS))
+
+    async def see(self, model: str, words: str, picture: bytes) -> int | None:
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
+
+        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
+        may have in its own cache.
+        """
+        url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        answer = await self._json("POST", "/v1/chat/completions", body, ANSWER_SECONDS)
+        cached, asked = _cached(answer), _usage(answer).get("prompt_tokens")
+        if cached is None or not isinstance(asked, int):
+            return None
+        return cached if 2 * cached > asked else 0
+
+    async def metrics(self) -> Reading:
+        """Return what it has counted so far."""
+        return read((await self._ask("GET", "/metrics", None, METRICS_SECONDS)).decode(errors="replace"))
+
+    async def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        try:
+            return json.loads(await self._ask(method, path, body, seconds))
+        except ValueError as error:
+            raise EngineError(f"answers {path} with something else than JSON") from error
+
+    async def _ask(self, method: str, path: str, body: Any, seconds: float) -> bytes:
+        question = Question(
+            address=Address(host=self._address, port=names.HTTP_PORT, path=path),
+            method=method,
+            body=None if body is None else json.dumps(body).encode(),
+            headers={
+                "Content-Type": "application/json",
+                **(self._authorization if path.startswith("/v1/") else {}),
+            },
+            seconds=seconds,
+        )
+        try:
+            reply = await self._asker.ask(question, owner=self._owner)
+        except OSError as error:
+            raise EngineError(f"does not answer {path} ({type(error).__name__})") from error
+        if reply.status in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:
+            raise EngineLocked(f"answers {path} with {reply.status}")
+        if not reply.is_ok:
+            raise EngineError(f"answers {path} with {reply.status}")
+        return reply.body
+
+
+def _usage(answer: Any) -> dict[str, Any]:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    return usage if isinstance(usage, dict) else {}
+
+
+def _cached(answer: Any) -> int | None:
+    details = _usage(answer).get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None

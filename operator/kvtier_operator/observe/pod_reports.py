@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the few numbers that matter here from an engine's ``/metrics``. Pure.
+
+The text has a thousand lines and more, of which twenty are read: no library is asked to understand the rest.
+
+What pods say about the volume, reduced to what is worth writing down. Pure.
+
+Sizes are rounded down to eight significant bits (at most 0.8 % off) and times to the hour, so that a tier on which
+nothing much happens has one and the same status all day.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvtier_connector.contract import usage
+from kvtier_connector.contract.usage import Usage
+from kvtier_operator.snapshot import EngineReport
+
+_LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Numbers of one pod, summed over its engine cores; 0 where it has none yet."""
+
+    disk_tokens: float = 0.0
+    """Prompt tokens that came from the volume."""
+    written_blocks: float = 0.0
+    """Blocks written, or found to be there already."""
+    queued_jobs: float = 0.0
+    verdicts: float = 0.0
+    """Requests that found blocks on the volume, whatever was decided."""
+    computed_hits: float = 0.0
+    """Of those, the ones that computed them again."""
+    finished_requests: float = 0.0
+    unfinished_requests: float = 0.0
+    """Running and waiting."""
+    load_rate: float = 0.0
+    compute_rate: float = 0.0
+    break_even_tokens: float | None = None
+    block_tokens: int = 0
+    has_tier: bool = False
+    """Whether the pod has a tier of ours at all."""
+
+
+def read(text: str) -> Reading:
+    """Return the numbers; a line that cannot be read is left out."""
+    sums: dict[str, float] = {}
+    most: dict[str, float] = {}
+    block_tokens = 0
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        name, labels_text, value_text = match.groups()
+        if name == "vllm:cache_config_info":
+            size = dict(_LABEL.findall(labels_text or "")).get("block_size", "")
+            block_tokens = int(size) if size.isdigit() else 0
+            continue
+        field = _FIELDS.get(name)
+        if field is None:
+            continue
+        labels = dict(_LABEL.findall(labels_text or ""))
+        try:
+            value = float(value_text)
+        except ValueError:
+            continue
+        if name == "vllm:prompt_tokens_cached_by_source_total" and labels.get("source") != "disk":
+            continue
+        sums[field] = sums.get(field, 0.0) + value
+        most[field] = max(most.get(field, value), value)
+        if field == "verdicts" and labels.get("verdict") in {"compute", "compute_probe", "short"}:
+            sums["computed_hits"] = sums.get("computed_hits", 0.0) + value
+    rates = {field: most.pop(field, 0.0) for field in ("load_rate", "compute_rate")}
+    return Reading(
+        **{field: value for field, value in sums.items() if field not in {*rates, "break_even_tokens", "active"}},
+        **rates,
+        break_even_tokens=most.get("break_even_tokens"),
+        block_tokens=block_tokens,
+        has_tier="active" in sums,
+    )
+
+
+_FIELDS = {
+    "vllm:prompt_tokens_cached_by_source_total": "disk_tokens",
+    "vllm:kvtier_disk_written_blocks_total": "written_blocks",
+    "vllm:kvtier_disk_present_blocks_total": "written_blocks",
+    "vllm:kvtier_disk_queued_jobs": "queued_jobs",
+    "vllm:kvtier_disk_verdicts_total": "verdicts",
+    "vllm:request_success_total": "finished_requests",
+    "vllm:num_requests_running": "unfinished_requests",
+    "vllm:num_requests_waiting": "unfinished_requests",
+    "vllm:kvtier_disk_load_tokens_per_second": "load_rate",
+    "vllm:kvtier_disk_compute_tokens_per_second": "compute_rate",
+    "vllm:kvtier_disk_break_even_tokens": "break_even_tokens",
+    "vllm:kvtier_disk_active": "active",
+}
+
+
+_SIGNIFICANT_BITS: Final = 8
+_HOUR: Final = 3600
+_REFUSED: Final = re.compile(rb"^vllm:kvtier_disk_refused\{([^}]*)\} (\S+)", re.MULTILINE)
+_KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0*)?\s*$", re.MULTILINE)
+_INACTIVE: Final = re.compile(rb"^vllm:kvtier_disk_active\{[^}]*\} 0(\.0*)?\s*$", re.MULTILINE)
+_BYPASSED: Final = re.compile(rb"^vllm:kvtier_disk_mode\{[^}]*\} 2(\.0*)?\s*$", re.MULTILINE)
+_FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
+_MOST_WORDS: Final = 200
+"""Characters of a field's name or a problem that a message repeats."""
+
+
+def read_usage(body: bytes) -> Usage:
+    """Read a janitor's answer; raises ValueError for what is none."""
+    found = usage.decode(body)
+    return replace(
+        found,
+        used_bytes=rounded(found.used_bytes),
+        blocks=rounded(found.blocks),
+        volume_bytes=rounded(found.volume_bytes),
+        volume_free_bytes=rounded(found.volume_free_bytes),
+        oldest=_to_hour(found.oldest),
+        # Grows all the time; the janitor's own metrics have it.
+        evicted_blocks=0,
+        quarantined=rounded(found.quarantined),
+        generations=tuple(
+            replace(
+                each,
+                used_bytes=rounded(each.used_bytes),
+                blocks=rounded(each.blocks),
+                last_used=_to_hour(each.last_used),
+            )
+            for each in sorted(found.generations, key=lambda each: each.digest)
+        ),
+        tenants=(),
+        problems=tuple(problem[:_MOST_WORDS] for problem in found.problems[:3]),
+    )
+
+
+def read_metrics(body: bytes) -> EngineReport:
+    """Read what matters here from an engine's metrics."""
+    refused = set()
+    for labels, value in _REFUSED.findall(body):
+        field = _FIELD.search(labels)
+        if field is not None and float(value) > 0:
+            refused.add(field[1][:_MOST_WORDS].decode(errors="replace"))
+    is_inactive = _INACTIVE.search(body) is not None and _BYPASSED.search(body) is None
+    return EngineReport(
+        refused=tuple(sorted(refused)),
+        is_key_missing=_KEY_MISSING.search(body) is not None,
+        is_detached=is_inactive and not refused,
+    )
+
+
+def rounded(number: int) -> int:
+    """Return a number rounded down to eight significant bits."""
+    shift = max(0, number.bit_length() - _SIGNIFICANT_BITS)
+    return number >> shift << shift
+
+
+def _to_hour(seconds: float) -> float:
+    return float(seconds // _HOUR * _HOUR)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom to ask, and whether a canary makes sense now: decided from the snapshot of a pass. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvtier_operator.api import TierSpec
+from kvtier_operator.observe.api_keys import KeySource, find_key
+from kvtier_operator.observe.canary import TEXT_ALONE, Chunk, Subjects
+from kvtier_operator.plan import engine_args
+from kvtier_operator.plan.decisions import config_of
+from kvtier_operator.snapshot import Pod, Snapshot
+
+
+class NoCanary(enum.Enum):
+    """Why no canary is sent."""
+
+    OFF = enum.auto()
+    """spec.proof.canary.enabled is false, or the connector is another than kvtier's and does not tell what it loads."""
+    NOT_WRITTEN = enum.auto()
+    """spec.disk.mode keeps engines from storing."""
+    SINGLE_REPLICA = enum.auto()
+    NO_ENGINES = enum.auto()
+    ROLLING = enum.auto()
+    """Engines are on their way; afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Target:
+    """One engine pod."""
+
+    pod: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What may be asked of a tier now."""
+
+    rollout: str
+    """Changes when engines are replaced by others, or read and write other blocks: then the proof is void."""
+    targets: tuple[Target, ...]
+    """Engines that serve."""
+    refusal: NoCanary | None
+    interval_seconds: float
+    offers: int
+    chunk: Chunk
+    subjects: Subjects = TEXT_ALONE
+    key: KeySource | None = None
+    """Of the engines' API."""
+
+
+def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> Ask:
+    """Decide what may be asked of a tier.
+
+    Args:
+        spec: what the user wants.
+        snapshot: what stands.
+        generation: digest of the blocks that the engines read and write.
+        chunk: what one of their block files holds.
+    """
+    serving = tuple(pod for pod in snapshot.pods if pod.is_ready and not pod.is_terminating and pod.address)
+    return Ask(
+        rollout=_rollout(serving, generation),
+        targets=tuple(sorted(Target(pod=pod.name, address=pod.address) for pod in serving)),
+        refusal=_refusal(spec, snapshot, serving),
+        interval_seconds=spec.proof.canary.interval_seconds,
+        offers=spec.disk.admission.min_reuse,
+        chunk=chunk,
+        subjects=_subjects(spec),
+        key=find_key(spec),
+    )
+
+
+def _subjects(spec: TierSpec) -> Subjects:
+    config = config_of(spec) or {}
+    is_text_only = engine_args.read(spec.engine.args).has("language-model-only")
+    return Subjects(
+        # One from the hub is written while the engine starts, so nobody can tell what the engine has read of it.
+        adapters=tuple(lora["name"] for lora in spec.model.loras if "claim" in lora["source"]),
+        has_pictures="vision_config" in config and not is_text_only,
+    )
+
+
+def _rollout(serving: tuple[Pod, ...], generation: str) -> str:
+    hashes = sorted({pod.template_hash or pod.config_digest for pod in serving})
+    return "-".join((generation, *hashes))[:63]
+
+
+def _refusal(spec: TierSpec, snapshot: Snapshot, serving: tuple[Pod, ...]) -> NoCanary | None:
+    if not spec.proof.canary.enabled or not spec.connector.is_ours:
+        return NoCanary.OFF
+    if spec.disk.mode != "ReadWrite":
+        return NoCanary.NOT_WRITTEN
+    if spec.replicas == 0:
+        return NoCanary.NO_ENGINES
+    if spec.replicas == 1:
+        return NoCanary.SINGLE_REPLICA
+    engines = snapshot.engines
+    is_rolling = engines.updated < engines.replicas or engines.observed_generation < engines.generation
+    one_rollout = len({pod.template_hash for pod in serving}) == 1
+    return NoCanary.ROLLING if is_rolling or not one_rollout or len(serving) < 2 else None  # noqa: PLR2004  a pair

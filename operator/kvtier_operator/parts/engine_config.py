@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector reads: the ConfigMap. Pure.
+
+How the adapters of a model reach its engines: vLLM's flags, and the claims that hold the files. Pure.
+
+What ``spec.kvEvents`` adds to the pods of engines and janitor: flags, variables, ports. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvtier_connector.contract import engine
+from kvtier_operator import names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
+from kvtier_operator.api.tier_spec import Model
+from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.parts import backends
+from kvtier_operator.plan import TierPlan, live_text
+
+
+def config(plan: TierPlan) -> Manifest:
+    """Return the ConfigMap with the connector's settings."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": names.metadata(plan.tier, names.config(plan.tier), component=names.COMPONENT_ENGINE),
+        "data": {
+            engine.CONFIG_FILE: plan.config_text,
+            engine.LIVE_FILE: plan.live_text,
+            **backends.render(plan).files,
+        },
+    }
+
+
+def with_live_settings(standing: Mapping[str, Any], spec: TierSpec, tier: TierRef) -> Manifest:
+    """Return the ConfigMap that stands with the live settings of a spec that cannot be carried out in full.
+
+    Pods that run were made for the rest, and read it again when they are restarted.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": names.metadata(tier, names.config(tier), component=names.COMPONENT_ENGINE),
+        "data": {**standing.get("data", {}), engine.LIVE_FILE: live_text(spec)},
+    }
+
+
+_MOST_AT_ONCE: Final = 8
+"""Adapters that are computed together where nobody said: each takes memory of the devices."""
+
+
+def adapter_args(model: Model) -> list[str]:
+    """Return the flags of vLLM; none without adapters."""
+    if not model.loras:
+        return []
+    modules = [
+        {"name": lora["name"], "path": _path(lora["source"]), "base_model_name": model.name} for lora in model.loras
+    ]
+    return [
+        "--enable-lora",
+        f"--max-lora-rank={model.max_lora_rank}",
+        f"--max-loras={model.max_loras_at_once or min(len(modules), _MOST_AT_ONCE)}",
+        "--lora-modules",
+        *(json.dumps(module, sort_keys=True, separators=(",", ":")) for module in modules),
+    ]
+
+
+def adapter_volumes(model: Model) -> list[Manifest]:
+    """Return a volume for each claim."""
+    return [
+        {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        for claim, name in _claims(model).items()
+    ]
+
+
+def adapter_mounts(model: Model) -> list[Manifest]:
+    """Return where the engine finds each claim."""
+    return [
+        {"name": name, "mountPath": f"{names.LORA_MOUNT}/{claim}", "readOnly": True}
+        for claim, name in _claims(model).items()
+    ]
+
+
+def _claims(model: Model) -> dict[str, str]:
+    """Return the volume of each claim. A claim may have a longer name than a volume, so they are numbered."""
+    found = sorted({lora["source"]["claim"] for lora in model.loras if "claim" in lora["source"]})
+    return {claim: f"kvtier-lora-{number}" for number, claim in enumerate(found)}
+
+
+def _path(source: Mapping[str, Any]) -> str:
+    if "hub" in source:
+        return str(source["hub"])
+    return "/".join(filter(None, (names.LORA_MOUNT, source["claim"], source.get("path", ""))))
+
+
+_ADDRESS = "KVTIER_POD_IP"
+_PORTS = {"kv-events": EVENTS_PORT, "kv-replay": REPLAY_PORT}
+
+
+def events_args(spec: TierSpec) -> list[str]:
+    """Return the engine's flags."""
+    if spec.kv_events is None:
+        return []
+    document = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        # vLLM binds what has a star in it, and connects to everything else.
+        "endpoint": f"tcp://*:{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+        # The kubelet puts in the address, by which llm-d's picker knows the pod.
+        "topic": f"kv@$({_ADDRESS}):{names.HTTP_PORT}@{spec.model.name}",
+    }
+    return [f"--kv-events-config={json.dumps(document, sort_keys=True, separators=(',', ':'))}"]
+
+
+def events_env(spec: TierSpec) -> list[Manifest]:
+    """Return the engine's variables."""
+    if spec.kv_events is None:
+        return []
+    is_integer = spec.kv_events.block_hashes == "Integers"
+    return [
+        {"name": _ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "value": str(int(is_integer))},
+    ]
+
+
+def events_ports(spec: TierSpec) -> list[Manifest]:
+    """Return the ports of a container that publishes."""
+    if spec.kv_events is None:
+        return []
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS.items()]
+
+
+def events_service_ports(spec: TierSpec) -> list[Manifest]:
+    """Return the ports of the Service before it."""
+    if spec.kv_events is None:
+        return []
+    return [{"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in _PORTS.items()]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions that only running engines can tell: SharedCacheVerified and DiskEffective. Pure.
+
+What was told stays until something else is known: an operator that has just started knows nothing yet, and its not
+knowing is no news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked, unknown
+from kvtier_operator.observe.findings import Canary, CanaryOutcome, Effect, EffectOutcome
+from kvtier_operator.observe.targets import Ask, NoCanary
+
+_SHARED: Final = "SharedCacheVerified"
+_EFFECTIVE: Final = "DiskEffective"
+
+
+def rollout(view: View, previous: Mapping[str, Any]) -> str | None:
+    """Return the rollout that SharedCacheVerified speaks of, for the status; None while it speaks of none."""
+    known = (previous.get("proof") or {}).get("rollout")
+    if view.ask is None or view.findings is None:
+        return None if known is None else str(known)
+    found = view.findings.canary
+    if view.ask.refusal in _LASTING or (found is not None and not found.outcome.is_proof):
+        return None
+    if found is not None:
+        return view.ask.rollout
+    # While engines are replaced the key wavers; it is judged when they stand.
+    return str(known) if known is not None and (view.ask.refusal or known == view.ask.rollout) else None
+
+
+_LASTING: Final = {
+    NoCanary.OFF: (
+        Reason.CANARY_OFF,
+        "not proven: spec.proof.canary.enabled is false; set it to true to have it proven after each rollout",
+    ),
+    NoCanary.NOT_WRITTEN: (
+        Reason.CANARY_NOT_STORED,
+        "not proven: spec.disk.mode keeps engines from storing; with ReadWrite it is proven",
+    ),
+    NoCanary.SINGLE_REPLICA: (
+        Reason.SINGLE_REPLICA,
+        "not proven: nobody else reads what one replica stores, and it has all that in memory; set spec.replicas to 2",
+    ),
+    NoCanary.NO_ENGINES: (Reason.NO_ENGINES, "no engine runs"),
+}
+
+
+def _shared(view: View, previous: Mapping[str, Any]) -> Problem:
+    ask, findings = view.ask, view.findings
+    if ask is None or findings is None:
+        return as_before(_SHARED, previous) or not_checked()
+    if ask.refusal in _LASTING:
+        return unknown(*_LASTING[ask.refusal])
+    if findings.canary is None:
+        return _before_the_first(ask, previous)
+    return _canary(findings.canary)
+
+
+def _before_the_first(ask: Ask, previous: Mapping[str, Any]) -> Problem:
+    pending = unknown(Reason.CANARY_PENDING, "a canary prompt is sent when at least two engines of one rollout serve")
+    known = (previous.get("proof") or {}).get("rollout")
+    is_of_these = known is not None and (known == ask.rollout or ask.refusal is not None)
+    return (as_before(_SHARED, previous) or pending) if is_of_these else pending
+
+
+def _canary(found: Canary) -> Problem:
+    subject = f" with {found.subject}" if found.subject else ""
+    read = f"of {found.prompt_tokens} tokens that pod {found.first} had computed{subject}, pod {found.second}"
+    also = "".join(
+        f"; {words} {' and with '.join(subjects)}"
+        for words, subjects in (("the same with", found.covered), ("not proven with", found.open))
+        if subjects
+    )
+    match found.outcome:
+        case CanaryOutcome.LOADED:
+            return met(Reason.CANARY_LOADED, f"{read} read {found.cached_tokens} from the volume{also}")
+        case CanaryOutcome.FOUND:
+            return met(
+                Reason.CANARY_FOUND,
+                f"{read} found blocks on the volume, and computed them again because it measured that to be quicker "
+                f"(spec.disk.admission){also}",
+            )
+        case CanaryOutcome.MISSED:
+            return Problem(
+                reason=Reason.CANARY_MISSED,
+                message=f"{read} found nothing on the volume, three times in a row: compare tier.json and the "
+                "vllm:kvtier_disk_misses_total of both pods, and see that both mount the same volume",
+            )
+        case CanaryOutcome.NOT_STORED:
+            return Problem(
+                reason=Reason.CANARY_NOT_STORED,
+                message=f"pod {found.first} stored nothing of a canary prompt{subject}, three times in a row: its "
+                "vllm:kvtier_disk_shed_stores_total says why (volume full, failing, or not its own)",
+            )
+        case CanaryOutcome.BUSY:
+            return unknown(
+                Reason.CANARY_BUSY,
+                "other requests ran at the same time, so what was counted may be theirs: add "
+                "--enable-prompt-tokens-details to spec.engine.args, and the answer itself tells",
+            )
+        case CanaryOutcome.UNANSWERED:
+            return unknown(
+                Reason.CANARY_UNANSWERED,
+                f"{found.problem}: the operator must reach port 8000 of the pods (network policy); if that is not "
+                "wanted, set spec.proof.canary.enabled to false",
+            )
+        case CanaryOutcome.LOCKED:
+            return unknown(
+                Reason.CANARY_LOCKED,
+                f"{found.problem}: engines ask for a key; give it as VLLM_API_KEY in spec.engine.env, and name its "
+                "Secret in rbac.readSecrets of the operator's chart, or set spec.proof.canary.enabled to false",
+            )
+
+
+def _effective(view: View, previous: Mapping[str, Any]) -> Problem:
+    if view.ask is None or view.findings is None:
+        return as_before(_EFFECTIVE, previous) or not_checked()
+    if view.findings.effect is None:
+        pending = unknown(Reason.EFFECT_PENDING, "engines have not served for an hour yet")
+        return as_before(_EFFECTIVE, previous) or pending
+    return _effect(view.findings.effect)
+
+
+def _effect(found: Effect) -> Problem:
+    rates = (
+        f"about {_about(found.load_rate)} tokens a second come from the volume and {_about(found.compute_rate)} are "
+        f"computed; {_about(found.loaded_tokens)} tokens were loaded in an hour, and {_about(found.computed_hits)} "
+        "hits computed again"
+    )
+    match found.outcome:
+        case EffectOutcome.PAYS:
+            return met(Reason.LOADING_PAYS, rates)
+        case EffectOutcome.LOSES:
+            return Problem(
+                reason=Reason.LOADING_LOSES,
+                message=f"{rates}: engines compute where that is quicker, so the volume helps little; use a faster "
+                "storage class, a larger spec.cpu.size, or spec.disk.mode Bypass",
+            )
+        case EffectOutcome.NO_HITS:
+            return unknown(Reason.NO_DISK_HITS, "too little was found on the volume in the last hour to judge by")
+        case EffectOutcome.NOT_MEASURED:
+            return unknown(Reason.NOT_MEASURED, "engines have not measured yet how fast they load and compute")
+
+
+def _about(number: float) -> str:
+    """Write a number with one digit that counts: more would pretend to be exact."""
+    return f"{float(f'{number:.1g}'):,.0f}"
+
+
+SHARED: Final = Condition(_SHARED, _shared)
+# Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
+EFFECTIVE: Final = Condition(_EFFECTIVE, _effective, counts=False)
