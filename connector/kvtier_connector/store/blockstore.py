@@ -152,6 +152,8 @@ class StoreFault(enum.Enum):
     """The tier's own limit would be exceeded."""
     NO_QUOTA = "no_quota"
     """The quota of the block's tenant would be exceeded."""
+    NO_PERMIT = "no_permit"
+    """The janitor has not allowed engines to store, or not lately."""
     NO_KEY = "no_key"
     """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"

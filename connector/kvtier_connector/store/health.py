@@ -51,6 +51,7 @@ _HARMLESS = frozenset({Sign.GOOD, Sign.NEUTRAL})
 _STORE_SIGNS = {
     StoreFault.NO_BUDGET: Sign.NEUTRAL,
     StoreFault.NO_QUOTA: Sign.NEUTRAL,
+    StoreFault.NO_PERMIT: Sign.NEUTRAL,
     StoreFault.NO_KEY: Sign.NEUTRAL,
     StoreFault.PURGED: Sign.NEUTRAL,
     StoreFault.NO_SPACE: Sign.FATAL,

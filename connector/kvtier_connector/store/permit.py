@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store permit: a small file in which the janitor says how many bytes each engine may write until it says so again.
+
+The janitor alone knows what the volume holds, so engines write only while they hold a permit. The file has a constant
+length and is overwritten in place, since a full volume has no room for a new file. Nothing in it is a time of day: it
+lasts for some seconds after its own modification time, which the volume's clock stamps. An engine compares that with
+the modification time of a file that it has touched itself. Without a valid permit engines store nothing and go on
+loading.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.store.blockstore import StoreFault
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem
+
+PERMIT_FILE = "permit.json"
+"""Name of the file, beside the generations of the tier."""
+PERMIT_BYTES = 16_384
+"""Length of the file, whatever it says."""
+UNLIMITED_BYTES = 1 << 62
+"""For a tier without a budget."""
+ALL_TENANTS = "*"
+"""In `Permit.tenants`: every named tenant is over its quota, or there are too many to list."""
+
+_MOST_REASON = 1000
+_MOST_SECONDS = 3600.0
+_AHEAD_SECONDS = 5.0
+"""A permit whose modification time is further ahead of the volume's clock cannot be compared with it."""
+
+
+class Permit(NamedTuple):
+    """A permit of the janitor, the same for each engine of the tier."""
+
+    number: str
+    """New and random with each renewal."""
+    seconds: float
+    """How long the permit lasts after the modification time of its file."""
+    bytes: int
+    """Each engine may write so much while this number is the last one."""
+    tenants: frozenset[str] = frozenset()
+    """Tenants over their quotas, whose blocks are refused."""
+    reason: str = ""
+    """Why nothing may be written, for people; empty otherwise."""
+
+
+def encode_permit(permit: Permit) -> bytes:
+    """Return the content of the file, always `PERMIT_BYTES` long; tenants that do not fit become `ALL_TENANTS`."""
+    reason = permit.reason.encode("ascii", "replace").decode()[:_MOST_REASON]
+    tenants = sorted(permit.tenants)
+    while True:
+        fields = json.dumps([permit.number, permit.seconds, permit.bytes, tenants, reason])
+        text = json.dumps({"crc32": zlib.crc32(fields.encode()), "permit": fields}).encode()
+        if len(text) < PERMIT_BYTES:
+            return text.ljust(PERMIT_BYTES - 1) + b"\n"
+        tenants = [ALL_TENANTS]
+
+
+def decode_permit(content: bytes) -> Permit:
+    """Read what `encode_permit` wrote.
+
+    Raises:
+        ConfigInvalid: the content is no permit, or a part of one.
+    """
+    try:
+        document = json.loads(content)
+        fields = document["permit"]
+        if zlib.crc32(fields.encode()) != document["crc32"]:
+            raise ConfigInvalid("not a store permit: its checksum is wrong")
+        number, seconds, limit, tenants, reason = json.loads(fields)
+        permit = Permit(str(number), float(seconds), limit, frozenset(map(str, tenants)), str(reason))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigInvalid(f"not a store permit: {content[:80]!r}") from error
+    if type(limit) is not int or limit < 0 or not 0 <= permit.seconds <= _MOST_SECONDS:
+        raise ConfigInvalid(f"not a store permit: bytes={limit!r} and seconds={seconds!r} must be 0 or more")
+    return permit
+
+
+class VolumeClock:
+    """The time of the volume, from a modification time that was read there and this host's monotonic clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Start without a time; `now` are seconds that never go back."""
+        self._now = now
+        self._offset: float | None = None
+
+    def set(self, modified_ns: int) -> None:
+        """Take the modification time of a file that this engine has just touched."""
+        self._offset = modified_ns / 1e9 - self._now()
+
+    def age(self, modified_ns: int) -> float | None:
+        """Return the seconds since a modification time; None while the volume's time is not known."""
+        return None if self._offset is None else self._offset + self._now() - modified_ns / 1e9
+
+
+class StorePermit:
+    """The permit as one engine holds it.
+
+    `refresh` reads the file, which may hang: one background thread calls it. The scheduler's thread calls all other
+    methods, which touch memory only; `_permit` and `_expires` are replaced by the former and read by the latter.
+    """
+
+    def __init__(
+        self, path: str, clock: VolumeClock, *, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Store the settings; nothing may be stored before the first `refresh`.
+
+        Args:
+            path: The file.
+            clock: The time of the volume.
+            fs: The system calls.
+            now: Seconds that never go back.
+        """
+        self._path, self._clock, self._fs, self._now = path, clock, fs, now
+        self.is_needed = True
+        """False where the tier has no janitor: then there is no limit. Written by the thread of `refresh`."""
+        self.problem = ""
+        """Why the file was not understood at the last `refresh`; empty if it was."""
+        self._permit: Permit | None = None
+        self._expires = -math.inf
+        self._read_at = -math.inf
+        """When the last `refresh` that found a permit began."""
+        self._is_timed = False
+        """Whether the volume's time was known when the last permit was compared with it."""
+        self._counted = ""
+        """Number of the permit that `_spent` belongs to."""
+        self._spent = self._held = 0
+
+    @property
+    def reason(self) -> str:
+        """Why nothing may be stored now, for people; empty if blocks may be."""
+        if not self.is_needed:
+            return ""
+        if self._permit is None or self._now() >= self._expires:
+            return self.problem or f"{self._path}: the janitor has not renewed its permit"
+        return self._permit.reason
+
+    def refresh(self) -> None:
+        """Read the file, and find out until when its permit lasts."""
+        began = self._now()
+        try:
+            permit, modified_ns = self._read()
+        except (FileNotFoundError, NotADirectoryError):
+            self.problem = f"{self._path}: the janitor has not written a permit"
+            return
+        except (OSError, ConfigInvalid) as error:
+            self.problem = f"{self._path}: {error}"
+            return
+        self.problem = ""
+        last = self._permit
+        is_new = last is None or permit.number != last.number
+        if is_new or not self._is_timed:
+            age = self._clock.age(modified_ns)
+            self._expires = self._now() + self._remaining(permit, age, is_renewed=is_new and last is not None)
+            self._permit, self._is_timed = permit, age is not None
+        self._read_at = began
+
+    def refusal(self, tenant: str = "") -> StoreFault | None:
+        """Return why no block of the tenant may be stored now, None if the permit allows some."""
+        if not self.is_needed:
+            return None
+        permit = self._permit
+        if permit is None or self._now() >= self._expires:
+            return StoreFault.NO_PERMIT
+        if tenant and (tenant in permit.tenants or ALL_TENANTS in permit.tenants):
+            return StoreFault.NO_QUOTA
+        return None if self._left(permit) > 0 else StoreFault.NO_BUDGET
+
+    def reserve(self, count: int, tenant: str = "") -> StoreFault | None:
+        """Take bytes of the permit for a block; None means that they were granted, and obliges to call `end`."""
+        if (refusal := self.refusal(tenant)) is not None:
+            return refusal
+        if self.is_needed and self._permit is not None and count > self._left(self._permit):
+            return StoreFault.NO_BUDGET
+        self._held += count
+        return None
+
+    def end(self, reserved: int, written: int) -> None:
+        """Turn reserved bytes into bytes written; what was not written may be used for other blocks."""
+        self._held -= reserved
+        self._spent += written
+
+    def _left(self, permit: Permit) -> int:
+        if permit.number != self._counted:
+            self._counted, self._spent = permit.number, 0
+        return permit.bytes - self._spent - self._held
+
+    def _remaining(self, permit: Permit, age: float | None, *, is_renewed: bool) -> float:
+        """Return for how many seconds a permit lasts that is seen for the first time.
+
+        By the volume's clock; and a permit that replaced one was written after that one was read, so that it lasts at
+        least `seconds` from then on, whatever clocks say.
+        """
+        by_clock = 0.0 if age is None or age < -_AHEAD_SECONDS else permit.seconds - max(0.0, age)
+        by_order = permit.seconds - (self._now() - self._read_at) if is_renewed else 0.0
+        return max(by_clock, by_order)
+
+    def _read(self) -> tuple[Permit, int]:
+        buffer = memoryview(bytearray(PERMIT_BYTES))
+        fd = self._fs.open(self._path, READ_FLAGS)
+        try:
+            count = self._fs.preadv(fd, [buffer], 0)
+            return decode_permit(bytes(buffer[:count])), self._fs.fstat(fd).st_mtime_ns
+        finally:
+            self._fs.close(fd)
