@@ -282,7 +282,7 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
         pytest.param(
             spec_view(replace(VIEW, outdated=()), engine={"image": "vllm/vllm-openai:v0.31.1"}),
             "False",
-            "VllmUntested",
+            "VllmUnsupported",
             "is vLLM 0.31",
             id="an untested vLLM",
         ),

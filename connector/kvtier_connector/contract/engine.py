@@ -53,8 +53,8 @@ LMCACHE_URL_SETTING = f"remote_storage_plugin.{LMCACHE_PLUGIN}.url"
 """Entry of LMCache's extra configuration with the address of its Redis, without a password."""
 REDIS_PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a variable, not a password
 
-SUPPORTED_VLLM = ("0.32", "0.33")
-"""Releases of vLLM that the connector is tested with, oldest first; see `vllm_release`."""
+SUPPORTED_VLLM = ("0.32.0", "0.33.0")
+"""Releases of vLLM that the connector works with, oldest first; see `vllm_release`."""
 
 MOST_IO_THREADS = 256
 MOST_IO_PROCESSES = 256
@@ -195,11 +195,12 @@ class LiveSettings:
 
 
 def vllm_release(version: str) -> str | None:
-    """Return the release, ``0.33``, that a version of vLLM or the tag of its image belongs to; None if it names none.
+    """Return the release, ``0.33.0``, of a version of vLLM or of a tag of its image; None if it names none.
 
-    ``0.33.0``, ``v0.33.1``, ``0.33.0rc1+cpu`` and ``v0.33.0-x86_64`` do; ``latest`` and ``nightly-0.33`` do not.
+    ``0.33.0+cpu`` and ``v0.33.0-x86_64`` are builds of 0.33.0; ``0.33.0rc1`` and ``0.33.1`` are other releases;
+    ``latest`` and ``nightly-0.33`` name none.
     """
-    found = re.match(r"v?([0-9]+\.[0-9]+)(?:$|[^0-9])", version)
+    found = re.match(r"v?([0-9]+\.[0-9]+\.[0-9]+(?:\.?[a-z]+[0-9]+)*)(?:$|[+-])", version)
     return found and found[1]
 
 

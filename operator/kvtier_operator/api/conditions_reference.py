@@ -169,7 +169,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "UpToDate": (
         Reason.CURRENT,
         Reason.ENGINES_OUTDATED,
-        Reason.VLLM_UNTESTED,
+        Reason.VLLM_UNSUPPORTED,
         Reason.ENGINES_REPLACED,
     ),
     "JanitorHealthy": (
@@ -237,7 +237,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.OVER_BUDGET: "Wait for the janitor, or raise `spec.disk.budget.maxBytes`.",
     Reason.UNAVAILABLE: "See the reason of `Ready`.",
     Reason.ENGINES_OUTDATED: "Set `kvtier.dev/restart` when it suits you: the message has the command.",
-    Reason.VLLM_UNTESTED: "Set `spec.engine.image` to a release that the message names.",
+    Reason.VLLM_UNSUPPORTED: "Set `spec.engine.image` to a release that the message names.",
     Reason.JANITOR_FAILING: "`kubectl logs --previous` of the pod says why; often `spec.janitor.resources.memory`.",
     Reason.JANITOR_IMAGE_PULL_FAILED: "Correct `spec.janitor.image`, or add `imagePullSecrets`.",
     Reason.JANITOR_NOT_SCHEDULED: "Make room on a node, or lower `spec.janitor.resources`.",

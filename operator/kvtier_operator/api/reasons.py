@@ -39,7 +39,7 @@ class Reason(enum.Enum):
     CURRENT = "Current", "Engines are as this operator makes them, and of a vLLM that the connector is tested with."
     ENGINES_OUTDATED = "EnginesOutdated", "Engines run as an earlier release of the operator made them."
     ENGINES_REPLACED = "EnginesReplaced", "Engines of an earlier spec are being replaced."
-    VLLM_UNTESTED = "VllmUntested", "The connector is not tested with the vLLM of spec.engine.image."
+    VLLM_UNSUPPORTED = "VllmUnsupported", "The connector does not support the vLLM of spec.engine.image."
     IDLE = "Idle", "Nothing goes on; where Stalled or Paused is True, that says why."
     NOT_STALLED = "NotStalled", "Nothing waits for a person."
     ACTIVE = "Active", "The operator acts on changes."

@@ -348,7 +348,7 @@ def _keys(encryption: Encryption) -> Manifest:
 
 
 def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
-    """The pods are what this operator would make, and of a vLLM that the connector is tested with."""
+    """The pods are as this operator would make them, with a vLLM that the connector supports."""
     if view.spec is None or view.snapshot is None or view.outdated is None:
         return as_before(_UP_TO_DATE, previous) or not_checked()
     restart = (
@@ -359,10 +359,9 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
     release = vllm_release(image.rsplit("/", 1)[-1].partition("@")[0].partition(":")[2])
     if release is not None and release not in SUPPORTED_VLLM:
         return Problem(
-            reason=Reason.VLLM_UNTESTED,
-            message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier is tested with "
-            f"{' and '.join(SUPPORTED_VLLM)}: engines may serve without the volume; set spec.engine.image to one of "
-            "these",
+            reason=Reason.VLLM_UNSUPPORTED,
+            message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
+            f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
         )
     if view.outdated:
         return Problem(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM loads by name: our connector where it fits, one without the tier elsewhere; log and metric say which."""
+"""vLLM loads the connector where it is supported, and elsewhere one that changes nothing; log and metric say which."""
 
 from __future__ import annotations
 
+import inspect
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,22 +13,21 @@ import prometheus_client
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.utils.func_utils import supports_kw
 
-from kvtier_connector.contract.engine import SUPPORTED_VLLM
+from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_connector.vllm_adapter import connector, supported
-from kvtier_connector.vllm_adapter.connector import choose, connector_without_tier
+from kvtier_connector.vllm_adapter.connector import choose, idle_connector
 from kvtier_connector.vllm_adapter.offloading_connector import KVTierConnector
 
-CONFIG = KVTransferConfig(
-    kv_connector="KVTierConnector",
-    kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
-    kv_role="kv_both",
-)
+MODULE = "kvtier_connector.vllm_adapter.connector"
+CONFIG = KVTransferConfig(kv_connector="KVTierConnector", kv_connector_module_path=MODULE, kv_role="kv_both")
 
 
 def reported(connector: type[Any]) -> dict[tuple[str, ...], float]:
-    """Return the labels of the metric that says how we get on with vLLM, with its value, as an API server shows it."""
+    """Return the labels and the value of the release metric, as an API server shows it."""
     registry = prometheus_client.CollectorRegistry()
 
     class Gauge(prometheus_client.Gauge):
@@ -47,64 +48,122 @@ def reported(connector: type[Any]) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_tested_vllm_gets_our_connector_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.33.0", "0.33.0"),
+        ("v0.33.1", "0.33.1"),
+        ("v0.33.0-x86_64", "0.33.0"),
+        ("0.33.0+cpu", "0.33.0"),
+        ("0.33.0rc1+cpu", "0.33.0rc1"),
+        ("0.33.1.dev7+g0123abc", "0.33.1.dev7"),
+        ("0.33", None),
+        ("latest", None),
+        ("nightly-0.33.0", None),
+        ("", None),
+    ],
+)
+def test_a_version_or_the_tag_of_an_image_names_its_release(version: str, release: str | None) -> None:
+    assert vllm_release(version) == release
+
+
+@pytest.mark.parametrize("release", SUPPORTED_VLLM)
+def test_a_supported_release_gets_the_connector_whatever_its_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str
+) -> None:
+    monkeypatch.setattr("vllm.__version__", f"{release}+cu130")
     assert issubclass(choose(), KVTierConnector)
     assert not caplog.records
+    monkeypatch.setattr(KVTierConnector, "build_prom_metrics", lambda *_: None)
+    assert reported(choose()) == {("0", f"{release}+cu130", "supported"): 1.0}
 
 
-def test_vllm_loads_what_was_chosen_and_constructs_it() -> None:
+@pytest.mark.parametrize("version", ["0.32.1", "0.33.0rc1", "0.34.0", "dev"])
+def test_another_release_serves_without_kvtier_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    chosen = choose()
+    assert not issubclass(chosen, KVTierConnector)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"kvtier supports vLLM {' and '.join(SUPPORTED_VLLM)}, and this is {version}" in record.message
+    assert reported(chosen) == {("0", version, "unsupported"): 1.0}
+
+
+def test_a_build_that_the_connector_cannot_be_imported_with_serves_without_kvtier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, supported.CONNECTOR_MODULE, None)
+    assert not issubclass(choose(), KVTierConnector)
+    assert "cannot be imported" in caplog.records[0].message
+
+
+def test_a_vllm_that_declares_metrics_otherwise_serves_without_the_metric(caplog: pytest.LogCaptureFixture) -> None:
+    assert idle_connector().build_prom_metrics(None, {}, [], {}) is None
+    chosen = connector._reporting(idle_connector(), supported.Support("1", "another"))
+    assert chosen.build_prom_metrics(None, {}, [], {}) is None
+    assert supported.RELEASE_METRIC in caplog.records[-1].message
+
+
+def test_checking_imports_nothing_of_vllm_before() -> None:
+    script = (
+        "import sys, kvtier_connector.vllm_adapter.supported\n"
+        "assert not [name for name in sys.modules if name.startswith('vllm')]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_vllm_loads_the_chosen_class_by_name() -> None:
     loaded = KVConnectorFactory.get_connector_class(CONFIG)
     assert loaded is connector.KVTierConnector
     assert issubclass(loaded, KVTierConnector)
 
 
-def test_another_release_that_looks_the_same_gets_our_connector_and_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.99.0")
-    assert issubclass(choose(), KVTierConnector)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "this is 0.99.0" in record.message
-    assert all(release in record.message for release in SUPPORTED_VLLM)
+def make_idle(role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
+    return idle_connector()(SimpleNamespace(kv_transfer_config=CONFIG), role, None)
 
 
-def test_a_vllm_that_looks_different_inside_is_served_without_the_tier_and_the_log_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(SecondaryTierManager, "drain_jobs")
-    chosen = choose()
-    assert not issubclass(chosen, KVTierConnector)
-    assert chosen.__mro__[2:] == connector_without_tier().__mro__[1:]
-    (record,) = caplog.records
-    assert record.levelname == "ERROR"
-    assert "WITHOUT the shared volume" in record.message
-    assert "base.SecondaryTierManager has no drain_jobs" in record.message
+def test_an_idle_connector_looks_nothing_up_and_holds_no_block() -> None:
+    idle = make_idle()
+    assert isinstance(idle, KVConnectorBase_V1)
+    assert idle.get_num_new_matched_tokens("request", 0) == (0, False)
+    assert isinstance(idle.build_connector_meta("output"), KVConnectorMetadata)
+    assert idle.request_finished("request", [1]) == (False, None)
+    assert idle.request_finished_all_groups("request", ([1],)) == (False, None)
+    assert not idle.requires_kv_delivery
+    assert not idle.has_pending_push_work()
+    assert not idle.reset_cache()
+    assert list(idle.take_events()) == []
 
 
-def test_a_vllm_that_our_connector_cannot_even_be_imported_with_is_served_without_the_tier(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "kvtier_connector.vllm_adapter.offloading_connector", None)
-    assert not issubclass(choose(), KVTierConnector)
-    assert "cannot be imported" in caplog.records[0].message
+def test_an_idle_worker_takes_every_call_of_a_step() -> None:
+    idle = make_idle(KVConnectorRole.WORKER)
+    idle.register_kv_caches({})
+    idle.handle_preemptions(KVConnectorMetadata())
+    idle.bind_connector_metadata(KVConnectorMetadata())
+    idle.start_load_kv("context", request_ids=[])
+    idle.wait_for_layer_load("layer")
+    idle.save_kv_layer("layer", None, None)
+    idle.wait_for_save()
+    results = idle.get_transfer_results(set())
+    idle.clear_connector_metadata()
+    assert not results.finished_sending
+    assert not results.finished_recving
+    assert not idle.get_block_ids_with_load_errors()
 
 
-@pytest.mark.parametrize(("version", "standing"), [("0.32.1", "tested"), ("0.99.0", "untested"), ("0.99.0", "foreign")])
-def test_the_metric_names_the_version_and_how_we_get_on(
-    monkeypatch: pytest.MonkeyPatch, version: str, standing: str
-) -> None:
-    monkeypatch.setattr("vllm.__version__", version)
-    if standing == "foreign":
-        monkeypatch.delattr(SecondaryTierManager, "drain_jobs")
-    monkeypatch.setattr(KVTierConnector, "build_prom_metrics", lambda *_: None)
-    assert reported(choose()) == {("0", version, standing): 1.0}
+def test_vllm_takes_an_idle_connector_for_models_with_several_groups() -> None:
+    assert supports_hma(idle_connector())
+    assert supports_kw(idle_connector(), "kv_cache_config")
+    assert not inspect.isabstract(idle_connector())
 
 
-def test_a_vllm_that_counts_otherwise_serves_without_the_metric(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(SecondaryTierManager, "drain_jobs")
-    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorPromMetrics")
-    assert reported(choose()) == {}
-    assert supported.RELEASE_METRIC in caplog.records[-1].message
+def test_an_idle_connector_implements_abstract_methods_of_a_later_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(self: object, blocks: int) -> int: ...
+
+    warm_up.__isabstractmethod__ = True  # type: ignore[attr-defined]  # as the decorator does
+    monkeypatch.setattr(KVConnectorBase_V1, "warm_up", warm_up, raising=False)
+    abstract = KVConnectorBase_V1.__abstractmethods__ | {"warm_up"}
+    monkeypatch.setattr(KVConnectorBase_V1, "__abstractmethods__", abstract)
+    assert make_idle().warm_up(3) is None
