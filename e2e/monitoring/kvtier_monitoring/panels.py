@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few kinds of panels that the dashboards consist of, so that a dashboard lists titles, units, limits and queries."""
+"""The few kinds of panels that the dashboards consist of: a dashboard lists titles, units, limits and queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 ALERTS_PAGE: Final = "https://github.com/kvtier/kvtier/blob/main/docs/alerts.md"
-"""Panels link to sections of this page. The chart puts its value `metrics.rules.runbookUrl` in the place of this address."""
+"""Panels link to sections of this page. The chart replaces the address by its value `metrics.rules.runbookUrl`."""
 PLAIN: Final = "short"
 """Unit of plain numbers; a graph with it names its axis."""
 _WIDTH: Final = 24
@@ -40,7 +40,9 @@ class Limits:
             marks = [(None, "red"), (self.red, "yellow"), (self.yellow, "green")]
         else:
             marks = [(None, "green"), (self.yellow, "yellow"), (self.red, "red")]
-        return [models.Threshold(value, color) for at, (value, color) in enumerate(marks) if not at or value is not None]
+        return [
+            models.Threshold(value, color) for at, (value, color) in enumerate(marks) if not at or value is not None
+        ]
 
 
 def _thresholds(limits: Limits | None) -> dashboards.ThresholdsConfig:
@@ -51,7 +53,11 @@ def _thresholds(limits: Limits | None) -> dashboards.ThresholdsConfig:
 def _links(alert: str) -> list[builder.Builder[models.DashboardLink]]:
     if not alert:
         return []
-    return [dashboards.DashboardLink(f"What to do: {alert}").url(f"{ALERTS_PAGE}#{alert.lower()}").target_blank(target_blank=True)]
+    return [
+        dashboards.DashboardLink(f"{alert}: remedies")
+        .url(f"{ALERTS_PAGE}#{alert.lower()}")
+        .target_blank(target_blank=True)
+    ]
 
 
 def _target(name: str, expr: str, number: int) -> prometheus.Dataquery:
@@ -168,21 +174,20 @@ def listing(title: str, expr: str, hidden: tuple[str, ...] = (), *, about: str =
     )
 
 
-@dataclass
 class _Marks(models.AnnotationQuery):
-    """Marks on the time axis of every panel of a dashboard, with a title that the SDK leaves out."""
+    """Marks on the time axis of every panel, with a title that the SDK leaves out."""
 
-    title_format: str = ""
+    def __init__(self, name: str, expr: str, *, title: str, color: str) -> None:
+        super().__init__(name=name, expr=expr, datasource=SOURCE, enable=True, icon_color=color)
+        self._title = title
 
     def to_json(self) -> dict[str, object]:
-        return {**super().to_json(), "titleFormat": self.title_format, "step": "60s"}
+        return {**super().to_json(), "titleFormat": self._title, "step": "60s"}
 
 
-class _MarksBuilder(builder.Builder[models.AnnotationQuery]):
-    def __init__(self, name: str, expr: str, *, title: str, color: str) -> None:
-        self._marks = _Marks()
-        self._marks.name, self._marks.expr, self._marks.title_format = name, expr, title
-        self._marks.datasource, self._marks.enable, self._marks.icon_color = SOURCE, True, color
+class _Marked(builder.Builder[models.AnnotationQuery]):
+    def __init__(self, marks: _Marks) -> None:
+        self._marks = marks
 
     def build(self) -> models.AnnotationQuery:
         return self._marks
@@ -201,8 +206,7 @@ def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h"
     comma = ", " if where else ""
     alerts = f'ALERTS{{alertname=~"KVTier.*", alertstate="firing"{comma}{where}}}'
     rollouts = (
-        "max by (namespace, tier) "
-        f'(kvtier_tier_condition{{condition="Reconciling", status="True"{comma}{where}}}) == 1'
+        f'max by (namespace, tier) (kvtier_tier_condition{{condition="Reconciling", status="True"{comma}{where}}}) == 1'
     )
     return (
         dashboards.Dashboard(title)
@@ -214,8 +218,8 @@ def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h"
         .time(since, "now")
         .refresh("30s")
         .timezone("browser")
-        .annotation(_MarksBuilder("Alerts", alerts, title="{{alertname}} {{namespace}}/{{tier}}", color="red"))
-        .annotation(_MarksBuilder("Rollouts", rollouts, title="rollout of {{namespace}}/{{tier}}", color="blue"))
+        .annotation(_Marked(_Marks("Alerts", alerts, title="{{alertname}} {{namespace}}/{{tier}}", color="red")))
+        .annotation(_Marked(_Marks("Rollouts", rollouts, title="rollout of {{namespace}}/{{tier}}", color="blue")))
         .link(
             dashboards.DashboardLink("kvtier")
             .type(models.DashboardLinkType.DASHBOARDS)
@@ -224,7 +228,7 @@ def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h"
             .include_vars(include_vars=True)
         )
         .link(
-            dashboards.DashboardLink("What each alert means")
+            dashboards.DashboardLink("Alerts and remedies")
             .type(models.DashboardLinkType.LINK)
             .url(ALERTS_PAGE)
             .target_blank(target_blank=True)

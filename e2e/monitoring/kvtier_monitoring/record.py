@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the demo under a real Prometheus and keep what it scraped: ``python -m kvtier_monitoring.record FILE``.
+"""Run the demo under a real Prometheus and keep its samples: ``python -m kvtier_monitoring.record FILE``.
 
-After the demo's own prompts, more of them, until the volume is over a budget that is lowered meanwhile, so that every
-panel of the dashboards has something to show: hits of each kind, evictions, blocks that are not written.
+More prompts follow those of the demo, under a budget that is lowered meanwhile. So every panel of the dashboards has
+data: hits of each kind, evictions, blocks that are not written.
 """
 
 from __future__ import annotations

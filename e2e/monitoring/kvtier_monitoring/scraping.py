@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus is told to scrape: the chart's PodMonitors, as the Prometheus operator would read them.
+"""Configuration of Prometheus, made from the chart's PodMonitors as the Prometheus operator would make it.
 
-So a selector, a port or a label of the chart that does not fit the pods shows as a target that is missing.
+A selector, port or label of the chart that does not fit the pods shows as a missing target.
 """
 
 from __future__ import annotations
