@@ -42,9 +42,9 @@ class Where:
     def person(self) -> Any:
         """Return the connection; made when it is first asked for."""
         # The client takes a second to import, which what needs no cluster does without.
-        from kvtier_operator.kube.cli_client import Person  # noqa: PLC0415  takes a second
+        from kvtier_operator.kube.cli_client import CliClient  # noqa: PLC0415  takes a second
 
-        person = Person(kubeconfig=self.kubeconfig or None, context=self.context or None)
+        person = CliClient(kubeconfig=self.kubeconfig or None, context=self.context or None)
         click.get_current_context().call_on_close(person.close)
         return person
 

@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple
 from kvtier_operator import names, parts
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Preflight, Problem, State, View, unknown
+from kvtier_operator.conditions import Preflight, PreflightState, Problem, View, unknown
 from kvtier_operator.errors import ClusterError, ClusterUnavailable, KindMissing
 from kvtier_operator.gather import read_preflight
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.managed_fields import stands
+from kvtier_operator.kube.managed_fields import is_applied
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import claim, preflight, routing
 from kvtier_operator.parts.engine import deployment
@@ -36,7 +36,7 @@ class Deletion(NamedTuple):
 
 
 @dataclass
-class Done:
+class Changes:
     """What a pass has done to the parts of a tier so far."""
 
     written: list[ObjectKey] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Done:
     """Parts that cannot be relied on by those that need them."""
 
 
-def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, done: Done, *, starts_engines: bool) -> None:
+def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, done: Changes, *, starts_engines: bool) -> None:
     """Apply each part that is not held up, then delete what is not rendered any more."""
     rendered: set[ObjectKey] = set()
     for part in parts.PARTS:
@@ -86,7 +86,7 @@ def try_engines(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> Cluster
     if plan.pin is not None or key in snapshot.foreign or key.kind in snapshot.unreadable:
         return None
     wanted = deployment(plan)
-    if live is not None and stands(wanted, live.content):
+    if live is not None and is_applied(wanted, live.content):
         return None
     try:
         cluster.try_apply(wanted, over=None if live is None else live.uid)
@@ -101,7 +101,7 @@ _LEAVES_NOTHING: Final = claim.UNUSABLE | {Reason.OBJECT_NOT_OURS}
 _MOST_OUTAGES: Final = 2
 
 
-def _delete(cluster: Cluster, tier: TierRef, found: Mapping[str, Any], done: Done, *, why: str) -> None:
+def _delete(cluster: Cluster, tier: TierRef, found: Mapping[str, Any], done: Changes, *, why: str) -> None:
     """Delete an object, unless the tier does not control it: what people made stays, whatever its labels are."""
     if not names.is_controlled(found, tier):
         return
@@ -114,7 +114,7 @@ def _serves(part: parts.Part, objects: tuple[Manifest, ...], snapshot: Snapshot)
     return part.serves_as_it_was and all(names.key_of(each) in snapshot.live for each in objects)
 
 
-def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot, done: Done) -> bool:
+def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot, done: Changes) -> bool:
     """Apply the objects of one part in their order, up to the first that fails, and tell whether none did."""
     for manifest in manifests:
         key = names.key_of(manifest)
@@ -122,7 +122,7 @@ def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot
         if live is not None and key.kind == names.LEASE_KIND:
             continue  # its holder renews it all the time, and there is nothing of ours in it
         try:
-            applied = live.content if live is not None and stands(manifest, live.content) else None
+            applied = live.content if live is not None and is_applied(manifest, live.content) else None
             applied = applied or cluster.apply(manifest, over=None if live is None else live.uid)
         except ClusterError as error:
             done.failures.append(error)
@@ -133,7 +133,7 @@ def _apply(cluster: Cluster, manifests: tuple[Manifest, ...], snapshot: Snapshot
 
 
 def apply_preflight(
-    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Done
+    cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: Mapping[str, Any], done: Changes
 ) -> Preflight:
     """Bring the preflight of a tier a step further and return how far it is.
 
@@ -150,13 +150,13 @@ def apply_preflight(
     if snapshot.claim is not None and snapshot.claim.is_terminating and not plan.spec.paused:
         # Its pod, ended or not, holds the claim.
         _delete_job(cluster, plan, names.preflight_key(plan.tier), done, why="the claim was deleted")
-        return Preflight(state=State.WAITING)
+        return Preflight(state=PreflightState.WAITING)
     storage = status.get("storage") or {}
     known = preflight.remembered(plan.spec, snapshot, storage)
-    if known is not None and known.state is State.OFF:
+    if known is not None and known.state is PreflightState.OFF:
         return _end_preflight(cluster, plan, known, status, done)
     if known is not None or plan.spec.paused:
-        return known or Preflight(state=State.RUNNING, detail="the tier is paused")
+        return known or Preflight(state=PreflightState.RUNNING, detail="the tier is paused")
     key = preflight.key_of(plan.spec, snapshot)
     job = read_preflight(cluster, plan.tier)
     if job.key and job.key != key and not job.is_foreign:
@@ -167,7 +167,7 @@ def apply_preflight(
     return preflight.outcome(key, storage, job)
 
 
-def apply_pool(cluster: Cluster, view: View, plan: TierPlan, status: Mapping[str, Any], done: Done) -> View:
+def apply_pool(cluster: Cluster, view: View, plan: TierPlan, status: Mapping[str, Any], done: Changes) -> View:
     """Make the InferencePool as it is asked for, or remove the one that was; return the view with how that went.
 
     Its kind is not ours, and a cluster need not have it: nothing else waits for it, and no watch tells of it.
@@ -196,7 +196,7 @@ def _no_pool_kind() -> Problem:
     )
 
 
-def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Done) -> Problem | None:
+def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Changes) -> Problem | None:
     manifest, key = routing.pool(plan.spec, plan.tier), names.pool_key(plan.tier)
     if manifest is None and not (status.get("routing") or {}).get("inferencePool"):
         return None
@@ -212,7 +212,7 @@ def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Don
             message=f"{key} exists and does not belong to this tier; it is left as it is: delete or rename it, or "
             "remove spec.routing.inferencePool; it is looked at again soon, less often each time",
         )
-    if found is not None and stands(manifest, found):
+    if found is not None and is_applied(manifest, found):
         return None
     applied = cluster.apply(manifest, over=None if found is None else found["metadata"]["uid"])
     if found is None or applied["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
@@ -220,7 +220,7 @@ def _pool(cluster: Cluster, plan: TierPlan, status: Mapping[str, Any], done: Don
     return None
 
 
-def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey, done: Done, *, why: str) -> None:
+def _delete_job(cluster: Cluster, plan: TierPlan, key: ObjectKey, done: Changes, *, why: str) -> None:
     found = cluster.get(key, plan.tier.namespace)
     if found is not None:
         _delete(cluster, plan.tier, found, done, why=why)
@@ -233,7 +233,7 @@ def _is_told(status: Mapping[str, Any], kind: str, problem: Problem) -> bool:
 
 
 def _end_preflight(
-    cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any], done: Done
+    cluster: Cluster, plan: TierPlan, off: Preflight, status: Mapping[str, Any], done: Changes
 ) -> Preflight:
     """Delete a Job that nobody waits for any more. That it is off is told afterwards, so it is looked for once."""
     if _is_told(status, preflight.CHECKED.kind, unknown(Reason.PREFLIGHT_OFF, off.detail)):
@@ -244,7 +244,7 @@ def _end_preflight(
     return off
 
 
-def apply_live_settings(cluster: Cluster, spec: TierSpec, snapshot: Snapshot, done: Done) -> None:
+def apply_live_settings(cluster: Cluster, spec: TierSpec, snapshot: Snapshot, done: Changes) -> None:
     """Tell engines that run what they are to follow at once, whatever else cannot be carried out."""
     standing = snapshot.live.get(ObjectKey(api_version="v1", kind="ConfigMap", name=names.config(snapshot.tier)))
     if standing is not None:

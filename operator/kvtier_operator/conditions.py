@@ -13,7 +13,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.observe.findings import Findings
-from kvtier_operator.observe.targets import Ask
+from kvtier_operator.observe.targets import ObservationPlan
 from kvtier_operator.plan import Generation, Refusal
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.chunks import Chunking
@@ -42,7 +42,7 @@ def unknown(reason: Reason, message: str) -> Problem:
     return Problem(reason=reason, message=message, is_known=False)
 
 
-class State(enum.Enum):
+class PreflightState(enum.Enum):
     """How far a preflight is."""
 
     OFF = enum.auto()
@@ -57,7 +57,7 @@ class State(enum.Enum):
 class Preflight:
     """What is known of a claim."""
 
-    state: State
+    state: PreflightState
     key: str = ""
     detail: str = ""
     """What it waits for, or why the volume cannot be used."""
@@ -89,7 +89,7 @@ class View:
     """Whether the spec asks for the pods that stood before this pass: more or fewer of them at most."""
     outdated: tuple[str, ...] | None = None
     """What this operator would change in the engines at their next restart; None where it is not known."""
-    ask: Ask | None = None
+    ask: ObservationPlan | None = None
     """What may be asked of the engines now; None where nobody asks."""
     preflight: Preflight | None = None
     """What trying the volume has shown."""
@@ -117,7 +117,7 @@ class Look:
 Check = Callable[[Look], Problem | None]
 
 
-class Condition(NamedTuple):
+class ConditionRule(NamedTuple):
     """One condition of a tier: its type, and who judges it by the view and by what was told before."""
 
     kind: str
@@ -126,7 +126,7 @@ class Condition(NamedTuple):
     """Whether Ready takes it into account."""
 
 
-def checked(kind: str, checks: Sequence[Check], *, ok: Reason, text: str) -> Condition:
+def checked(kind: str, checks: Sequence[Check], *, ok: Reason, text: str) -> ConditionRule:
     """Return a condition that is met where none of the checks finds a problem; they are told in their order."""
 
     def judge(view: View, _previous: Mapping[str, Any]) -> Problem:
@@ -135,7 +135,7 @@ def checked(kind: str, checks: Sequence[Check], *, ok: Reason, text: str) -> Con
             return not_checked()
         return next(filter(None, (check(look) for check in checks)), None) or met(ok, text)
 
-    return Condition(kind, judge)
+    return ConditionRule(kind, judge)
 
 
 def look_of(view: View) -> Look | None:

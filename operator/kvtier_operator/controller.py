@@ -19,14 +19,14 @@ from kvtier_operator.kube.cache import NODES, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import KubernetesCluster
 from kvtier_operator.kube.http_server import Health
-from kvtier_operator.kube.work_queue import Done, Priority, WorkQueue
+from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
 from kvtier_operator.observe.api_keys import read_key
-from kvtier_operator.observe.http_client import Asker
-from kvtier_operator.observe.monitor import Proofs
-from kvtier_operator.observe.poller import Probes
-from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.observe.http_client import HttpClient
+from kvtier_operator.observe.monitor import Monitor
+from kvtier_operator.observe.poller import Poller
+from kvtier_operator.reconcile import ReconcileResult, reconcile
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,12 @@ class Operator:
             resync_seconds=settings.resync_seconds,
             settle_seconds=settings.settle_seconds,
         )
-        self._asker = Asker()
+        self._asker = HttpClient()
         # What pods say, or that they say nothing, keeps no tier waiting that somebody has changed.
-        self._probes: Probes[TierName] = Probes(
+        self._probes: Poller[TierName] = Poller(
             self._asker, self._queue.add_patiently, interval_seconds=settings.probe_seconds
         )
-        self._proofs = Proofs(
+        self._proofs = Monitor(
             self._asker,
             self._queue.add_patiently,
             # Past what is remembered of objects: nothing of a key is to stay.
@@ -187,19 +187,19 @@ class Operator:
         for tier in self._wait_for_nodes.copy() if kind == NODES.kind else tiers:
             self._queue.add(tier)
 
-    def _pass(self, key: TierName, attempt: int) -> Done:
+    def _pass(self, key: TierName, attempt: int) -> Requeue:
         """Do one pass; the one place where an outcome becomes what the queue does next."""
         try:
             return self._count_tiers() if key == EVERY_TIER else self._reconcile(key, attempt)
         except OperatorError as error:
             logger.warning("%s", error)
-            return Done(retry_after=error.retry_after or STUCK_SECONDS)
+            return Requeue(retry_after=error.retry_after or STUCK_SECONDS)
 
-    def _count_tiers(self) -> Done:
+    def _count_tiers(self) -> Requeue:
         self._metrics.count_tiers(self._cache.tiers.all())
-        return Done(again_after=min(COUNT_SECONDS, self._settings.resync_seconds))
+        return Requeue(again_after=min(COUNT_SECONDS, self._settings.resync_seconds))
 
-    def _reconcile(self, key: TierName, attempt: int) -> Done:
+    def _reconcile(self, key: TierName, attempt: int) -> Requeue:
         start = time.monotonic()
         outcome = reconcile(
             CachedCluster(self._cluster, self._cache, key),
@@ -224,15 +224,15 @@ class Operator:
             logger.info("%s: deleted %s: %s", key, deleted, why)
         if outcome.failure is not None:
             logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
-            return Done(retry_after=outcome.failure.retry_after)
-        return Done(is_gone=not outcome.exists, again_after=outcome.again_after, recheck_after=outcome.recheck_after)
+            return Requeue(retry_after=outcome.failure.retry_after)
+        return Requeue(is_gone=not outcome.exists, again_after=outcome.again_after, recheck_after=outcome.recheck_after)
 
     def _may_work(self, body: Manifest) -> bool:
         spec = body.get("spec")
         wanted = spec.get("operatorClassName") if isinstance(spec, Mapping) else None
         return (wanted or "") == self._settings.operator_class
 
-    def _count(self, outcome: Outcome, seconds: float) -> None:
+    def _count(self, outcome: ReconcileResult, seconds: float) -> None:
         ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"
         if outcome.failure is not None:
             ended = "failed"

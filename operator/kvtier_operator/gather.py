@@ -22,14 +22,14 @@ from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.observe.http_client import Address
 from kvtier_operator.observe.pod_reports import read_metrics, read_usage
-from kvtier_operator.observe.poller import Probes, Subject
+from kvtier_operator.observe.poller import Poller, PollTarget
 from kvtier_operator.snapshot import (
-    Claim,
-    Container,
+    ContainerStatus,
     EngineReport,
     Engines,
-    Janitor,
     Live,
+    LiveClaim,
+    LiveJanitor,
     Neighbour,
     Pod,
     SeenJob,
@@ -144,7 +144,7 @@ def gather(
     *,
     existing_claim: str | None,
     now: datetime,
-    probes: Probes[TierName] | None = None,
+    probes: Poller[TierName] | None = None,
 ) -> Snapshot:
     """Return what the cluster holds for a tier now, and what its pods said when they were last asked.
 
@@ -239,12 +239,12 @@ def read_neighbours(tiers: Iterable[Manifest], tier: TierRef) -> tuple[Neighbour
     return tuple(sorted(found, key=lambda each: each.name))
 
 
-def read_claim(found: Manifest) -> Claim:
+def read_claim(found: Manifest) -> LiveClaim:
     """Read a claim."""
     spec = found.get("spec", {})
     requests = spec.get("resources", {}).get("requests", {})
     status = found.get("status", {})
-    return Claim(
+    return LiveClaim(
         name=found["metadata"]["name"],
         access_modes=tuple(spec.get("accessModes", ())),
         storage_class_name=spec.get("storageClassName"),
@@ -284,12 +284,12 @@ def _engines(found: Manifest) -> Engines:
     )
 
 
-def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
+def _heard(pod: Pod, tier: TierRef, probes: Poller[TierName] | None) -> Pod:
     """Return an engine pod with what it says: one that does not serve is not asked."""
     if probes is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
     address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
-    subject = Subject(address=address, uid=pod.uid)
+    subject = PollTarget(address=address, uid=pod.uid)
     answer = probes.look(
         subject, owner=_owner(tier), meaning=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
     )
@@ -298,15 +298,15 @@ def _heard(pod: Pod, tier: TierRef, probes: Probes[TierName] | None) -> Pod:
 
 
 def _janitor(
-    pods: Iterable[Manifest], ours: Mapping[ObjectKey, Manifest], tier: TierRef, probes: Probes[TierName] | None
-) -> Janitor:
-    found = Janitor(pods=tuple(_pod(each) for each in pods))
+    pods: Iterable[Manifest], ours: Mapping[ObjectKey, Manifest], tier: TierRef, probes: Poller[TierName] | None
+) -> LiveJanitor:
+    found = LiveJanitor(pods=tuple(_pod(each) for each in pods))
     service = ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier)))
     host = "" if service is None else service.get("spec", {}).get("clusterIP", "")
     if probes is None or service is None or host in _NO_ADDRESS:
         return found
     address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
-    subject = Subject(address=address, uid=service["metadata"].get("uid", ""))
+    subject = PollTarget(address=address, uid=service["metadata"].get("uid", ""))
     since = max((pod.ready_since for pod in found.pods if pod.is_ready), default="")
     answer = probes.look(subject, owner=_owner(tier), meaning=read_usage, since=since, is_passing=_is_passing)
     if answer is None:
@@ -315,7 +315,7 @@ def _janitor(
     return replace(found, usage=usage, silence=answer.problem)
 
 
-def _awaited(janitor: Janitor, deployment: Manifest | None, now: datetime) -> Janitor:
+def _awaited(janitor: LiveJanitor, deployment: Manifest | None, now: datetime) -> LiveJanitor:
     """Return a janitor with what its Deployment says: whether no pod is ready, be it that it hangs or is not made."""
     available = _by_type((deployment or {}).get("status", {}).get("conditions", ())).get("Available", {})
     since = available.get("lastTransitionTime")
@@ -371,11 +371,11 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
     )
 
 
-def _container(found: Mapping[str, Any]) -> Container:
+def _container(found: Mapping[str, Any]) -> ContainerStatus:
     state = found.get("state") or {}
     waiting = state.get("waiting") or {}
     ended = state.get("terminated") or (found.get("lastState") or {}).get("terminated") or {}
-    return Container(
+    return ContainerStatus(
         name=found["name"],
         image=found.get("image", ""),
         restarts=found.get("restartCount", 0),

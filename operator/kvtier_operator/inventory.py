@@ -16,7 +16,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.errors import ClusterError, ClusterForbidden
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest
-from kvtier_operator.snapshot import Node, Nodes, Usage
+from kvtier_operator.snapshot import Node, Nodes, PodUsage
 
 Read = TypeVar("Read")
 
@@ -128,7 +128,7 @@ def node(found: Manifest) -> Node:
     )
 
 
-def _usage(pods: Iterable[Manifest]) -> Iterable[Usage]:
+def _usage(pods: Iterable[Manifest]) -> Iterable[PodUsage]:
     for pod in pods:
         spec, metadata = pod.get("spec") or {}, pod["metadata"]
         if not spec.get("nodeName") or (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
@@ -136,7 +136,7 @@ def _usage(pods: Iterable[Manifest]) -> Iterable[Usage]:
         namespace, tier = metadata.get("namespace", ""), (metadata.get("labels") or {}).get(names.LABEL_TIER, "")
         is_engine = names.is_pod_of(pod, names.engine(names.TierName(namespace=namespace, name=tier)))
         requests = _requests(spec)
-        yield Usage(
+        yield PodUsage(
             node=spec["nodeName"],
             namespace=namespace,
             tier=tier if is_engine else "",

@@ -40,7 +40,7 @@ API server nothing but the renewals of its Lease. It learns of changes by watchi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class MetricSpec:
     """One metric: its name as served, less the ``_total`` of a counter."""
 
     name: str
@@ -49,62 +49,62 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-RECONCILES: Final = Metric(
+RECONCILES: Final = MetricSpec(
     name="kvtier_operator_reconcile",
     kind="counter",
     help="Passes over a tier, by how they ended: ok, failed, gone, left (to another operator).",
     labels=("outcome",),
 )
-SECONDS: Final = Metric(
+SECONDS: Final = MetricSpec(
     name="kvtier_operator_reconcile_duration_seconds", kind="histogram", help="How long a pass over a tier took."
 )
-WRITES: Final = Metric(
+WRITES: Final = MetricSpec(
     name="kvtier_operator_writes",
     kind="counter",
     help="Child objects created, changed or deleted, by kind. It stands still when nothing is changed.",
     labels=("kind",),
 )
-LAST_SUCCESS: Final = Metric(
+LAST_SUCCESS: Final = MetricSpec(
     name="kvtier_operator_last_success_timestamp_seconds",
     kind="gauge",
     help="When a pass last ended without a failure.",
 )
-QUEUE_DEPTH: Final = Metric(
+QUEUE_DEPTH: Final = MetricSpec(
     name="kvtier_operator_queue_depth", kind="gauge", help="Tiers that are due and wait for a worker."
 )
-QUEUE_AGE: Final = Metric(
+QUEUE_AGE: Final = MetricSpec(
     name="kvtier_operator_queue_age_seconds",
     kind="gauge",
     help="How long the tier that waits longest has been due.",
 )
-REQUESTS: Final = Metric(
+REQUESTS: Final = MetricSpec(
     name="kvtier_operator_api_requests",
     kind="counter",
     help="Requests to the API server, less the watches, by method and HTTP status; code 0 is no answer at all.",
     labels=("method", "code"),
 )
-TIERS: Final = Metric(
+TIERS: Final = MetricSpec(
     name="kvtier_operator_tiers",
     kind="gauge",
     help="KVCacheTier resources by condition, its status and its reason, as of the last count (every minute).",
     labels=("condition", "status", "reason"),
 )
-TIER_CONDITION: Final = Metric(
+TIER_CONDITION: Final = MetricSpec(
     name="kvtier_tier_condition",
     kind="gauge",
     help="1 for each condition of each KVCacheTier, with its status and its reason, as of the last list.",
     labels=("namespace", "tier", "condition", "status", "reason"),
 )
-TIER_ENGINES: Final = Metric(
+TIER_ENGINES: Final = MetricSpec(
     name="kvtier_tier_engines",
     kind="gauge",
     help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last list.",
     labels=("namespace", "tier", "state"),
 )
-LEADER: Final = Metric(
+LEADER: Final = MetricSpec(
     name="kvtier_operator_leader", kind="gauge", help="1 while this operator acts, 0 while it waits for the Lease."
 )
-BUILD: Final = Metric(
+BUILD: Final = MetricSpec(
     name="kvtier_operator_build_info",
     kind="gauge",
     help="Always 1; the label says which version runs.",
@@ -129,7 +129,7 @@ METRICS: Final = (
 class _Samples(Collector):
     """Samples of one gauge that come and go, hundreds of thousands of them: each is little more than its labels."""
 
-    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
+    def __init__(self, metric: MetricSpec, registry: CollectorRegistry) -> None:
         self._metric = metric
         self._values: Mapping[tuple[str, ...], float] = {}
         registry.register(self)
@@ -194,10 +194,10 @@ class OperatorMetrics:
         )
         ProcessCollector(registry=self.registry)
 
-    def _counter(self, metric: Metric) -> Counter:
+    def _counter(self, metric: MetricSpec) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _gauge(self, metric: Metric) -> Gauge:
+    def _gauge(self, metric: MetricSpec) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
 
     def count_pass(self, *, outcome: str, seconds: float, written_kinds: tuple[str, ...]) -> None:
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     return generated_page.run(arguments, prog="kvtier_operator.metrics", file=REFERENCE, render=render)
 
 
-def _row(metric: Metric) -> str:
+def _row(metric: MetricSpec) -> str:
     name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     return f"| `{name}` | {metric.kind} | {labels} | {metric.help} |\n"

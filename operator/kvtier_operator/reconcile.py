@@ -20,24 +20,24 @@ from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import Asked, read_annotations
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.apply import (
+    Changes,
     Deletion,
-    Done,
     apply_live_settings,
     apply_parts,
     apply_pool,
     apply_preflight,
     try_engines,
 )
-from kvtier_operator.conditions import State
+from kvtier_operator.conditions import PreflightState
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.observe.canary import Chunk
-from kvtier_operator.observe.monitor import Proofs
-from kvtier_operator.observe.poller import Probes
-from kvtier_operator.observe.targets import make_ask
+from kvtier_operator.observe.monitor import Monitor
+from kvtier_operator.observe.poller import Poller
+from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
 from kvtier_operator.parts.engine import outdated
 from kvtier_operator.plan import Decisions, Refusal, decide, decisions, make_plan, nodes
@@ -56,7 +56,7 @@ PATIENCE: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReconcileResult:
     """What one pass did."""
 
     exists: bool
@@ -86,12 +86,12 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     janitor_image: str = JANITOR_IMAGE,
     clock: Clock,
     inventory: Inventory | None = None,
-    probes: Probes[TierName] | None = None,
-    proofs: Proofs | None = None,
+    probes: Poller[TierName] | None = None,
+    proofs: Monitor | None = None,
     attempt: int = 1,
     listen_host: str = names.EVERY_IPV4_ADDRESS,
     may_work: Callable[[Manifest], bool] = lambda _body: True,
-) -> Outcome:
+) -> ReconcileResult:
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
@@ -113,16 +113,16 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     try:
         body = cluster.get(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name), tier.namespace)
     except ClusterError as error:
-        return Outcome(exists=True, failure=error)
+        return ReconcileResult(exists=True, failure=error)
     # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
     if body is None or "deletionTimestamp" in body["metadata"]:
         if proofs is not None:
             proofs.forget(tier)
-        return Outcome(exists=False)
+        return ReconcileResult(exists=False)
     if not may_work(body):
         if proofs is not None:
             proofs.forget(tier)
-        return Outcome(exists=True, is_left=True)
+        return ReconcileResult(exists=True, is_left=True)
     sources = _Sources(
         connector_image=connector_image,
         janitor_image=janitor_image,
@@ -132,7 +132,7 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
         clock=clock,
     )
     act = _act(cluster, body, sources)
-    outcome = Outcome(
+    outcome = ReconcileResult(
         exists=True,
         written=act.written,
         deleted=act.deleted,
@@ -172,7 +172,7 @@ class _Sources:
     janitor_image: str
     listen_host: str
     inventory: Inventory | None
-    probes: Probes[TierName] | None
+    probes: Poller[TierName] | None
     clock: Clock
 
     def look(self, cluster: Cluster, body: Manifest) -> Snapshot:
@@ -210,7 +210,7 @@ def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
         runs = _applicable(body, snapshot, asked, sources)
         again = decided if runs is None else decide(runs, tier, snapshot, may_assume=True, is_running=True)
         if runs is None or isinstance(again, Refusal):
-            done = Done()
+            done = Changes()
             if not spec.paused:
                 apply_live_settings(cluster, spec, snapshot, done)
             return _concluded(view, done)
@@ -255,7 +255,7 @@ def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
         outdated=outdated(plan),
         chunking=decided.chunking,
     )
-    done = Done(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
+    done = Changes(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
     if rejected is not None:
         done.failures.append(rejected)
     elif not spec.paused and (refusal := try_engines(cluster, plan, snapshot)) is not None:
@@ -275,7 +275,11 @@ def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
     if spec.paused:
         return _concluded(view, done)
     apply_parts(
-        cluster, plan, snapshot, done, starts_engines=tried is not None and tried.state in {State.OFF, State.PASSED}
+        cluster,
+        plan,
+        snapshot,
+        done,
+        starts_engines=tried is not None and tried.state in {PreflightState.OFF, PreflightState.PASSED},
     )
     view = apply_pool(cluster, view, plan, body.get("status") or {}, done)
     if (done.written or done.deleted) and not done.failures:
@@ -298,7 +302,7 @@ def _paused_as_asked(spec: TierSpec, asked: Asked) -> TierSpec:
     return spec.model_copy(update={"paused": True}) if asked.is_paused else spec
 
 
-def _concluded(view: status.View, done: Done) -> _Act:
+def _concluded(view: status.View, done: Changes) -> _Act:
     """Return the view with everything that went wrong."""
     refusals = [*done.refusals, *([] if view.refusal is None else [view.refusal])]
     refusal = None
@@ -341,12 +345,12 @@ def _waits_for_nodes(view: status.View) -> bool:
     return view.assumed is not None or (view.refusal is not None and view.refusal.reason in _UNTIL_NODES_CHANGE)
 
 
-def _asked(view: status.View, body: Manifest, proofs: Proofs | None) -> status.View:
+def _asked(view: status.View, body: Manifest, proofs: Monitor | None) -> status.View:
     """Add what is known from asking the engines; a tier that is held up before them is not asked."""
     if proofs is None or view.spec is None or view.snapshot is None or view.current is None:
         return view
     chunk = Chunk(tokens=view.chunking.tokens, blocks=view.chunking.blocks or 1)
-    ask = make_ask(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
+    ask = make_observation_plan(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
     known = ((body.get("status") or {}).get("proof") or {}).get("rollout")
     tier = TierName(namespace=view.tier.namespace, name=view.tier.name)
     return replace(view, ask=ask, findings=proofs.look(tier, ask, proven_rollout=known))

@@ -27,7 +27,7 @@ class Live:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class LiveClaim:
     """The PersistentVolumeClaim that holds the blocks, whoever made it."""
 
     name: str
@@ -84,7 +84,7 @@ class EngineReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
+class ContainerStatus:
     """What the kubelet last said about one container of an engine pod."""
 
     name: str
@@ -115,7 +115,7 @@ class Pod:
     config_digest: str
     hash_seed: str | None
     hash_algorithm: str | None
-    containers: tuple[Container, ...]
+    containers: tuple[ContainerStatus, ...]
     uid: str = ""
     address: str = ""
     """IP address; empty until the pod has one."""
@@ -134,7 +134,7 @@ class Pod:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Janitor:
+class LiveJanitor:
     """The janitor's pods, and what the active one reports."""
 
     pods: tuple[Pod, ...] = ()
@@ -193,7 +193,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class PodUsage:
     """What one pod takes of its node."""
 
     node: str
@@ -209,7 +209,7 @@ class Nodes:
     """The nodes of the cluster, and what runs on them."""
 
     nodes: tuple[Node, ...]
-    usage: tuple[Usage, ...] | None = None
+    usage: tuple[PodUsage, ...] | None = None
     """None where nobody looked at the pods."""
     matches: dict[str, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Those that take pods of some placement, once found: thousands of tiers ask the same of thousands of nodes."""
@@ -220,12 +220,12 @@ class Snapshot:
     """Everything read for one reconcile of one tier."""
 
     tier: TierRef
-    claim: Claim | None = None
+    claim: LiveClaim | None = None
     engines: Engines = Engines()
     pods: tuple[Pod, ...] = ()
     live: Mapping[ObjectKey, Live] = field(default_factory=dict)
     """Objects of ours."""
-    janitor: Janitor = Janitor()
+    janitor: LiveJanitor = LiveJanitor()
     routers: tuple[Pod, ...] = ()
     """The pods of the router."""
     neighbours: tuple[Neighbour, ...] = ()

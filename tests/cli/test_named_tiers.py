@@ -33,7 +33,7 @@ from kvtier_operator import __version__, names
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube import cli_client as person_module
 from kvtier_operator.kube import client as kubeconfig_module
-from kvtier_operator.kube.cli_client import Person
+from kvtier_operator.kube.cli_client import CliClient
 from kvtier_operator.kube.client import KubernetesCluster
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> Any:
 
 @pytest.mark.usefixtures("in_a_pod")
 def test_in_a_pod_the_variable_names_the_cluster() -> None:
-    assert Person().tiers("elsewhere") == []
+    assert CliClient().tiers("elsewhere") == []
 
 
 @pytest.mark.usefixtures("in_a_pod")
@@ -91,7 +91,7 @@ def test_in_a_pod_a_file_in_its_usual_place_names_the_cluster(
     file.rename(tmp_path / ".kube" / "config")
     monkeypatch.delenv("KUBECONFIG")
     monkeypatch.setenv("HOME", str(tmp_path))
-    person = Person()
+    person = CliClient()
     assert person.tiers("elsewhere") == []
     assert person.namespace == "default"
 
@@ -104,10 +104,10 @@ def test_in_a_pod_without_the_variable_the_namespace_is_the_pods(monkeypatch: py
     monkeypatch.setattr(
         "kubernetes.config.incluster_config.InClusterConfigLoader._set_config", lambda _loader, _settings: None
     )
-    assert Person().namespace == "tools"
+    assert CliClient().namespace == "tools"
 
 
-class InThePod(Person):
+class InThePod(CliClient):
     """Runs here what would run in the pod, and remembers in which container."""
 
     container = ""
@@ -179,14 +179,14 @@ def test_a_command_that_is_refused_is_told_by_what_the_server_says_and_no_header
 
     monkeypatch.setattr(person_module, "stream", refuse)
     with pytest.raises(ClusterUnavailable, match=says) as refused:
-        Person().execute(make_pod("engine"), "engine", ["true"], print)
+        CliClient().execute(make_pod("engine"), "engine", ["true"], print)
     assert "today" not in str(refused.value)
 
 
 def test_a_command_that_ends_without_an_exit_code_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(person_module, "stream", lambda *_, **__: _Ended())
     with pytest.raises(ClusterUnavailable, match="without an exit code"):
-        Person().execute(make_pod("engine"), "engine", ["true"], print)
+        CliClient().execute(make_pod("engine"), "engine", ["true"], print)
 
 
 def test_verbs_on_a_paused_tier_say_what_they_wait_for(
@@ -347,7 +347,7 @@ class Changed:
         pod["spec"]["containers"][0]["image"] = "janitor:test"
         pod["metadata"] |= {"name": f"{name}-janitor", "labels": labels}
         api.create({"apiVersion": "v1", "kind": "Pod", **pod})
-        Person().cluster.request(
+        CliClient().cluster.request(
             "PATCH",
             f"/api/v1/namespaces/default/pods/{name}-janitor/status",
             body={"status": {"phase": "Running"}},

@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-from kvtier_operator.observe.http_client import Address, Asker, Done, Question, Reply
+from kvtier_operator.observe.http_client import Address, Done, HttpClient, HttpReply, HttpRequest
 
 Found = TypeVar("Found")
 
 
-def on_loop(asker: Asker, work: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
+def on_loop(asker: HttpClient, work: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
     """Run a coroutine on the asker's loop and return what comes of it."""
     told: list[Found | Exception] = []
     is_told = threading.Event()
@@ -93,17 +93,17 @@ def unreachable() -> Iterator[int]:
         yield port
 
 
-class ScriptedAsker(Asker):
+class ScriptedAsker(HttpClient):
     """Asks a function instead of a pod; it may block, and may raise OSError."""
 
     def __init__(self, ask: Callable[[Address], bytes]) -> None:
         super().__init__()
         self._ask = ask
 
-    def submit(self, question: Question, *, owner: Hashable, done: Done) -> None:
+    def submit(self, question: HttpRequest, *, owner: Hashable, done: Done) -> None:
         def run() -> None:
             try:
-                found: Reply | OSError = Reply(status=200, reason="OK", body=self._ask(question.address))
+                found: HttpReply | OSError = HttpReply(status=200, reason="OK", body=self._ask(question.address))
             except OSError as error:
                 found = error
             self.call(done, found)
@@ -112,9 +112,9 @@ class ScriptedAsker(Asker):
 
 
 @contextmanager
-def running(**settings: Any) -> Iterator[Asker]:
+def running(**settings: Any) -> Iterator[HttpClient]:
     """Run an asker."""
-    asker = Asker(**settings)
+    asker = HttpClient(**settings)
     asker.start()
     try:
         yield asker

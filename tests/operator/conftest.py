@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from asking_pods import running
 from live import Client, Controllers
 
-from kvtier_operator.observe.http_client import Asker
+from kvtier_operator.observe.http_client import HttpClient
 
 
 @pytest.fixture
-def asker() -> Iterator[Asker]:
+def asker() -> Iterator[HttpClient]:
     """Who asks pods."""
     with running() as made:
         yield made

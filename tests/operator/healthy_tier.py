@@ -13,13 +13,13 @@ from kvtier_operator import names, status
 from kvtier_operator.api import conditions_reference, parse
 from kvtier_operator.plan import Decisions, decide, make_generation, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.snapshot import Claim, Container, Engines, Janitor, Node, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, LiveClaim, LiveJanitor, Node, Pod, Snapshot
 from kvtier_operator.status import Reason
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
 REF = names.TierRef(namespace="serving", name="llama", uid="u1")
 SPEC = parse(tier())
-CLAIM = Claim(
+CLAIM = LiveClaim(
     name="llama-blocks",
     access_modes=("ReadWriteMany",),
     storage_class_name="cephfs",
@@ -38,13 +38,13 @@ READY_POD = Pod(
     config_digest="d",
     hash_seed="0",
     hash_algorithm="sha256_cbor",
-    containers=(Container(name="engine", image="vllm"),),
+    containers=(ContainerStatus(name="engine", image="vllm"),),
 )
 UNREADY_POD = replace(READY_POD, is_ready=False, phase="Pending")
 STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, ready=0)
 READY = replace(STARTING, ready=2)
 USAGE = Usage(tier="serving/llama", is_active=True, is_counted=True, used_bytes=1 << 40, blocks=1 << 20)
-HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=Janitor(usage=USAGE))
+HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=LiveJanitor(usage=USAGE))
 VIEW = status.View(
     generation=3,
     tier=REF,

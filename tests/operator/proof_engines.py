@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier_operator.observe.engine_client import EngineError, EngineLocked, Served
-from kvtier_operator.observe.pod_reports import Reading
+from kvtier_operator.observe.pod_reports import EngineCounters
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ScriptedEngine:
     """Finished beside each of ours."""
     failure: str = ""
     wants_another_key: bool = False
-    counted: Reading = field(default_factory=lambda: Reading(block_tokens=16, has_tier=True))
+    counted: EngineCounters = field(default_factory=lambda: EngineCounters(block_tokens=16, has_tier=True))
     loses: str = ""
     """Finds none of what came with it: the name of an adapter, or a picture."""
     is_blind: bool = False
@@ -75,7 +75,7 @@ class ScriptedEngine:
             self.volume.prompts.add(prompt)
         return cached if self.tells_cached else None
 
-    async def metrics(self) -> Reading:
+    async def metrics(self) -> EngineCounters:
         self.read += 1
         self._fail()
         return self.counted

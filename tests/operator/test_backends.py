@@ -24,7 +24,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import Container, Engines, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, Pod, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -254,7 +254,7 @@ def test_conditions_say_where_there_is_nothing_to_judge(connector: dict[str, Any
 
 
 def pod_with(message: str) -> Snapshot:
-    check = Container(name=names.REDIS_CHECK_CONTAINER, image="c", exit_code=0, exit_message=message)
+    check = ContainerStatus(name=names.REDIS_CHECK_CONTAINER, image="c", exit_code=0, exit_message=message)
     pod = Pod(
         name="llama-engine-0",
         phase="Running",

@@ -20,10 +20,10 @@ from kvtier_operator.kube.cache import NODES, TIERS, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.informer import Informer, Scope
-from kvtier_operator.kube.object_store import Shelf, Watched
+from kvtier_operator.kube.object_store import ObjectStore, WatchedKind
 from kvtier_operator.names import ObjectKey, TierName
 
-CONFIGS = Watched(api_version="v1", kind="ConfigMap")
+CONFIGS = WatchedKind(api_version="v1", kind="ConfigMap")
 SCOPE = Scope("v1", "ConfigMap")
 
 
@@ -47,16 +47,16 @@ def told() -> Told:
 
 
 @pytest.fixture
-def shelf(told: Told) -> Shelf:
-    return Shelf(CONFIGS, told)
+def shelf(told: Told) -> ObjectStore:
+    return ObjectStore(CONFIGS, told)
 
 
-def data(shelf: Shelf, name: str = "c") -> dict[str, str] | None:
+def data(shelf: ObjectStore, name: str = "c") -> dict[str, str] | None:
     found = shelf.get(NAMESPACE, name)
     return None if found is None else found["data"]
 
 
-def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(shelf: Shelf, told: Told) -> None:
+def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(shelf: ObjectStore, told: Told) -> None:
     shelf.seen(config(1, a="first"))
     shelf.enter(config(3, a="ours"))
     shelf.seen(config(2, a="before"))
@@ -67,33 +67,35 @@ def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(shelf: S
     assert (data(shelf), told.names) == ({"a": "theirs"}, ["c", "c"])
 
 
-def test_a_version_is_compared_as_a_number(shelf: Shelf) -> None:
+def test_a_version_is_compared_as_a_number(shelf: ObjectStore) -> None:
     shelf.seen(config(10, a="new"))
     shelf.seen(config(9, a="old"))
     assert data(shelf) == {"a": "new"}
 
 
-def test_what_says_nothing_new_wakes_nobody(shelf: Shelf, told: Told) -> None:
+def test_what_says_nothing_new_wakes_nobody(shelf: ObjectStore, told: Told) -> None:
     shelf.seen(config(1, a="b"))
     shelf.seen(config(2, a="b"))
     assert told.names == ["c"]
     assert (shelf.get(NAMESPACE, "c") or {})["metadata"]["resourceVersion"] == "2"
 
 
-def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(shelf: Shelf) -> None:
+def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(shelf: ObjectStore) -> None:
     shelf.seen(config(1, uid="before"))
     shelf.enter(config(5, uid="after", a="b"))
     shelf.gone(config(4, uid="before"))
     assert data(shelf) == {"a": "b"}
 
 
-def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(shelf: Shelf) -> None:
+def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(shelf: ObjectStore) -> None:
     shelf.enter(config(5, a="b"))
     shelf.gone(config(4))
     assert data(shelf) == {"a": "b"}
 
 
-def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(shelf: Shelf, told: Told) -> None:
+def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(
+    shelf: ObjectStore, told: Told
+) -> None:
     for number, name in enumerate(("stays", "goes")):
         shelf.seen(config(number, name=name, uid=name))
     shelf.enter(config(9, name="made", uid="made"))
@@ -102,13 +104,13 @@ def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_
     assert told.names == ["stays", "goes", "goes"]
 
 
-def test_a_list_of_one_namespace_says_nothing_of_another(shelf: Shelf) -> None:
+def test_a_list_of_one_namespace_says_nothing_of_another(shelf: ObjectStore) -> None:
     shelf.seen(config(1))
     shelf.complete(Scope("v1", "ConfigMap", "elsewhere"), frozenset(), "8")
     assert data(shelf) == {}
 
 
-def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: Shelf) -> None:
+def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: ObjectStore) -> None:
     shelf.seen(config(1))
     shelf.seen(config(2, label="other"))
     assert (shelf.names_of(NAMESPACE, "llama"), shelf.names_of(NAMESPACE, "other")) == ((), ("c",))
@@ -116,7 +118,7 @@ def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: Shelf) -> 
     assert shelf.of(NAMESPACE, "other") == []
 
 
-def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(shelf: Shelf) -> None:
+def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(shelf: ObjectStore) -> None:
     entered = {}
     for number in range(40):
         body = config(1, name=f"c{number}", uid=f"u{number}", text=f"{number} " * number)
@@ -129,7 +131,7 @@ def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(
 
 
 def test_of_a_node_only_what_decides_whether_a_pod_fits_is_kept(told: Told) -> None:
-    nodes = Shelf(NODES, told)
+    nodes = ObjectStore(NODES, told)
     node: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Node",
@@ -187,7 +189,7 @@ class Events:
 
 
 @contextmanager
-def informed(source: Lists, shelf: Shelf) -> Iterator[Informer]:
+def informed(source: Lists, shelf: ObjectStore) -> Iterator[Informer]:
     informer = Informer(source, SCOPE, shelf)
     informer.start()
     try:
@@ -197,7 +199,7 @@ def informed(source: Lists, shelf: Shelf) -> Iterator[Informer]:
         informer.join(60)
 
 
-def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(shelf: Shelf) -> None:
+def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(shelf: ObjectStore) -> None:
     source = Lists()
     source.lists = [[config(4)], [config(8, a="again")]]
     source.watches = [[{"type": "MODIFIED", "object": config(7, a="b")}], ClusterExpired("410")]
@@ -206,7 +208,7 @@ def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_lis
     assert source.asked[:4] == ["list 250", "watch 5", "watch 7", "list 250"]
 
 
-def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(shelf: Shelf) -> None:
+def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(shelf: ObjectStore) -> None:
     source = Lists()
     source.lists = [[config(4)], []]
     source.watches = [[{"type": "ERROR", "object": {"code": 410, "message": "too old"}}]]
@@ -215,7 +217,7 @@ def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(shelf: S
     assert source.asked[:3] == ["list 250", "watch 5", "list 250"]
 
 
-def test_what_no_watch_tells_a_list_does(shelf: Shelf) -> None:
+def test_what_no_watch_tells_a_list_does(shelf: ObjectStore) -> None:
     source = Lists()
     source.lists, source.watches = [[], [config(4)]], [ClusterUnavailable("503")] * 9
     with informed(source, shelf) as informer:
@@ -223,7 +225,7 @@ def test_what_no_watch_tells_a_list_does(shelf: Shelf) -> None:
         assert until(informer.trouble)[1] == "503"
 
 
-def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(shelf: Shelf, told: Told) -> None:
+def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(shelf: ObjectStore, told: Told) -> None:
     source = Lists()
     source.lists = [ClusterForbidden("403"), ClusterForbidden("403"), [config(4)]]
     source.watches = [[]] * 99
@@ -286,7 +288,7 @@ def test_what_was_made_meanwhile_is_not_written_over(api: ApiServerThread) -> No
 
 
 def test_a_tier_is_found_by_the_claim_that_it_uses(told: Told) -> None:
-    tiers = Shelf(TIERS, told)
+    tiers = ObjectStore(TIERS, told)
     body = tier(volume={"claim": None, "existingClaim": "mine"})
     body["metadata"] |= {"uid": "t", "resourceVersion": "1"}
     tiers.seen(body)

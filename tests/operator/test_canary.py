@@ -20,8 +20,8 @@ from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.observe import canary
 from kvtier_operator.observe.canary import SIDE, TEXT_ALONE, Chunk, Replica, Subjects, Waiting, new_picture
 from kvtier_operator.observe.engine_client import EngineError, HttpEngine
-from kvtier_operator.observe.findings import Canary, CanaryOutcome
-from kvtier_operator.observe.http_client import Asker
+from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult
+from kvtier_operator.observe.http_client import HttpClient
 
 Found = TypeVar("Found")
 
@@ -33,7 +33,7 @@ def send(
     offers: int = 1,
     chunk: Chunk | None = None,
     subjects: Subjects = TEXT_ALONE,
-) -> Canary:
+) -> CanaryResult:
     clock = Clock()
     waiting = Waiting(now=clock.now, pause=clock.pause)
     replicas = (Replica(name="a", engine=first), Replica(name="b", engine=second))
@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
 class Asked:
     """An engine on this machine, asked on the asker's loop."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: HttpClient) -> None:
         self._asker = asker
         self._engine = HttpEngine(asker, "127.0.0.1", owner="tier")
 
@@ -196,7 +196,7 @@ class Asked:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, asker: Asker) -> Iterator[Asked]:
+def engine(monkeypatch: pytest.MonkeyPatch, asker: HttpClient) -> Iterator[Asked]:
     monkeypatch.setattr(Handler, "answers", {})
     monkeypatch.setattr(Handler, "bodies", [])
     server = HttpServer("127.0.0.1", 0, Handler)
@@ -246,7 +246,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_in_words(engine: Asked, answe
         engine.get(HttpEngine.model)
 
 
-def test_an_engine_that_is_not_there_is_an_error_without_its_address(asker: Asker) -> None:
+def test_an_engine_that_is_not_there_is_an_error_without_its_address(asker: HttpClient) -> None:
     with pytest.raises(EngineError) as caught:
         Asked(asker).get(HttpEngine.metrics)
     assert str(caught.value) == "does not answer /metrics (ConnectionRefusedError)"

@@ -19,11 +19,11 @@ from kvtier_operator import names, status
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.kube.cache import TIERS as WATCHED_TIERS
-from kvtier_operator.kube.object_store import Shelf
-from kvtier_operator.snapshot import Janitor, Neighbour
+from kvtier_operator.kube.object_store import ObjectStore
+from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
 BUDGET = 900 << 30
-LITTLE = Janitor(usage=replace(USAGE, used_bytes=1 << 30))
+LITTLE = LiveJanitor(usage=replace(USAGE, used_bytes=1 << 30))
 CLAIM = {
     "apiVersion": "v1",
     "kind": "PersistentVolumeClaim",
@@ -100,7 +100,7 @@ def test_the_others_are_those_of_the_same_claim_whatever_is_wrong_with_them() ->
 
 def test_only_what_matters_to_the_others_of_a_claim_is_told_to_them() -> None:
     told: list[set[str]] = []
-    shelf = Shelf(WATCHED_TIERS, lambda _namespace, _name, groups: told.append(groups))
+    shelf = ObjectStore(WATCHED_TIERS, lambda _namespace, _name, groups: told.append(groups))
 
     def seen(version: int, **changes: Any) -> None:
         body = {**tier(**changes.pop("spec", {})), **changes}

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from kvtier_operator.observe import effect, pod_reports
-from kvtier_operator.observe.effect import Sample
+from kvtier_operator.observe.effect import CounterSample
 from kvtier_operator.observe.findings import EffectOutcome
-from kvtier_operator.observe.pod_reports import Reading
+from kvtier_operator.observe.pod_reports import EngineCounters
 
 METRICS = """\
 # HELP vllm:prompt_tokens_cached_by_source_total Prefix-cache hit tokens
@@ -32,7 +32,7 @@ vllm:unreadable{
 
 
 def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
-    assert pod_reports.read(METRICS) == Reading(
+    assert pod_reports.read_counters(METRICS) == EngineCounters(
         disk_tokens=520,
         written_blocks=9,
         verdicts=8,
@@ -45,11 +45,11 @@ def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
         block_tokens=16,
         has_tier=True,
     )
-    assert pod_reports.read("") == Reading()
+    assert pod_reports.read_counters("") == EngineCounters()
 
 
-def samples(*readings: Reading, step: float = 600.0) -> tuple[Sample, ...]:
-    return tuple(Sample(at=number * step, readings={"a": reading}) for number, reading in enumerate(readings))
+def samples(*readings: EngineCounters, step: float = 600.0) -> tuple[CounterSample, ...]:
+    return tuple(CounterSample(at=number * step, readings={"a": reading}) for number, reading in enumerate(readings))
 
 
 FAST = {"load_rate": 40_000.0, "compute_rate": 10_000.0}
@@ -57,19 +57,19 @@ SLOW = {"load_rate": 1_000.0, "compute_rate": 10_000.0}
 
 
 def test_loading_pays_where_it_is_quicker() -> None:
-    found = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=50_000, **FAST)))
+    found = effect.judge(samples(EngineCounters(**FAST), EngineCounters(disk_tokens=50_000, **FAST)))
     assert found is not None
     assert (found.outcome, found.loaded_tokens, found.power) == (EffectOutcome.PAYS, 50_000, 2)
 
 
 def test_loading_loses_where_computing_is_quicker_even_if_engines_then_load_nothing() -> None:
-    found = effect.judge(samples(Reading(**SLOW), Reading(computed_hits=40, **SLOW)))
+    found = effect.judge(samples(EngineCounters(**SLOW), EngineCounters(computed_hits=40, **SLOW)))
     assert found is not None
     assert found.outcome is EffectOutcome.LOSES
 
 
 def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
-    idle = Reading(disk_tokens=7, **FAST)
+    idle = EngineCounters(disk_tokens=7, **FAST)
     assert effect.judge(samples(idle, idle)) is None
     found = effect.judge(samples(*[idle] * 7))
     assert found is not None
@@ -77,7 +77,7 @@ def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
 
 
 def test_hits_without_rates_are_not_judged() -> None:
-    found = effect.judge(samples(Reading(), Reading(disk_tokens=50_000)))
+    found = effect.judge(samples(EngineCounters(), EngineCounters(disk_tokens=50_000)))
     assert found is not None
     assert found.outcome is EffectOutcome.NOT_MEASURED
 
@@ -85,7 +85,9 @@ def test_hits_without_rates_are_not_judged() -> None:
 def test_a_restarted_engine_counts_from_nothing() -> None:
     found = effect.judge(
         samples(
-            Reading(disk_tokens=90_000, **FAST), Reading(disk_tokens=2_000, **FAST), Reading(disk_tokens=3_000, **FAST)
+            EngineCounters(disk_tokens=90_000, **FAST),
+            EngineCounters(disk_tokens=2_000, **FAST),
+            EngineCounters(disk_tokens=3_000, **FAST),
         )
     )
     assert found is not None
@@ -93,16 +95,18 @@ def test_a_restarted_engine_counts_from_nothing() -> None:
 
 
 def test_only_the_last_hour_counts() -> None:
-    kept: tuple[Sample, ...] = ()
+    kept: tuple[CounterSample, ...] = ()
     for number in range(20):
-        kept = effect.keep(kept, Sample(at=number * 600.0, readings={}))
+        kept = effect.keep(kept, CounterSample(at=number * 600.0, readings={}))
     assert len(kept) == 7
     assert kept[-1].at - kept[0].at == 3600
 
 
 def test_numbers_that_move_a_little_are_no_news() -> None:
-    first = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=50_000, **FAST)))
-    second = effect.judge(samples(Reading(**FAST), Reading(disk_tokens=61_000, load_rate=43_000, compute_rate=9_500)))
+    first = effect.judge(samples(EngineCounters(**FAST), EngineCounters(disk_tokens=50_000, **FAST)))
+    second = effect.judge(
+        samples(EngineCounters(**FAST), EngineCounters(disk_tokens=61_000, load_rate=43_000, compute_rate=9_500))
+    )
     assert first is not None
     assert second is not None
     assert first.verdict == second.verdict
@@ -110,6 +114,6 @@ def test_numbers_that_move_a_little_are_no_news() -> None:
 
 def test_the_break_even_is_a_power_of_two_of_the_slowest_engine() -> None:
     def of(*tokens: float | None) -> int | None:
-        return effect.break_even({str(i): Reading(break_even_tokens=each) for i, each in enumerate(tokens)})
+        return effect.break_even({str(i): EngineCounters(break_even_tokens=each) for i, each in enumerate(tokens)})
 
     assert (of(300.0, 20.0), of(0.0), of(512.0), of(-1.0, 5.0), of(None)) == (512, 0, 512, -1, None)

@@ -25,7 +25,7 @@ from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.observe.api_keys import KeySource, find_key, read_key
 from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine
-from kvtier_operator.observe.http_client import Asker
+from kvtier_operator.observe.http_client import HttpClient
 
 SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
 OPTIONAL = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}
@@ -112,7 +112,7 @@ def test_no_key_is_shown_by_what_remembers_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["sesame\n", "s\u00e9same", "a\r\nX: y"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: Asker, key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: HttpClient, key: str) -> None:
     with pytest.raises(EngineLocked) as refused:
         HttpEngine(asker, "127.0.0.1", owner="tier", key=key)
     assert key not in str(refused.value)
@@ -178,7 +178,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     stop()
 
 
-def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: Asker, address: str) -> None:
+def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: HttpClient, address: str) -> None:
     engine = HttpEngine(asker, address, owner="tier", key="sesame")
     assert on_loop(asker, engine.model).name == "tiny"
     on_loop(asker, lambda: engine.complete("tiny", [11]))
@@ -191,6 +191,6 @@ def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: Asker, a
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
-def test_an_engine_that_wants_another_key_says_so(asker: Asker, address: str, key: str) -> None:
+def test_an_engine_that_wants_another_key_says_so(asker: HttpClient, address: str, key: str) -> None:
     with pytest.raises(EngineLocked, match="answers /v1/models with 401"):
         on_loop(asker, HttpEngine(asker, address, owner="tier", key=key).model)

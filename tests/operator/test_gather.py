@@ -16,7 +16,7 @@ from waiting import until
 from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
 from kvtier_operator.observe.http_client import Address
-from kvtier_operator.observe.poller import Probes
+from kvtier_operator.observe.poller import Poller
 from kvtier_operator.reconcile import reconcile
 
 USAGE = Usage(
@@ -61,7 +61,7 @@ class Rig:
     def ask_with(self, ask: Callable[[Address], bytes]) -> None:
         self.asker = ScriptedAsker(ask)
         self.asker.start()
-        self.probes: Probes[TierName] = Probes(
+        self.probes: Poller[TierName] = Poller(
             self.asker, self.woken.append, now=lambda: self.seconds, interval_seconds=15
         )
 

@@ -29,7 +29,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import Capacity, make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
-from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.reconcile import ReconcileResult, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot
 
 REF = names.tier_ref(tier())
@@ -306,7 +306,7 @@ def test_large_files_are_remarked_upon() -> None:
     )
 
 
-def run(cluster: FakeCluster, inventory: Inventory | None) -> Outcome:
+def run(cluster: FakeCluster, inventory: Inventory | None) -> ReconcileResult:
     cluster.calls.clear()
     return reconcile(cluster, TIER, connector_image="c:1", clock=lambda: NOON, inventory=inventory)
 

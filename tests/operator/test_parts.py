@@ -29,7 +29,7 @@ from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.reconcile import ReconcileResult, reconcile
 
 BUDGET = ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine")
 ACCOUNT = ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine")
@@ -49,7 +49,7 @@ class Forbidding(FakeCluster):
             raise ClusterForbidden(f"cannot {verb} {kind}: 403 {kind} is forbidden")
 
 
-def run(cluster: FakeCluster, inventory: Inventory | None = None) -> Outcome:
+def run(cluster: FakeCluster, inventory: Inventory | None = None) -> ReconcileResult:
     cluster.calls.clear()
     return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, inventory=inventory)
 

@@ -20,7 +20,7 @@ from kvtier_operator.parts import engine, pods, render
 from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import make_unchecked_plan, nodes
 from kvtier_operator.plan import nodes as shares
-from kvtier_operator.snapshot import Container, Engines, Nodes
+from kvtier_operator.snapshot import ContainerStatus, Engines, Nodes
 
 SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
 
@@ -242,12 +242,14 @@ def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
     ],
 )
 def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
-    view = with_pod(containers=(Container(name="engine", image="v"), Container(name="auth", image="envoy", **changes)))
+    view = with_pod(
+        containers=(ContainerStatus(name="engine", image="v"), ContainerStatus(name="auth", image="envoy", **changes))
+    )
     check_problem(view, "EnginesReady", Reason(reason), words)
 
 
 def test_an_init_container_that_did_its_work_is_no_trouble() -> None:
-    view = with_pod(containers=(Container(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
+    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
     assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 

@@ -15,7 +15,7 @@ from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, r
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.reconcile import PATIENCE, Outcome, reconcile
+from kvtier_operator.reconcile import PATIENCE, ReconcileResult, reconcile
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
 GOOD = {
@@ -34,7 +34,7 @@ GOOD = {
 ALWAYS = {"proof": {"preflight": "Always"}}
 
 
-def run(cluster: FakeCluster) -> Outcome:
+def run(cluster: FakeCluster) -> ReconcileResult:
     cluster.calls.clear()
     return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON)
 

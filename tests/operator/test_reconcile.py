@@ -36,7 +36,7 @@ from kvtier_operator.errors import (
     ClusterUnavailable,
 )
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import Outcome, reconcile
+from kvtier_operator.reconcile import ReconcileResult, reconcile
 
 CHILDREN = {
     CLAIM,
@@ -55,7 +55,7 @@ CHILDREN = {
 }
 
 
-def run(cluster: FakeCluster, attempt: int = 1) -> Outcome:
+def run(cluster: FakeCluster, attempt: int = 1) -> ReconcileResult:
     cluster.calls.clear()
     return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=attempt)
 
@@ -326,11 +326,11 @@ def test_an_invalid_tier_keeps_its_engines_and_says_why() -> None:
 
 def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
     cluster = FakeCluster()
-    assert run(cluster) == Outcome(exists=False)
+    assert run(cluster) == ReconcileResult(exists=False)
     going = tier()
     going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["foregroundDeletion"]}
     cluster = FakeCluster(going)
-    assert run(cluster) == Outcome(exists=False)
+    assert run(cluster) == ReconcileResult(exists=False)
     assert cluster.writes() == []
 
 

@@ -20,7 +20,7 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.reconcile import reconcile
-from kvtier_operator.snapshot import Container, Engines, Pod
+from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
 ROUTER = {"type": "Router"}
@@ -123,7 +123,7 @@ def test_another_routing_replaces_no_engine() -> None:
 
 
 def router_pod(**container: Any) -> Pod:
-    broken = Container(name="router", image="r:1", **container)
+    broken = ContainerStatus(name="router", image="r:1", **container)
     return replace(READY_POD, name="llama-router-0", is_ready=not container, containers=(broken,))
 
 

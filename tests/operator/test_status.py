@@ -30,7 +30,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
 from kvtier_operator.parts import claim, disk, engine_checks
 from kvtier_operator.plan import Refusal
-from kvtier_operator.snapshot import Container
+from kvtier_operator.snapshot import ContainerStatus
 from kvtier_operator.status import Reason
 
 
@@ -213,7 +213,7 @@ def test_a_problem_is_told_in_its_condition_and_in_ready(
 
 
 def test_a_crash_that_a_pod_got_over_is_no_problem() -> None:
-    recovered = replace(READY_POD, containers=(Container(name="engine", image="v", restarts=3, exit_code=1),))
+    recovered = replace(READY_POD, containers=(ContainerStatus(name="engine", image="v", restarts=3, exit_code=1),))
     assert conditions(changed(pods=(recovered,)))["Ready"]["status"] == "True"
 
 

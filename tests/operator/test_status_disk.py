@@ -16,7 +16,7 @@ from kvtier_operator import status
 from kvtier_operator.api import parse
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.plan import make_generation
-from kvtier_operator.snapshot import EngineReport, Janitor, Pod
+from kvtier_operator.snapshot import EngineReport, LiveJanitor, Pod
 from kvtier_operator.status import Reason
 
 LIMITED = parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
@@ -26,7 +26,7 @@ DAY = 86400.0
 
 
 def view(usage: Usage | None = USAGE, *, silence: str = "", pods: tuple[Pod, ...] = (), **changes: Any) -> status.View:
-    snapshot = replace(HEALTHY, janitor=Janitor(pods=pods, usage=usage, silence=silence))
+    snapshot = replace(HEALTHY, janitor=LiveJanitor(pods=pods, usage=usage, silence=silence))
     return replace(VIEW, **{"spec": LIMITED, "snapshot": snapshot, **changes})
 
 

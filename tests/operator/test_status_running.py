@@ -29,9 +29,9 @@ from tiers import tier
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.snapshot import Container, Engines, Janitor, Live, Pod
+from kvtier_operator.snapshot import ContainerStatus, Engines, Live, LiveJanitor, Pod
 
-AWAY = Janitor(is_missing=True)
+AWAY = LiveJanitor(is_missing=True)
 INVALID = status.View(generation=4, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec", "is wrong"))
 
 
@@ -75,7 +75,7 @@ def test_losing_the_last_engine_is_an_event() -> None:
 
 
 NEW_POD = replace(
-    UNREADY_POD, name="llama-engine-2", containers=(Container(name="engine", image="vllm", is_started=False),)
+    UNREADY_POD, name="llama-engine-2", containers=(ContainerStatus(name="engine", image="vllm", is_started=False),)
 )
 GROWING = replace(
     changed(engines=replace(READY, replicas=3, updated=3), pods=(READY_POD, READY_POD, NEW_POD)),
@@ -123,7 +123,7 @@ def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_po
                         replace(
                             NEW_POD,
                             containers=(
-                                Container(name="engine", image="vllm", restarts=1, exit_code=1, is_started=False),
+                                ContainerStatus(name="engine", image="vllm", restarts=1, exit_code=1, is_started=False),
                             ),
                         ),
                     ),
@@ -151,12 +151,12 @@ def test_a_new_tier_is_ready_only_when_all_its_engines_are() -> None:
 
 
 def janitor_pod(**container: Any) -> Pod:
-    made = Container(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
+    made = ContainerStatus(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
     return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
 
 
 def with_janitor(usage: Any = None, **changes: Any) -> status.View:
-    return changed(janitor=Janitor(usage=usage, **changes))
+    return changed(janitor=LiveJanitor(usage=usage, **changes))
 
 
 HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
@@ -214,7 +214,9 @@ REFUSED_BY_QUOTA = {
             id="image pull",
         ),
         pytest.param(with_janitor(pods=(HOMELESS,)), "False", "JanitorNotScheduled", "0/3 nodes", id="no node"),
-        pytest.param(changed(janitor=Janitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small", id="quota"),
+        pytest.param(
+            changed(janitor=LiveJanitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small", id="quota"
+        ),
         pytest.param(
             with_janitor(usage=replace(USAGE, problems=("cannot remove /x: EACCES",))),
             "False",

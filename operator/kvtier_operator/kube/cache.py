@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.kube.informer import Informer, Scope, Source
-from kvtier_operator.kube.object_store import Shelf, Watched
+from kvtier_operator.kube.object_store import ObjectStore, WatchedKind
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
-Told = Callable[[str, frozenset[TierName]], None]
+OnChange = Callable[[str, frozenset[TierName]], None]
 """Told of which kind something changed, and which tiers that concerns."""
 
 
@@ -50,7 +50,7 @@ def _node(body: Manifest) -> Manifest:
     }
 
 
-TIERS: Final = Watched(
+TIERS: Final = WatchedKind(
     api_version=names.API_VERSION,
     kind=names.KIND,
     query=(),
@@ -59,13 +59,13 @@ TIERS: Final = Watched(
     is_followed=False,
 )
 """kopf watches them, see `Cache.heard`; they are listed here, for what no watch has told."""
-NODES: Final = Watched(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
+NODES: Final = WatchedKind(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
 WATCHED: Final = (
     TIERS,
     # Without a selector: a tier may use a claim that carries no label of ours.
-    Watched(api_version="v1", kind=names.CLAIM_KIND, query=()),
+    WatchedKind(api_version="v1", kind=names.CLAIM_KIND, query=()),
     *(
-        Watched(api_version=api_version, kind=kind)
+        WatchedKind(api_version=api_version, kind=kind)
         for api_version, kind in (
             ("v1", "ConfigMap"),
             ("v1", "Pod"),
@@ -79,7 +79,7 @@ WATCHED: Final = (
         )
     ),
     # Their holders renew them all the time, and there is nothing of ours in them but that they are there.
-    Watched(api_version=names.COORDINATION, kind=names.LEASE_KIND, is_followed=False),
+    WatchedKind(api_version=names.COORDINATION, kind=names.LEASE_KIND, is_followed=False),
 )
 """What a tier is made of: a change of any of it, by anybody, is looked at."""
 
@@ -88,7 +88,7 @@ class Cache:
     """All kinds in memory, and the informers that keep them so."""
 
     def __init__(
-        self, source: Source, told: Told, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
+        self, source: Source, told: OnChange, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
     ) -> None:
         """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
 
@@ -100,9 +100,9 @@ class Cache:
         """
         self._source = source
         self._told = told
-        self._shelves: dict[tuple[str, str], Shelf] = {}
+        self._shelves: dict[tuple[str, str], ObjectStore] = {}
         self._informers: dict[tuple[str, str], list[Informer]] = {}
-        self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, Shelf]] = {}
+        self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, ObjectStore]] = {}
         self._lock = threading.Lock()
         self._kopfs_thread = 0
         """The thread that is in `heard`; 0 while none is."""
@@ -110,7 +110,7 @@ class Cache:
         """The first tier whose change a list brought since kopf has told anything, and when that was."""
         for watched in WATCHED if namespaces else (*WATCHED, NODES):
             key = (watched.api_version, watched.kind)
-            shelf = self._shelves[key] = Shelf(watched, self._teller(watched.kind))
+            shelf = self._shelves[key] = ObjectStore(watched, self._teller(watched.kind))
             if watched is TIERS:
                 self.tiers = shelf
             self._informers[key] = [
@@ -145,7 +145,7 @@ class Cache:
         for informer in informers:
             informer.join(max(0.0, deadline - time.monotonic()))
 
-    def shelf(self, api_version: str, kind: str, namespace: str) -> Shelf | None:
+    def shelf(self, api_version: str, kind: str, namespace: str) -> ObjectStore | None:
         """Return what is known of a kind; None where it is not kept.
 
         Raises:
@@ -177,15 +177,15 @@ class Cache:
         """Forget what kopf has not told: it begins to watch only now."""
         self._unheard = None
 
-    def stamp(self, watched: Watched) -> int:
+    def stamp(self, watched: WatchedKind) -> int:
         """Return what changes whenever objects of a kind do."""
         return self._shelves[watched.api_version, watched.kind].stamp
 
     def follow(self, key: ObjectKey, tier: TierName, body: Manifest) -> None:
         """Watch one object of somebody else, for that tier; this is how it stands now."""
         scope = Scope(key.api_version, key.kind, tier.namespace, (("fieldSelector", f"metadata.name={key.name}"),))
-        shelf = Shelf(
-            Watched(api_version=key.api_version, kind=key.kind),
+        shelf = ObjectStore(
+            WatchedKind(api_version=key.api_version, kind=key.kind),
             lambda *_: self._told(key.kind, frozenset({tier})),
         )
         with self._lock:

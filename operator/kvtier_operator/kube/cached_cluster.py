@@ -15,7 +15,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict
 from kvtier_operator.kube.cache import Cache
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.kube.object_store import Shelf
+from kvtier_operator.kube.object_store import ObjectStore
 from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 
 
@@ -60,7 +60,7 @@ class CachedCluster:
                 self._cache.follow(key, self._tier, found)
         return found
 
-    def _is_told_of(self, shelf: Shelf, found: Manifest) -> bool:
+    def _is_told_of(self, shelf: ObjectStore, found: Manifest) -> bool:
         """Tell whether somebody tells when an object on a shelf goes.
 
         Of Leases nobody does. That of the tier's own janitor goes with the tier; one that an earlier tier of the name

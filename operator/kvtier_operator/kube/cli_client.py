@@ -31,7 +31,7 @@ sys.stdout.write(u.build_opener(u.ProxyHandler({})).open(sys.argv[1], timeout=10
 """Run in the pod, whose proxy, if any, is for what lies outside of it."""
 
 
-class Person:
+class CliClient:
     """What one person can reach."""
 
     def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:

@@ -19,7 +19,7 @@ _keys: Final = functools.lru_cache(maxsize=1024)(json.loads)
 """Reads the keys that tell an item of a list from others; there are few of them."""
 
 
-def stands(manifest: Manifest, live: Manifest) -> bool:
+def is_applied(manifest: Manifest, live: Manifest) -> bool:
     """Tell whether applying this would change nothing: all of it is there, and nothing else of it is ours."""
     fields = _ours(live)
     return fields is not None and _covers(live, manifest, fields) and _is_wanted(fields, manifest)

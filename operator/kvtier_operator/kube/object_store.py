@@ -46,7 +46,7 @@ _NEVER_APPLIED: Final = frozenset({names.KIND, "Pod", "Job", names.LEASE_KIND})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class WatchedKind:
     """One kind that is kept in memory."""
 
     api_version: str
@@ -76,10 +76,10 @@ _MOST_ALIKE: Final = 8
 """Objects of one kind, against which the others are packed."""
 
 
-class Shelf:
+class ObjectStore:
     """The objects of one kind. Informers of several namespaces may fill one shelf."""
 
-    def __init__(self, watched: Watched, told: Callable[[str, str, builtins.set[str]], None]) -> None:
+    def __init__(self, watched: WatchedKind, told: Callable[[str, str, builtins.set[str]], None]) -> None:
         """Start empty; `told` is called with the namespace, the name and the groups of what changed."""
         self._watched = watched
         self._told = told

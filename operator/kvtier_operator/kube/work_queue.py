@@ -51,7 +51,7 @@ class _Due(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class Requeue:
     """What a pass asks for next."""
 
     retry_after: float | None = None
@@ -71,7 +71,7 @@ class WorkQueue(Generic[Key]):
 
     def __init__(
         self,
-        work: Callable[[Key, int], Done],
+        work: Callable[[Key, int], Requeue],
         *,
         workers: int,
         resync_seconds: float,
@@ -177,7 +177,7 @@ class WorkQueue(Generic[Key]):
                 done = self._work(key, attempt)
             except Exception:
                 logger.exception("A pass over %s failed unexpectedly; it is tried again.", key)
-                done = Done(retry_after=1.0)
+                done = Requeue(retry_after=1.0)
             self._finish(key, done, is_hurried=is_hurried)
 
     def _take(self) -> Key | None:
@@ -205,7 +205,7 @@ class WorkQueue(Generic[Key]):
             heapq.heappop(heap)  # rescheduled since: the newer entry counts
         return heap[0][0] if heap else None
 
-    def _finish(self, key: Key, done: Done, *, is_hurried: bool) -> None:
+    def _finish(self, key: Key, done: Requeue, *, is_hurried: bool) -> None:
         with self._changed:
             again = self._running.pop(key)
             self._beat = time.monotonic()

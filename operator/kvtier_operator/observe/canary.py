@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtier_operator.observe.engine_client import Engine, EngineError, EngineLocked, Served
-from kvtier_operator.observe.findings import Canary, CanaryOutcome
-from kvtier_operator.observe.pod_reports import Reading
+from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, Served
+from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult
+from kvtier_operator.observe.pod_reports import EngineCounters
 
 SIDE: Final = 224
 """Pixels; what most vision models take without making it larger."""
@@ -71,7 +71,7 @@ class Replica:
     """One engine and the name of its pod."""
 
     name: str
-    engine: Engine
+    engine: EngineApi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ async def run(  # noqa: PLR0913  each by its name
     offers: int,
     waiting: Waiting,
     subjects: Subjects = TEXT_ALONE,
-) -> Canary:
+) -> CanaryResult:
     """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
 
     Args:
@@ -142,7 +142,7 @@ async def run(  # noqa: PLR0913  each by its name
     return found
 
 
-Ask = Callable[[Engine], Awaitable["int | None"]]
+Ask = Callable[[EngineApi], Awaitable["int | None"]]
 """Sends one prompt and returns how many of its tokens were cached; None if the engine does not tell."""
 
 
@@ -154,11 +154,11 @@ class _Pair:
     waiting: Waiting
 
 
-def _chunk_tokens(reading: Reading, chunk: Chunk) -> int:
+def _chunk_tokens(reading: EngineCounters, chunk: Chunk) -> int:
     return int(chunk.tokens or reading.block_tokens * chunk.blocks)
 
 
-def _length(served: Served, reading: Reading, chunk: Chunk) -> int:
+def _length(served: Served, reading: EngineCounters, chunk: Chunk) -> int:
     wanted = max(FEWEST_TOKENS, CHUNKS * _chunk_tokens(reading, chunk))
     return max(1, min(wanted + 1, MOST_TOKENS, (served.most_tokens or MOST_TOKENS) - 8))
 
@@ -191,7 +191,7 @@ def _asks(subjects: Subjects, served: Served, length: int, chunk_tokens: int) ->
     return found
 
 
-async def _try(pair: _Pair, ask: Ask, length: int) -> Canary:
+async def _try(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
     try:
         return await _run(pair, ask, length)
     except _NotAnsweredError as error:
@@ -207,19 +207,19 @@ class _NotAnsweredError(EngineError):
         self.error = error
 
 
-def _unanswered(pair: _Pair, pod: str, error: EngineError) -> Canary:
+def _unanswered(pair: _Pair, pod: str, error: EngineError) -> CanaryResult:
     outcome = CanaryOutcome.LOCKED if isinstance(error, EngineLocked) else CanaryOutcome.UNANSWERED
-    return Canary(outcome=outcome, first=pair.first.name, second=pair.second.name, problem=f"pod {pod} {error}")
+    return CanaryResult(outcome=outcome, first=pair.first.name, second=pair.second.name, problem=f"pod {pod} {error}")
 
 
-async def _run(pair: _Pair, ask: Ask, length: int) -> Canary:
+async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
     first, second, waiting = pair.first, pair.second, pair.waiting
     before = await first.engine.metrics()
     for _ in range(pair.offers):
         await ask(first.engine)
 
-    def told(outcome: CanaryOutcome, cached: float = 0) -> Canary:
-        return Canary(
+    def told(outcome: CanaryOutcome, cached: float = 0) -> CanaryResult:
+        return CanaryResult(
             outcome=outcome,
             first=first.name,
             second=second.name,
@@ -252,7 +252,7 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> Canary:
     return told(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
 
 
-async def _wait_for_store(engine: Engine, before: Reading, waiting: Waiting) -> bool:
+async def _wait_for_store(engine: EngineApi, before: EngineCounters, waiting: Waiting) -> bool:
     """Wait until the engine has written something and nothing is left to write, and tell whether it has."""
     deadline = waiting.now() + STORE_SECONDS
     while True:
@@ -265,7 +265,7 @@ async def _wait_for_store(engine: Engine, before: Reading, waiting: Waiting) -> 
         await waiting.pause(POLL_SECONDS)
 
 
-async def _wait_for_count(engine: Engine, before: Reading, waiting: Waiting) -> Reading:
+async def _wait_for_count(engine: EngineApi, before: EngineCounters, waiting: Waiting) -> EngineCounters:
     """Wait until the engine has counted the answer that it gave."""
     deadline = waiting.now() + COUNT_SECONDS
     while True:

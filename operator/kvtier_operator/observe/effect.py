@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_operator.observe.findings import Effect, EffectOutcome
-from kvtier_operator.observe.pod_reports import Reading
+from kvtier_operator.observe.findings import EffectOutcome, EffectResult
+from kvtier_operator.observe.pod_reports import EngineCounters
 
 WINDOW_SECONDS: Final = 3600.0
 
@@ -19,21 +19,21 @@ FEWEST_HITS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class CounterSample:
     """One look at all engines."""
 
     at: float
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, EngineCounters]
     """By pod."""
 
 
-def keep(samples: Sequence[Sample], new: Sample) -> tuple[Sample, ...]:
+def keep(samples: Sequence[CounterSample], new: CounterSample) -> tuple[CounterSample, ...]:
     """Return the samples with a new one, without those that are too old to be the start of the last hour."""
     recent = [sample for sample in samples if new.at - sample.at <= WINDOW_SECONDS * 1.05]
     return (*recent, new)
 
 
-def judge(samples: Sequence[Sample]) -> Effect | None:
+def judge(samples: Sequence[CounterSample]) -> EffectResult | None:
     """Return what loading was worth; None where the samples do not reach back far enough to say that it was nothing."""
     loaded = computed = gained = 0.0
     weights = load_sum = compute_sum = 0.0
@@ -49,11 +49,13 @@ def judge(samples: Sequence[Sample]) -> Effect | None:
             compute_sum += weight * now.compute_rate
     if loaded < FEWEST_TOKENS and computed < FEWEST_HITS:
         is_whole = samples[-1].at - samples[0].at >= WINDOW_SECONDS * 0.9
-        return Effect(outcome=EffectOutcome.NO_HITS) if is_whole else None
+        return EffectResult(outcome=EffectOutcome.NO_HITS) if is_whole else None
     if not weights:
-        return Effect(outcome=EffectOutcome.NOT_MEASURED, loaded_tokens=round(loaded), computed_hits=round(computed))
+        return EffectResult(
+            outcome=EffectOutcome.NOT_MEASURED, loaded_tokens=round(loaded), computed_hits=round(computed)
+        )
     advantage = gained / weights
-    return Effect(
+    return EffectResult(
         outcome=EffectOutcome.PAYS if advantage >= 0 else EffectOutcome.LOSES,
         loaded_tokens=round(loaded),
         computed_hits=round(computed),
@@ -63,7 +65,7 @@ def judge(samples: Sequence[Sample]) -> Effect | None:
     )
 
 
-def break_even(readings: Mapping[str, Reading]) -> int | None:
+def break_even(readings: Mapping[str, EngineCounters]) -> int | None:
     """Return the shortest hit that is worth loading, rounded up to a power of two; -1 where an engine loads none."""
     found = [reading.break_even_tokens for reading in readings.values() if reading.break_even_tokens is not None]
     if not found:
@@ -74,13 +76,13 @@ def break_even(readings: Mapping[str, Reading]) -> int | None:
     return 0 if longest < 1 else 1 << math.ceil(math.log2(longest))
 
 
-def _growth(samples: Sequence[Sample], pod: str) -> tuple[float, float]:
+def _growth(samples: Sequence[CounterSample], pod: str) -> tuple[float, float]:
     """Return by how much a pod's counters grew: tokens loaded, hits computed again.
 
     A counter that went back began anew with its process.
     """
     grown = [0.0, 0.0]
-    before: Reading | None = None
+    before: EngineCounters | None = None
     for sample in samples:
         now = sample.readings.get(pod)
         if now is None:

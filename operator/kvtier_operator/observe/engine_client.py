@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvtier_operator import names
-from kvtier_operator.observe.http_client import Address, Asker, Question
-from kvtier_operator.observe.pod_reports import Reading, read
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpRequest
+from kvtier_operator.observe.pod_reports import EngineCounters, read_counters
 
 METRICS_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 60.0
@@ -36,7 +36,7 @@ class Served:
     """Longest prompt with its answer."""
 
 
-class Engine(Protocol):
+class EngineApi(Protocol):
     """What a canary needs of an engine; each method may raise `EngineError`."""
 
     async def model(self) -> Served:
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def metrics(self) -> Reading:
+    async def metrics(self) -> EngineCounters:
         """Return what it has counted so far."""
         ...
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
 class HttpEngine:
     """The OpenAI API and the metrics of one engine pod."""
 
-    def __init__(self, asker: Asker, address: str, *, owner: Hashable, key: str = "") -> None:
+    def __init__(self, asker: HttpClient, address: str, *, owner: Hashable, key: str = "") -> None:
         """Remember the pod's IP address, whose turn it is, and the key of its API, which its metrics do without.
 
         Raises:
@@ -111,9 +111,9 @@ class HttpEngine:
             return None
         return cached if 2 * cached > asked else 0
 
-    async def metrics(self) -> Reading:
+    async def metrics(self) -> EngineCounters:
         """Return what it has counted so far."""
-        return read((await self._ask("GET", "/metrics", None, METRICS_SECONDS)).decode(errors="replace"))
+        return read_counters((await self._ask("GET", "/metrics", None, METRICS_SECONDS)).decode(errors="replace"))
 
     async def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
         try:
@@ -122,7 +122,7 @@ class HttpEngine:
             raise EngineError(f"answers {path} with something else than JSON") from error
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float) -> bytes:
-        question = Question(
+        question = HttpRequest(
             address=Address(host=self._address, port=names.HTTP_PORT, path=path),
             method=method,
             body=None if body is None else json.dumps(body).encode(),

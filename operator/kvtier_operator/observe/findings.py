@@ -37,7 +37,7 @@ class CanaryOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Canary:
+class CanaryResult:
     """One canary prompt, sent to two replicas."""
 
     outcome: CanaryOutcome
@@ -69,7 +69,7 @@ class EffectOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effect:
+class EffectResult:
     """What loading was worth over the last hour."""
 
     outcome: EffectOutcome
@@ -92,7 +92,7 @@ class Effect:
 class Findings:
     """Everything known of one tier; None where nothing is known yet."""
 
-    canary: Canary | None = None
-    effect: Effect | None = None
+    canary: CanaryResult | None = None
+    effect: EffectResult | None = None
     break_even_tokens: int | None = None
     """Shortest hit that is worth loading, as a power of two; -1 where none is."""

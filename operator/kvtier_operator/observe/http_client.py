@@ -113,7 +113,7 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class HttpRequest:
     """One request and what it may take."""
 
     address: Address
@@ -126,7 +126,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class HttpReply:
     """What came back, whatever its status."""
 
     status: int
@@ -139,12 +139,12 @@ class Reply:
         return self.status == http.HTTPStatus.OK
 
 
-Done = Callable[["Reply | OSError"], None]
+Done = Callable[["HttpReply | OSError"], None]
 
 
 @dataclass(eq=False)
 class _Talk:
-    question: Question
+    question: HttpRequest
     done: Done
     owner: Hashable = None
     has_place: bool = True
@@ -154,7 +154,7 @@ class _Talk:
     is_dropped: bool = False
 
 
-class Asker:
+class HttpClient:
     """One event loop and the conversations on it."""
 
     def __init__(self, *, places: int | None = None) -> None:
@@ -213,20 +213,20 @@ class Asker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def ask(self, question: Question, *, owner: Hashable) -> Reply:
+    async def ask(self, question: HttpRequest, *, owner: Hashable) -> HttpReply:
         """Ask when it is the owner's turn.
 
         Raises:
             OSError: nobody answers, or too slowly, too much, or something else than HTTP.
         """
-        told: asyncio.Future[Reply | OSError] = asyncio.get_running_loop().create_future()
+        told: asyncio.Future[HttpReply | OSError] = asyncio.get_running_loop().create_future()
         self.submit(question, owner=owner, done=lambda found: None if told.done() else told.set_result(found))
         found = await told
         if isinstance(found, OSError):
             raise found
         return found
 
-    def submit(self, question: Question, *, owner: Hashable, done: Done) -> None:
+    def submit(self, question: HttpRequest, *, owner: Hashable, done: Done) -> None:
         """Ask when it is the owner's turn, and tell what came of it; takes less memory than who waits for `ask`."""
         is_hopeful = question.address.host not in self._silent
         self._turns.add(_Talk(question=question, done=done), owner=owner, is_hopeful=is_hopeful)
@@ -260,7 +260,7 @@ class Asker:
 
     async def _run(self, talk: _Talk) -> None:
         timer = self.call_later(PATIENCE_SECONDS, self._step_aside, talk)
-        found: Reply | OSError
+        found: HttpReply | OSError
         try:
             found = await self._fetch(talk)
         except OSError as error:
@@ -279,7 +279,7 @@ class Asker:
             logger.exception("What %s answered was not understood.", talk.question.address)
         self._begin()
 
-    async def _fetch(self, talk: _Talk) -> Reply:
+    async def _fetch(self, talk: _Talk) -> HttpReply:
         question, address = talk.question, talk.question.address
         assert self._session is not None
         try:
@@ -294,7 +294,7 @@ class Asker:
                 ) as answer:
                     async for chunk in answer.content.iter_any():
                         self._keep(talk, chunk)
-                    return Reply(status=answer.status, reason=answer.reason or "", body=bytes(talk.body))
+                    return HttpReply(status=answer.status, reason=answer.reason or "", body=bytes(talk.body))
         except aiohttp.ConnectionTimeoutError as error:
             raise TimeoutError("takes no connection; a NetworkPolicy may keep the operator out") from error
         except TimeoutError as error:

@@ -23,12 +23,12 @@ from kvtier_operator.names import TierName
 from kvtier_operator.observe import canary, effect
 from kvtier_operator.observe.api_keys import KeySource
 from kvtier_operator.observe.canary import Replica
-from kvtier_operator.observe.effect import Sample
-from kvtier_operator.observe.engine_client import Engine, EngineError, EngineLocked, HttpEngine
-from kvtier_operator.observe.findings import Canary, CanaryOutcome, Findings
-from kvtier_operator.observe.http_client import Asker
-from kvtier_operator.observe.pod_reports import Reading
-from kvtier_operator.observe.targets import Ask, Target
+from kvtier_operator.observe.effect import CounterSample
+from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, HttpEngine
+from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, Findings
+from kvtier_operator.observe.http_client import HttpClient
+from kvtier_operator.observe.pod_reports import EngineCounters
+from kvtier_operator.observe.targets import EngineTarget, ObservationPlan
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +44,25 @@ PATIENCE: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    ask: Ask
+    ask: ObservationPlan
     due: float
     """When the next canary is sent."""
     failures: int = 0
     misses: int = 0
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[CounterSample, ...] = ()
     sample_due: float = 0.0
     findings: Findings = field(default_factory=Findings)
 
 
-class Proofs:
+class Monitor:
     """What is known of each tier, and the tasks that find it out."""
 
     def __init__(  # noqa: PLR0913  what it is wired to, with the defaults of production
         self,
-        asker: Asker,
+        asker: HttpClient,
         changed: Callable[[TierName], None],
         *,
-        connect: Callable[[TierName, str, str], Engine] | None = None,
+        connect: Callable[[TierName, str, str], EngineApi] | None = None,
         read_key: Callable[[TierName, KeySource], str] = lambda _tier, source: source.literal,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -92,7 +92,7 @@ class Proofs:
         self._busy: dict[TierName, bool] = {}
         """Tiers that are being asked, and whether to look after them again at once."""
 
-    def look(self, tier: TierName, ask: Ask, *, proven_rollout: str | None) -> Findings:
+    def look(self, tier: TierName, ask: ObservationPlan, *, proven_rollout: str | None) -> Findings:
         """Return what is known, and have the tier asked when it is time to.
 
         Args:
@@ -126,7 +126,7 @@ class Proofs:
         if is_known:
             self._asker.call(self._look_after, tier)
 
-    def _begin(self, ask: Ask, *, is_proven: bool) -> _Record:
+    def _begin(self, ask: ObservationPlan, *, is_proven: bool) -> _Record:
         """Make the first record; where the status speaks of it already, thousands of tiers are not asked at once."""
         now, share = self._now(), random.random() if is_proven else 0.0  # noqa: S311  no secret
         due = now + max(share * ask.interval_seconds, self._settle_seconds)
@@ -182,7 +182,7 @@ class Proofs:
     async def _sample(self, tier: TierName, record: _Record, now: float) -> _Record:
         read = await asyncio.gather(*(self._read(tier, target) for target in record.ask.targets))
         readings = {target.pod: each for target, each in zip(record.ask.targets, read, strict=True) if each is not None}
-        samples = effect.keep(record.samples, Sample(at=now, readings=readings))
+        samples = effect.keep(record.samples, CounterSample(at=now, readings=readings))
         found, before = effect.judge(samples), record.findings.effect
         if found is None or (before is not None and before.verdict == found.verdict):
             found = before
@@ -193,7 +193,7 @@ class Proofs:
         )
         return replace(record, samples=samples, findings=findings, sample_due=now + SAMPLE_SECONDS)
 
-    async def _read(self, tier: TierName, target: Target) -> Reading | None:
+    async def _read(self, tier: TierName, target: EngineTarget) -> EngineCounters | None:
         try:
             return await self._connect(tier, target.address, "").metrics()
         except EngineError as error:
@@ -216,7 +216,7 @@ class Proofs:
         findings = replace(record.findings, canary=self._worth_telling(record.findings.canary, found, misses))
         return replace(record, due=due, failures=failures, misses=misses, findings=findings)
 
-    async def _ask(self, tier: TierName, ask: Ask) -> Canary:
+    async def _ask(self, tier: TierName, ask: ObservationPlan) -> CanaryResult:
         """Send a canary, each way in its turn."""
         first, second = ask.targets[:2]
         if random.random() < 0.5:  # noqa: PLR2004, S311  no secret
@@ -227,13 +227,13 @@ class Proofs:
                 Replica(name=each.pod, engine=self._connect(tier, each.address, key)) for each in (first, second)
             ]
         except EngineLocked as error:
-            return Canary(outcome=CanaryOutcome.LOCKED, first=first.pod, second=second.pod, problem=str(error))
+            return CanaryResult(outcome=CanaryOutcome.LOCKED, first=first.pod, second=second.pod, problem=str(error))
         return await canary.run(
             *replicas, chunk=ask.chunk, offers=ask.offers, waiting=self._waiting, subjects=ask.subjects
         )
 
     @staticmethod
-    def _worth_telling(known: Canary | None, found: Canary, misses: int) -> Canary | None:
+    def _worth_telling(known: CanaryResult | None, found: CanaryResult, misses: int) -> CanaryResult | None:
         """Return what to tell: a proof stands until it is disproved, and a disproof needs patience."""
         if found.outcome.is_disproof:
             return found if misses >= PATIENCE else known

@@ -24,7 +24,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class EngineCounters:
     """Numbers of one pod, summed over its engine cores; 0 where it has none yet."""
 
     disk_tokens: float = 0.0
@@ -47,7 +47,7 @@ class Reading:
     """Whether the pod has a tier of ours at all."""
 
 
-def read(text: str) -> Reading:
+def read_counters(text: str) -> EngineCounters:
     """Return the numbers; a line that cannot be read is left out."""
     sums: dict[str, float] = {}
     most: dict[str, float] = {}
@@ -78,7 +78,7 @@ def read(text: str) -> Reading:
         if field == "verdicts" and labels.get("verdict") in {"compute", "compute_probe", "short"}:
             sums["computed_hits"] = sums.get("computed_hits", 0.0) + value
     rates = {field: most.pop(field, 0.0) for field in ("load_rate", "compute_rate")}
-    return Reading(
+    return EngineCounters(
         **{field: value for field, value in sums.items() if field not in {*rates, "break_even_tokens", "active"}},
         **rates,
         break_even_tokens=most.get("break_even_tokens"),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from kvtier_operator.observe.http_client import Address, Asker, Question, Reply
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MOST_A_SECOND: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PollAnswer:
     """What a pod said last: a value, or why there is none."""
 
     value: object = None
@@ -49,7 +49,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PollTarget:
     """Whom to ask what: an address, and who has it now, since another pod may have it tomorrow."""
 
     address: Address
@@ -71,15 +71,15 @@ class _Known(Generic[Owner]):
     asked_at: float = 0.0
     restless: int = 0
     """Answers in a row that were none, or were about to change."""
-    answer: Answer | None = None
+    answer: PollAnswer | None = None
 
 
-class Probes(Generic[Owner]):
+class Poller(Generic[Owner]):
     """The last answer of everybody who is looked at."""
 
     def __init__(
         self,
-        asker: Asker,
+        asker: HttpClient,
         changed: Callable[[Owner], None],
         *,
         interval_seconds: float = 15.0,
@@ -98,21 +98,21 @@ class Probes(Generic[Owner]):
         self._interval_seconds = interval_seconds
         self._now = now
         self._lock = threading.Lock()
-        self._known: dict[Subject, _Known[Owner]] = {}
-        self._due: list[tuple[float, int, Subject]] = []
+        self._known: dict[PollTarget, _Known[Owner]] = {}
+        self._due: list[tuple[float, int, PollTarget]] = []
         self._order = itertools.count()
         self._swept_at = now()
         self._timer: asyncio.TimerHandle | None = None
 
     def look(
         self,
-        subject: Subject,
+        subject: PollTarget,
         *,
         owner: Owner,
         meaning: Meaning,
         since: str = "",
         is_passing: Callable[[object], bool] = lambda _value: False,
-    ) -> Answer | None:
+    ) -> PollAnswer | None:
         """Return the last answer, None before the first, and have it asked again if it is old.
 
         Args:
@@ -141,7 +141,7 @@ class Probes(Generic[Owner]):
             self._asker.call(self._ask_due)
         return answer
 
-    def _ask_at(self, subject: Subject, known: _Known[Owner], due: float) -> None:
+    def _ask_at(self, subject: PollTarget, known: _Known[Owner], due: float) -> None:
         """Have it asked then, or earlier; who is being asked, afterwards. Caller holds the lock."""
         if not known.is_asking and (known.due is None or due < known.due):
             known.due = due
@@ -149,7 +149,7 @@ class Probes(Generic[Owner]):
 
     def _ask_due(self) -> None:
         """Ask who is due, and come back when the next one is. On the asker's thread."""
-        begun: list[tuple[Subject, _Known[Owner]]] = []
+        begun: list[tuple[PollTarget, _Known[Owner]]] = []
         with self._lock:
             now = self._now()
             while self._due and self._due[0][0] <= now:
@@ -166,13 +166,13 @@ class Probes(Generic[Owner]):
         for subject, known in begun:
             self._submit(subject, known)
 
-    def _submit(self, subject: Subject, known: _Known[Owner]) -> None:
-        def done(found: Reply | OSError) -> None:
+    def _submit(self, subject: PollTarget, known: _Known[Owner]) -> None:
+        def done(found: HttpReply | OSError) -> None:
             self._heard(subject, known, _read(subject.address, found, known.meaning))
 
-        self._asker.submit(Question(address=subject.address), owner=known.owner, done=done)
+        self._asker.submit(HttpRequest(address=subject.address), owner=known.owner, done=done)
 
-    def _heard(self, subject: Subject, known: _Known[Owner], answer: Answer) -> None:
+    def _heard(self, subject: PollTarget, known: _Known[Owner], answer: PollAnswer) -> None:
         with self._lock:
             is_news = known.answer is None or _news(known.answer) != _news(answer)
             known.answer, known.is_asking = answer, False
@@ -189,7 +189,7 @@ class Probes(Generic[Owner]):
             self._changed(owner)
         self._ask_due()
 
-    def _pause(self, known: _Known[Owner], answer: Answer) -> float:
+    def _pause(self, known: _Known[Owner], answer: PollAnswer) -> float:
         """Return after how long it is asked again. Caller holds the lock."""
         steady = max(self._interval_seconds, len(self._known) / MOST_A_SECOND)
         soon = SOON_SECONDS * 2.0 ** min(known.restless - 1, 16)
@@ -209,21 +209,21 @@ class Probes(Generic[Owner]):
             del self._known[subject]
 
 
-def _read(address: Address, found: Reply | OSError, meaning: Meaning) -> Answer:
+def _read(address: Address, found: HttpReply | OSError, meaning: Meaning) -> PollAnswer:
     if isinstance(found, OSError):
-        return Answer(problem=f"{address}: {found}")
+        return PollAnswer(problem=f"{address}: {found}")
     if not found.is_ok:
-        return Answer(problem=f"{address}: answers {found.status} {found.reason}")
+        return PollAnswer(problem=f"{address}: answers {found.status} {found.reason}")
     try:
-        return Answer(value=meaning(found.body))
+        return PollAnswer(value=meaning(found.body))
     except ValueError as error:
-        return Answer(problem=f"{address}: {error}")
+        return PollAnswer(problem=f"{address}: {error}")
     except Exception:
         # An answer that nobody foresaw must not leave the pod unasked for ever.
         logger.exception("%s was not understood", address)
-        return Answer(problem=f"{address}: its answer was not understood; the operator's log says why")
+        return PollAnswer(problem=f"{address}: its answer was not understood; the operator's log says why")
 
 
-def _news(answer: Answer) -> tuple[object, bool]:
+def _news(answer: PollAnswer) -> tuple[object, bool]:
     """Return what of an answer is worth waking a tier for: not the words of a failure."""
     return answer.value, bool(answer.problem)

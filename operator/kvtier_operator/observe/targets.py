@@ -28,7 +28,7 @@ class NoCanary(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Target:
+class EngineTarget:
     """One engine pod."""
 
     pod: str
@@ -36,12 +36,12 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class ObservationPlan:
     """What may be asked of a tier now."""
 
     rollout: str
     """Changes when engines are replaced by others, or read and write other blocks: then the proof is void."""
-    targets: tuple[Target, ...]
+    targets: tuple[EngineTarget, ...]
     """Engines that serve."""
     refusal: NoCanary | None
     interval_seconds: float
@@ -52,7 +52,7 @@ class Ask:
     """Of the engines' API."""
 
 
-def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> Ask:
+def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> ObservationPlan:
     """Decide what may be asked of a tier.
 
     Args:
@@ -62,9 +62,9 @@ def make_ask(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chun
         chunk: what one of their block files holds.
     """
     serving = tuple(pod for pod in snapshot.pods if pod.is_ready and not pod.is_terminating and pod.address)
-    return Ask(
+    return ObservationPlan(
         rollout=_rollout(serving, generation),
-        targets=tuple(sorted(Target(pod=pod.name, address=pod.address) for pod in serving)),
+        targets=tuple(sorted(EngineTarget(pod=pod.name, address=pod.address) for pod in serving)),
         refusal=_refusal(spec, snapshot, serving),
         interval_seconds=spec.proof.canary.interval_seconds,
         offers=spec.disk.admission.min_reuse,

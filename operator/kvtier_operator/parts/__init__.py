@@ -14,7 +14,7 @@ from typing import Final
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition
+from kvtier_operator.conditions import ConditionRule
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import claim, disk, engine_checks, observations
 from kvtier_operator.parts.backends.outside import mooncake_master
@@ -42,7 +42,7 @@ class Part:
     """Parts that must stand before it is applied."""
     refuse: Callable[[TierSpec, Snapshot], Refusal | None] = lambda _spec, _snapshot: None
     """Says why it cannot become what is asked for."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[ConditionRule, ...] = ()
     """Say what is wrong with it, in the order in which Ready tells of it."""
     serves_as_it_was: bool = False
     """Whether those that need it can do with how it stood before."""

@@ -10,7 +10,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import (
-    Condition,
+    ConditionRule,
     Look,
     Problem,
     View,
@@ -24,7 +24,7 @@ from kvtier_operator.conditions import (
 )
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import SHARED, Refusal, TierPlan, lets_claim_go
-from kvtier_operator.snapshot import Claim, Snapshot
+from kvtier_operator.snapshot import LiveClaim, Snapshot
 
 DELETE: Final = "Delete"
 
@@ -82,7 +82,7 @@ def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
     return None
 
 
-def _refuse_change(spec: TierSpec, live: Claim) -> Refusal | None:
+def _refuse_change(spec: TierSpec, live: LiveClaim) -> Refusal | None:
     wanted = spec.volume.claim
     assert wanted is not None
     differing = [
@@ -215,4 +215,4 @@ def _judge_sharing(view: View, previous: Mapping[str, Any]) -> Problem:
     return claim_is_shared(look.spec, look.snapshot)
 
 
-SHARING: Final = Condition(_SHARED, _judge_sharing, counts=False)
+SHARING: Final = ConditionRule(_SHARED, _judge_sharing, counts=False)

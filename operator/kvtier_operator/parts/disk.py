@@ -15,8 +15,8 @@ from kvtier_connector.contract.engine import REPLACED_WEIGHTS
 from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition, Look, Problem, View, as_before, checked, listed
-from kvtier_operator.snapshot import Janitor, Snapshot
+from kvtier_operator.conditions import ConditionRule, Look, Problem, View, as_before, checked, listed
+from kvtier_operator.snapshot import LiveJanitor, Snapshot
 
 _TOLERANCE: Final = 1.02
 """Engines stop at the limit with what they had begun to write; sizes are reported with less than a percent off."""
@@ -168,7 +168,7 @@ def janitor_is_not_hindered(look: Look) -> Problem | None:
     )
 
 
-def _unless_awaited(told: Condition, is_awaited: Callable[[Snapshot], bool]) -> Condition:
+def _unless_awaited(told: ConditionRule, is_awaited: Callable[[Snapshot], bool]) -> ConditionRule:
     """Keep what was told while somebody is still to answer: a new operator's not knowing is no news."""
 
     def judge(view: View, previous: Mapping[str, Any]) -> Problem:
@@ -179,7 +179,7 @@ def _unless_awaited(told: Condition, is_awaited: Callable[[Snapshot], bool]) -> 
         is_news = found.is_known and not found.is_met
         return found if is_news else as_before(told.kind, previous) or found
 
-    return Condition(told.kind, judge)
+    return ConditionRule(told.kind, judge)
 
 
 WITHIN_BUDGET: Final = _unless_awaited(
@@ -256,7 +256,7 @@ MOST_GENERATIONS: Final = 64
 """Entries of ``status.generations``; more than anybody keeps."""
 
 
-def _counted(janitor: Janitor) -> Usage | None:
+def _counted(janitor: LiveJanitor) -> Usage | None:
     """Return the report of a janitor that has counted."""
     usage = janitor.usage
     return usage if usage is not None and usage.is_active and usage.is_counted else None

@@ -15,7 +15,7 @@ from kvtier_operator.api import pod_template
 from kvtier_operator.api.disk_spec import Encryption
 from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition, Problem, View, as_before, listed, met, not_checked, unknown
+from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, listed, met, not_checked, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import backends, engine_config
 from kvtier_operator.parts import pods as pod_settings
@@ -379,4 +379,4 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
 
 
 _UP_TO_DATE: Final = "UpToDate"
-UP_TO_DATE: Final = Condition(_UP_TO_DATE, _judge, counts=False)
+UP_TO_DATE: Final = ConditionRule(_UP_TO_DATE, _judge, counts=False)

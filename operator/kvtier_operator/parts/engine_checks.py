@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Check, Condition, Look, Problem, View, checked, listed, met, quoted
+from kvtier_operator.conditions import Check, ConditionRule, Look, Problem, View, checked, listed, met, quoted
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
 from kvtier_operator.plan import nodes as shares
 from kvtier_operator.plan.sizing import Sizing
-from kvtier_operator.snapshot import Container, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
 
 def _alive(snapshot: Snapshot) -> list[Pod]:
@@ -139,7 +139,7 @@ def pods_can_be_created(look: Look) -> Problem | None:
     )
 
 
-def _of_containers(check: Callable[[Look, Pod, Container], Problem | None]) -> Check:
+def _of_containers(check: Callable[[Look, Pod, ContainerStatus], Problem | None]) -> Check:
     """Ask of each container of the engine pods that do not serve: what a pod got over is no problem any more."""
 
     @functools.wraps(check)
@@ -161,7 +161,7 @@ _IMAGES: Final = {
 
 
 @_of_containers
-def images_are_pulled(_look: Look, pod: Pod, container: Container) -> Problem | None:
+def images_are_pulled(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """Every image of every engine pod is there."""
     if container.waiting_reason not in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
         return None
@@ -174,7 +174,7 @@ def images_are_pulled(_look: Look, pod: Pod, container: Container) -> Problem | 
 
 
 @_of_containers
-def references_resolve(_look: Look, pod: Pod, container: Container) -> Problem | None:
+def references_resolve(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """What containers take from Secrets and ConfigMaps exists."""
     if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
         return None
@@ -187,7 +187,7 @@ def references_resolve(_look: Look, pod: Pod, container: Container) -> Problem |
 
 
 @_of_containers
-def connector_is_installed(_look: Look, pod: Pod, container: Container) -> Problem | None:
+def connector_is_installed(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """The init container did its work."""
     if container.name != names.INSTALL_CONTAINER or not container.exit_code:
         return None
@@ -199,7 +199,7 @@ def connector_is_installed(_look: Look, pod: Pod, container: Container) -> Probl
 
 
 @_of_containers
-def engines_have_memory(look: Look, pod: Pod, container: Container) -> Problem | None:
+def engines_have_memory(look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No engine was killed for its memory."""
     if container.exit_reason != "OOMKilled":
         return None
@@ -219,13 +219,13 @@ def engines_have_memory(look: Look, pod: Pod, container: Container) -> Problem |
 
 
 @_of_containers
-def engines_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | None:
+def engines_stay_up(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No engine ended by itself."""
     has_ended = container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
     return _crash(pod, container) if has_ended and container.name == names.ENGINE_CONTAINER else None
 
 
-def _crash(pod: Pod, container: Container) -> Problem:
+def _crash(pod: Pod, container: ContainerStatus) -> Problem:
     cause = crash_causes.explain(container.exit_message, container.exit_code)
     ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
     log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
@@ -239,7 +239,7 @@ def _crash(pod: Pod, container: Container) -> Problem:
 
 
 @_of_containers
-def added_containers_stay_up(_look: Look, pod: Pod, container: Container) -> Problem | None:
+def added_containers_stay_up(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No container that a user added ended by itself."""
     if container.name in _IMAGES or not (container.waiting_reason == "CrashLoopBackOff" or container.exit_code):
         return None
@@ -338,7 +338,7 @@ def _judge_sizes(view: View, previous: Mapping[str, Any]) -> Problem:
 
 _FITS: Final = "SizingFits"
 
-FITS: Final = Condition(_FITS, _judge_sizes)
+FITS: Final = ConditionRule(_FITS, _judge_sizes)
 READY: Final = checked(
     "EnginesReady",
     (

@@ -12,12 +12,12 @@ from typing import Any, Final
 from kvtier_connector.contract import janitor as contract_janitor
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
+from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import engine_config, pods
 from kvtier_operator.plan import TierPlan, lets_claim_go
 from kvtier_operator.plan.janitor_config import JanitorPlan
-from kvtier_operator.snapshot import Container, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
 _COMPONENT: Final = names.COMPONENT_JANITOR
 
@@ -280,7 +280,7 @@ def _of_pod(pod: Pod) -> Problem | None:
     return None
 
 
-def _failing(pod: Pod, container: Container) -> Problem:
+def _failing(pod: Pod, container: ContainerStatus) -> Problem:
     if container.exit_reason == "OOMKilled":
         return Problem(
             reason=Reason.JANITOR_FAILING,
@@ -311,4 +311,4 @@ def _refused(snapshot: Snapshot) -> str:
 
 
 _HEALTHY: Final = "JanitorHealthy"
-HEALTHY: Final = Condition(_HEALTHY, _judge)
+HEALTHY: Final = ConditionRule(_HEALTHY, _judge)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked, unknown
-from kvtier_operator.observe.findings import Canary, CanaryOutcome, Effect, EffectOutcome
-from kvtier_operator.observe.targets import Ask, NoCanary
+from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, unknown
+from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, EffectOutcome, EffectResult
+from kvtier_operator.observe.targets import NoCanary, ObservationPlan
 
 _SHARED: Final = "SharedCacheVerified"
 _EFFECTIVE: Final = "DiskEffective"
@@ -61,14 +61,14 @@ def _shared(view: View, previous: Mapping[str, Any]) -> Problem:
     return _canary(findings.canary)
 
 
-def _before_the_first(ask: Ask, previous: Mapping[str, Any]) -> Problem:
+def _before_the_first(ask: ObservationPlan, previous: Mapping[str, Any]) -> Problem:
     pending = unknown(Reason.CANARY_PENDING, "a canary prompt is sent when at least two engines of one rollout serve")
     known = (previous.get("proof") or {}).get("rollout")
     is_of_these = known is not None and (known == ask.rollout or ask.refusal is not None)
     return (as_before(_SHARED, previous) or pending) if is_of_these else pending
 
 
-def _canary(found: Canary) -> Problem:
+def _canary(found: CanaryResult) -> Problem:
     subject = f" with {found.subject}" if found.subject else ""
     read = f"of {found.prompt_tokens} tokens that pod {found.first} had computed{subject}, pod {found.second}"
     also = "".join(
@@ -126,7 +126,7 @@ def _effective(view: View, previous: Mapping[str, Any]) -> Problem:
     return _effect(view.findings.effect)
 
 
-def _effect(found: Effect) -> Problem:
+def _effect(found: EffectResult) -> Problem:
     rates = (
         f"about {_about(found.load_rate)} tokens a second come from the volume and {_about(found.compute_rate)} are "
         f"computed; {_about(found.loaded_tokens)} tokens were loaded in an hour, and {_about(found.computed_hits)} "
@@ -152,6 +152,6 @@ def _about(number: float) -> str:
     return f"{float(f'{number:.1g}'):,.0f}"
 
 
-SHARED: Final = Condition(_SHARED, _shared)
+SHARED: Final = ConditionRule(_SHARED, _shared)
 # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
-EFFECTIVE: Final = Condition(_EFFECTIVE, _effective, counts=False)
+EFFECTIVE: Final = ConditionRule(_EFFECTIVE, _effective, counts=False)

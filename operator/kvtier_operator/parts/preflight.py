@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Condition, Preflight, Problem, State, View, not_checked, unknown
+from kvtier_operator.conditions import ConditionRule, Preflight, PreflightState, Problem, View, not_checked, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pods
 from kvtier_operator.plan import TierPlan
@@ -135,30 +135,34 @@ def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -
     """Return what is known without looking at any Job; None where one must be looked at."""
     key = key_of(spec, snapshot)
     if not spec.connector.uses_volume:
-        return Preflight(state=State.OFF, detail="the connector uses no volume")
+        return Preflight(state=PreflightState.OFF, detail="the connector uses no volume")
     if spec.proof.preflight != ALWAYS:
-        return Preflight(state=State.OFF, detail="spec.proof.preflight is Never")
+        return Preflight(state=PreflightState.OFF, detail="spec.proof.preflight is Never")
     if not key:
-        return Preflight(state=State.WAITING)
+        return Preflight(state=PreflightState.WAITING)
     if storage.get("key") == key and storage.get("problem") is None and "key" in storage:
-        return Preflight(state=State.PASSED, key=key)
+        return Preflight(state=PreflightState.PASSED, key=key)
     if spec.disk.mode != _WRITTEN:
-        return Preflight(state=State.OFF, detail=f"spec.disk.mode is {spec.disk.mode}: nothing is written there")
+        return Preflight(
+            state=PreflightState.OFF, detail=f"spec.disk.mode is {spec.disk.mode}: nothing is written there"
+        )
     return None
 
 
 def outcome(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
     """Return what a Job has shown; a failure is told until the next Job has ended."""
     if seen.is_foreign:
-        return Preflight(state=State.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it")
+        return Preflight(
+            state=PreflightState.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it"
+        )
     if seen.key == key and seen.exit_code == 0:
-        return Preflight(state=State.PASSED, key=key, measured=_measured(seen.told))
+        return Preflight(state=PreflightState.PASSED, key=key, measured=_measured(seen.told))
     if seen.key == key and (seen.exit_code is not None or seen.failure):
         problem = _problem(seen) or seen.failure or f"it ended with exit code {seen.exit_code}"
-        return Preflight(state=State.FAILED, key=key, detail=problem)
+        return Preflight(state=PreflightState.FAILED, key=key, detail=problem)
     if storage.get("key") == key and storage.get("problem"):
-        return Preflight(state=State.FAILED, key=key, detail=str(storage["problem"]))
-    return Preflight(state=State.RUNNING, key=key, detail=seen.waiting)
+        return Preflight(state=PreflightState.FAILED, key=key, detail=str(storage["problem"]))
+    return Preflight(state=PreflightState.RUNNING, key=key, detail=seen.waiting)
 
 
 def _problem(seen: SeenJob) -> str:
@@ -193,16 +197,16 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
         return _passed(previous["storage"]) if _is_passed(previous) else not_checked()
     job = f"Job {names.preflight(view.tier)}"
     match found.state:
-        case State.OFF:
+        case PreflightState.OFF:
             return unknown(Reason.PREFLIGHT_OFF, found.detail)
-        case State.WAITING:
+        case PreflightState.WAITING:
             return unknown(Reason.PREFLIGHT_RUNNING, "there is no claim to try yet")
-        case State.RUNNING:
+        case PreflightState.RUNNING:
             detail = f": {found.detail}" if found.detail else ""
             return unknown(Reason.PREFLIGHT_RUNNING, f"{job} tries the volume before engines start{detail}")
-        case State.PASSED:
+        case PreflightState.PASSED:
             return _passed(document(view, previous))
-        case State.FAILED:
+        case PreflightState.FAILED:
             return Problem(
                 reason=Reason.PREFLIGHT_FAILED,
                 message=f"the volume cannot be used: {found.detail}; it is tried again every few minutes; to start "
@@ -217,10 +221,10 @@ def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     if tokens is not None:
         before["breakEvenTokens"] = tokens
     found = view.preflight
-    if found is None or found.state in {State.OFF, State.WAITING, State.RUNNING}:
+    if found is None or found.state in {PreflightState.OFF, PreflightState.WAITING, PreflightState.RUNNING}:
         return before
     kept = {name: value for name, value in before.items() if name == "breakEvenTokens"}
-    if found.state is State.FAILED:
+    if found.state is PreflightState.FAILED:
         return {**kept, "key": found.key, "problem": found.detail}
     return before if found.measured is None else {**kept, "key": found.key, **found.measured}
 
@@ -245,4 +249,4 @@ def _passed(storage: Mapping[str, Any]) -> Problem:
     return Problem(reason=Reason.PREFLIGHT_PASSED, message=message, is_met=True)
 
 
-CHECKED: Final = Condition("StorageChecked", _judge)
+CHECKED: Final = ConditionRule("StorageChecked", _judge)

@@ -13,7 +13,7 @@ from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.routing_spec import CLIENT_IP, Router, Routing
-from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked, quoted, unknown
+from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.errors import ClusterError
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.parts import pods
@@ -350,4 +350,4 @@ def _of_pod(pod: Pod, image: str) -> Problem | None:
 
 _SOON_SECONDS: Final = 5.0
 _ROUTED: Final = "RoutingReady"
-ROUTED: Final = Condition(_ROUTED, _judge)
+ROUTED: Final = ConditionRule(_ROUTED, _judge)

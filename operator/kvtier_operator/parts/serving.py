@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.routing_spec import CLIENT_IP, ClientIp, Routing
-from kvtier_operator.conditions import Condition, Problem, View, as_before, met, not_checked
+from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked
 from kvtier_operator.names import Manifest
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Pod
@@ -108,4 +108,4 @@ def _never_served(pod: Pod) -> bool:
 
 
 _AVAILABLE: Final = "Available"
-AVAILABLE: Final = Condition(_AVAILABLE, _judge, counts=False)
+AVAILABLE: Final = ConditionRule(_AVAILABLE, _judge, counts=False)

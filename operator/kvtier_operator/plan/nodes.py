@@ -23,7 +23,7 @@ from kvtier_operator.plan import backends, digest, engine_args
 from kvtier_operator.plan.decisions import Kept
 from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_mover_bytes
 from kvtier_operator.quantity import show_bytes
-from kvtier_operator.snapshot import Node, Nodes, Usage
+from kvtier_operator.snapshot import Node, Nodes, PodUsage
 
 _KEEPS_AWAY: Final = frozenset({"NoSchedule", "NoExecute"})
 
@@ -105,7 +105,7 @@ def smallest_node(spec: TierSpec, tier: TierName | TierRef, nodes: Nodes) -> tup
 
     A node whose devices are taken by others gets no pod of ours, so it counts only where all are taken.
     """
-    used: dict[str, list[Usage]] = {}
+    used: dict[str, list[PodUsage]] = {}
     for each in nodes.usage or ():
         used.setdefault(each.node, []).append(each)
     left = [(node, *_left(spec, tier, node, used.get(node.name, ()))) for node in matching(spec, nodes)]
@@ -130,7 +130,7 @@ def device_memory(spec: TierSpec, nodes: Nodes | None) -> int | None:
 _LONG: Final = 12
 
 
-def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[Usage]) -> tuple[int, int]:
+def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[PodUsage]) -> tuple[int, int]:
     """Return the memory and the devices that others leave on a node."""
     resource = spec.engine.accelerator.resource
     memory, devices = node.memory_bytes, node.devices.get(resource, 0)

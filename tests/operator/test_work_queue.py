@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import pytest
 from waiting import until
 
-from kvtier_operator.kube.work_queue import Done, Priority, WorkQueue
+from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue
 
 NEVER = 3600.0
 
 
 @contextmanager
 def queue(
-    work: Callable[[str, int], Done], *, resync_seconds: float = NEVER, settle_seconds: float = 0.0, workers: int = 2
+    work: Callable[[str, int], Requeue], *, resync_seconds: float = NEVER, settle_seconds: float = 0.0, workers: int = 2
 ) -> Iterator[WorkQueue[str]]:
     found: WorkQueue[str] = WorkQueue(
         work, workers=workers, resync_seconds=resync_seconds, settle_seconds=settle_seconds
@@ -34,9 +34,9 @@ def queue(
 def test_every_key_is_worked_on() -> None:
     seen: Counter[str] = Counter()
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         seen[key] += 1
-        return Done()
+        return Requeue()
 
     with queue(work) as found:
         for number in range(50):
@@ -48,9 +48,9 @@ def test_every_key_is_worked_on() -> None:
 def test_a_burst_of_events_makes_one_pass() -> None:
     seen: Counter[str] = Counter()
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         seen[key] += 1
-        return Done()
+        return Requeue()
 
     with queue(work, settle_seconds=0.2) as found:
         for _ in range(100):
@@ -66,14 +66,14 @@ def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_los
     busy = threading.Lock()
     overlaps: list[str] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         if not busy.acquire(blocking=False):
             overlaps.append(key)
-            return Done()
+            return Requeue()
         entered.release()
         release.acquire()
         busy.release()
-        return Done()
+        return Requeue()
 
     with queue(work, workers=4) as found:
         found.add("a")
@@ -90,9 +90,9 @@ def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_los
 def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
     attempts: list[int] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
-        return Done(retry_after=0.01) if len(attempts) < 4 else Done()
+        return Requeue(retry_after=0.01) if len(attempts) < 4 else Requeue()
 
     with queue(work) as found:
         found.add("a")
@@ -105,9 +105,9 @@ def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
 def test_what_is_to_be_looked_at_soon_is_not_put_off_by_what_is_tried_less_and_less_often() -> None:
     attempts: list[int] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
-        return Done(retry_after=NEVER, again_after=0.01)
+        return Requeue(retry_after=NEVER, again_after=0.01)
 
     with queue(work) as found:
         found.add("a")
@@ -117,10 +117,10 @@ def test_what_is_to_be_looked_at_soon_is_not_put_off_by_what_is_tried_less_and_l
 def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_before() -> None:
     attempts: list[int] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
         # Only the resync lets it run again so soon: the tenth look in a row is put off for minutes.
-        return Done(retry_after=0.001) if 10 < len(attempts) <= 13 else Done(recheck_after=1.0)
+        return Requeue(retry_after=0.001) if 10 < len(attempts) <= 13 else Requeue(recheck_after=1.0)
 
     with queue(work, resync_seconds=0.001) as found:
         found.add("a")
@@ -131,11 +131,11 @@ def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_b
 def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_passed() -> None:
     seen: Counter[str] = Counter()
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         seen[key] += 1
         if key == "steady":
-            return Done(again_after=0.001)
-        return Done(recheck_after=0.001) if key == "lasts" or seen[key] % 2 else Done(again_after=0.001)
+            return Requeue(again_after=0.001)
+        return Requeue(recheck_after=0.001) if key == "lasts" or seen[key] % 2 else Requeue(again_after=0.001)
 
     with queue(work) as found:
         for key in ("steady", "lasts", "passes"):
@@ -148,11 +148,11 @@ def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_pa
 def test_an_unexpected_error_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     attempts: list[int] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
         if attempt == 1:
             raise ZeroDivisionError
-        return Done()
+        return Requeue()
 
     with caplog.at_level(logging.ERROR), queue(work) as found:
         found.add("a")
@@ -163,9 +163,9 @@ def test_an_unexpected_error_is_logged_and_tried_again(caplog: pytest.LogCapture
 def test_a_key_comes_back_by_itself_until_it_is_gone() -> None:
     seen: Counter[str] = Counter()
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         seen[key] += 1
-        return Done(is_gone=key == "gone")
+        return Requeue(is_gone=key == "gone")
 
     with queue(work, resync_seconds=0.01) as found:
         found.add("gone")
@@ -178,11 +178,11 @@ def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
     entered, release = threading.Event(), threading.Event()
     ended: list[str] = []
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         entered.set()
         release.wait(60)
         ended.append(key)
-        return Done()
+        return Requeue()
 
     found: WorkQueue[str] = WorkQueue(work, workers=1, resync_seconds=NEVER)
     found.start()
@@ -198,10 +198,10 @@ def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
 def test_a_queue_that_does_not_move_shows_it() -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def work(key: str, attempt: int) -> Done:
+    def work(key: str, attempt: int) -> Requeue:
         entered.set()
         release.wait(60)
-        return Done()
+        return Requeue()
 
     with queue(work, workers=1) as found:
         assert found.seconds_overdue() == 0
@@ -216,9 +216,9 @@ def test_a_queue_that_does_not_move_shows_it() -> None:
 def test_being_added_again_and_again_does_not_make_a_failing_key_wait_longer() -> None:
     attempts: list[int] = []
 
-    def work(_key: str, attempt: int) -> Done:
+    def work(_key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
-        return Done(retry_after=NEVER)
+        return Requeue(retry_after=NEVER)
 
     with queue(work) as found:
         for number in range(1, 6):
@@ -231,12 +231,12 @@ def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() 
     order: list[int] = []
     is_full, may_go = threading.Event(), threading.Event()
 
-    def work(key: int, _attempt: int) -> Done:
+    def work(key: int, _attempt: int) -> Requeue:
         if key < 0:
             is_full.set()
             may_go.wait(60)
         order.append(key)
-        return Done(is_gone=True)
+        return Requeue(is_gone=True)
 
     queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
     queue.start()
@@ -258,12 +258,12 @@ def test_an_edit_of_a_tier_that_serves_goes_before_a_thousand_creations() -> Non
     order: list[int] = []
     is_full, may_go = threading.Event(), threading.Event()
 
-    def work(key: int, _attempt: int) -> Done:
+    def work(key: int, _attempt: int) -> Requeue:
         if key < 0:
             is_full.set()
             may_go.wait(60)
         order.append(key)
-        return Done(is_gone=True)
+        return Requeue(is_gone=True)
 
     queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
     queue.start()
@@ -283,10 +283,10 @@ def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
     order: list[int] = []
     may_go = threading.Event()
 
-    def work(key: int, _attempt: int) -> Done:
+    def work(key: int, _attempt: int) -> Requeue:
         may_go.wait(60)
         order.append(key)
-        return Done(is_gone=True)
+        return Requeue(is_gone=True)
 
     queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60, settle_seconds=0.05)
     for key in (1, 2, 1):

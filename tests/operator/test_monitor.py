@@ -20,27 +20,27 @@ from kvtier_operator.names import TierName
 from kvtier_operator.observe.api_keys import KeySource
 from kvtier_operator.observe.canary import Chunk, Subjects
 from kvtier_operator.observe.engine_client import EngineLocked
-from kvtier_operator.observe.findings import Canary, CanaryOutcome, Effect, EffectOutcome, Findings
-from kvtier_operator.observe.http_client import Asker
-from kvtier_operator.observe.monitor import Proofs
-from kvtier_operator.observe.targets import Ask, NoCanary, Target, make_ask
+from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, EffectOutcome, EffectResult, Findings
+from kvtier_operator.observe.http_client import HttpClient
+from kvtier_operator.observe.monitor import Monitor
+from kvtier_operator.observe.targets import EngineTarget, NoCanary, ObservationPlan, make_observation_plan
 
 TIER = TierName(namespace="serving", name="llama")
-TARGETS = (Target(pod="a", address="10.0.0.1"), Target(pod="b", address="10.0.0.2"))
-ASK = Ask(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, offers=1, chunk=Chunk())
+TARGETS = (EngineTarget(pod="a", address="10.0.0.1"), EngineTarget(pod="b", address="10.0.0.2"))
+ASK = ObservationPlan(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, offers=1, chunk=Chunk())
 
 
 class Bench:
     """Proofs over two scripted engines, in a time of its own."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: HttpClient) -> None:
         self.asker, self.clock = asker, Clock()
         volume = SharedVolume()
         self.engines = {target.address: ScriptedEngine(volume) for target in TARGETS}
         self.woken: list[TierName] = []
         self.keys: list[str] = []
         self.secrets: dict[str, str] = {}
-        self.proofs = Proofs(
+        self.proofs = Monitor(
             asker,
             self.woken.append,
             connect=self.connect,
@@ -61,10 +61,10 @@ class Bench:
             raise EngineLocked(f"the operator may not read Secret {source.secret}")
         return self.secrets[source.secret]
 
-    def look(self, ask: Ask = ASK, proven: str | None = None) -> Findings:
+    def look(self, ask: ObservationPlan = ASK, proven: str | None = None) -> Findings:
         return self.proofs.look(TIER, ask, proven_rollout=proven)
 
-    def canary(self, ask: Ask = ASK) -> Canary:
+    def canary(self, ask: ObservationPlan = ASK) -> CanaryResult:
         return until(lambda: self.look(ask).canary)
 
     def asked(self) -> int:
@@ -72,7 +72,7 @@ class Bench:
 
 
 @pytest.fixture
-def made(asker: Asker) -> Bench:
+def made(asker: HttpClient) -> Bench:
     return Bench(asker)
 
 
@@ -160,7 +160,7 @@ def snapshot(*addresses: str, **changes: Any) -> Any:
 def test_a_canary_is_sent_only_where_it_can_prove_something(
     body: Mapping[str, Any], pods: tuple[str, ...], refusal: NoCanary | None
 ) -> None:
-    ask = make_ask(parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
+    ask = make_observation_plan(parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
     assert ask.refusal is refusal
     assert len(ask.targets) == len(pods)
 
@@ -182,21 +182,26 @@ FROM_THE_HUB = {"name": "other", "source": {"hub": "org/other"}}
 def test_a_canary_covers_the_adapters_and_the_pictures_that_the_tier_has(
     body: Mapping[str, Any], subjects: Subjects
 ) -> None:
-    assert make_ask(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk()).subjects == subjects
+    assert (
+        make_observation_plan(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk()).subjects
+        == subjects
+    )
 
 
 def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> None:
     def rollout(*addresses: str, generation: str = "g", template: str = "h") -> str:
         found = snapshot(*addresses)
         pods = tuple(replace(pod, template_hash=template) for pod in found.pods)
-        return make_ask(parse(tier()), replace(found, pods=pods), generation=generation, chunk=Chunk()).rollout
+        return make_observation_plan(
+            parse(tier()), replace(found, pods=pods), generation=generation, chunk=Chunk()
+        ).rollout
 
     two = rollout("1.1.1.1", "1.1.1.2")
     assert two == rollout("1.1.1.1", "1.1.1.2", "1.1.1.3")
     assert len({two, rollout("1.1.1.1", generation="x"), rollout("1.1.1.1", template="y")}) == 3
 
 
-LOADED = Canary(outcome=CanaryOutcome.LOADED, first="a", second="b", prompt_tokens=257, cached_tokens=256)
+LOADED = CanaryResult(outcome=CanaryOutcome.LOADED, first="a", second="b", prompt_tokens=257, cached_tokens=256)
 FAILING: list[tuple[CanaryOutcome, str, str]] = [
     (CanaryOutcome.FOUND, "True", "CanaryFound"),
     (CanaryOutcome.LOADED, "True", "CanaryLoaded"),
@@ -208,7 +213,9 @@ FAILING: list[tuple[CanaryOutcome, str, str]] = [
 ]
 
 
-def report(previous: Mapping[str, Any] | None = None, *, ask: Ask | None = ASK, **found: Any) -> dict[str, Any]:
+def report(
+    previous: Mapping[str, Any] | None = None, *, ask: ObservationPlan | None = ASK, **found: Any
+) -> dict[str, Any]:
     findings = None if ask is None else Findings(**found)
     return status.report(replace(VIEW, ask=ask, findings=findings), previous or {}, now=NOON)
 
@@ -234,7 +241,9 @@ def test_what_a_canary_covered_and_what_it_left_open_is_told() -> None:
     found = replace(LOADED, covered=("the adapter sql",), open=("a picture",))
     told = condition(report(canary=found), "SharedCacheVerified")["message"]
     assert told.endswith("from the volume; the same with the adapter sql; not proven with a picture")
-    missed = Canary(outcome=CanaryOutcome.MISSED, first="a", second="b", prompt_tokens=257, subject="the adapter sql")
+    missed = CanaryResult(
+        outcome=CanaryOutcome.MISSED, first="a", second="b", prompt_tokens=257, subject="the adapter sql"
+    )
     told = condition(report(canary=missed), "SharedCacheVerified")["message"]
     assert "pod a had computed with the adapter sql, pod b found nothing" in told
 
@@ -261,7 +270,7 @@ def test_a_proof_is_not_passed_on_to_the_next_rollout() -> None:
 
 
 def test_a_tier_that_cannot_be_looked_at_keeps_what_it_told() -> None:
-    before = report(canary=LOADED, effect=Effect(outcome=EffectOutcome.PAYS))
+    before = report(canary=LOADED, effect=EffectResult(outcome=EffectOutcome.PAYS))
     after = report(before, ask=None)
     for kind in ("SharedCacheVerified", "DiskEffective"):
         assert condition(after, kind) == condition(before, kind)
@@ -277,7 +286,7 @@ def test_a_tier_that_cannot_be_looked_at_keeps_what_it_told() -> None:
     ],
 )
 def test_the_effect_is_advice_and_never_takes_ready_away(outcome: EffectOutcome, verdict: str, reason: str) -> None:
-    effect = Effect(outcome=outcome, loaded_tokens=51_234, load_rate=41_000, compute_rate=9_600)
+    effect = EffectResult(outcome=outcome, loaded_tokens=51_234, load_rate=41_000, compute_rate=9_600)
     found = report(canary=LOADED, effect=effect)
     told = condition(found, "DiskEffective")
     assert (told["status"], told["reason"]) == (verdict, reason)

@@ -12,16 +12,16 @@ from clocks import Clock
 from waiting import until
 
 from kvtier_operator.observe import poller
-from kvtier_operator.observe.http_client import Address, Asker
-from kvtier_operator.observe.poller import Answer, Probes, Subject
+from kvtier_operator.observe.http_client import Address, HttpClient
+from kvtier_operator.observe.poller import PollAnswer, Poller, PollTarget
 
 HOST = "127.0.0.1"
 
 
 class Rig:
-    def __init__(self, pods: Pods, asker: Asker, clock: Clock) -> None:
+    def __init__(self, pods: Pods, asker: HttpClient, clock: Clock) -> None:
         self.pods, self.asker, self.clock, self.woken = pods, asker, clock, list[str]()
-        self.probes = Probes(asker, self.woken.append, now=clock, interval_seconds=10)
+        self.probes = Poller(asker, self.woken.append, now=clock, interval_seconds=10)
 
     def look(
         self,
@@ -31,8 +31,8 @@ class Rig:
         since: str = "",
         host: str = HOST,
         is_passing: Callable[[object], bool] = lambda _value: False,
-    ) -> Answer | None:
-        subject = Subject(address=Address(host=host, port=self.pods.port, path="/"), uid=uid)
+    ) -> PollAnswer | None:
+        subject = PollTarget(address=Address(host=host, port=self.pods.port, path="/"), uid=uid)
         return self.probes.look(subject, owner="llama", meaning=meaning, since=since, is_passing=is_passing)
 
     def settle(self, wakings: int) -> None:
@@ -66,7 +66,7 @@ def test_the_first_look_finds_nothing_and_the_answer_wakes_the_tier(rig: Rig) ->
     assert rig.look() is None
     rig.settle(1)
     assert rig.woken == ["llama"]
-    assert rig.look() == Answer(value=1)
+    assert rig.look() == PollAnswer(value=1)
 
 
 def test_nobody_waits_for_a_pod_that_hangs_and_it_is_asked_once(rig: Rig) -> None:
@@ -120,7 +120,7 @@ def test_an_answer_that_is_about_to_change_is_asked_for_again_within_seconds(rig
     rig.pods.says["/"] = b"2"
     rig.pass_time(8.0)
     rig.settle(2)
-    assert rig.look() == Answer(value=2)
+    assert rig.look() == PollAnswer(value=2)
     rig.pass_time(8.5)
     rig.asked(5)
 
@@ -158,16 +158,16 @@ def test_an_answer_that_means_the_same_wakes_nobody(rig: Rig) -> None:
     rig.clock.seconds, rig.pods.says["/"] = 20, b"101"
     rig.look(lambda body: int(body) // 100)
     rig.settle(2)
-    assert rig.look(lambda body: int(body) // 100) == Answer(value=1)
+    assert rig.look(lambda body: int(body) // 100) == PollAnswer(value=1)
 
 
 def test_a_failure_is_an_answer_and_new_words_for_it_wake_nobody(rig: Rig) -> None:
     rig.pods.says.clear()
     rig.look()
     rig.settle(1)
-    assert rig.look() == Answer(problem=f"http://{HOST}:{rig.pods.port}/: answers 404 Not Found")
+    assert rig.look() == PollAnswer(problem=f"http://{HOST}:{rig.pods.port}/: answers 404 Not Found")
     rig.clock.seconds, rig.pods.says["/"] = 20, b"x"
-    until(lambda: "invalid literal" in (rig.look() or Answer()).problem)
+    until(lambda: "invalid literal" in (rig.look() or PollAnswer()).problem)
     assert rig.woken == ["llama"]
 
 
@@ -180,13 +180,13 @@ def test_who_does_not_answer_is_asked_again_by_itself_and_later_each_time(rig: R
         rig.asked(asked)
     rig.pods.says["/"] = b"1"
     rig.look(since="ready")
-    until(lambda: (rig.look(since="ready") or Answer()).value == 1)
+    until(lambda: (rig.look(since="ready") or PollAnswer()).value == 1)
 
 
 def test_an_answer_that_breaks_its_reader_is_a_failure_like_any_other(rig: Rig) -> None:
     rig.look(lambda body: {}[body])
     rig.settle(1)
-    assert "not understood" in (rig.look() or Answer()).problem
+    assert "not understood" in (rig.look() or PollAnswer()).problem
 
 
 def test_pods_that_are_gone_are_forgotten(rig: Rig) -> None:

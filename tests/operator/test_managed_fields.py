@@ -15,7 +15,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.managed_fields import stands
+from kvtier_operator.kube.managed_fields import is_applied
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "apps/v1",
@@ -68,9 +68,9 @@ def changed(**containers: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("api")
 def test_whatever_an_apply_would_change_is_applied(wanted: dict[str, Any]) -> None:
     live = connect().apply(MANIFEST, over=None)
-    assert stands(MANIFEST, live)
-    assert not stands(wanted, live)
-    assert stands(wanted, connect().apply(wanted, over=live["metadata"]["uid"]))
+    assert is_applied(MANIFEST, live)
+    assert not is_applied(wanted, live)
+    assert is_applied(wanted, connect().apply(wanted, over=live["metadata"]["uid"]))
 
 
 @pytest.mark.usefixtures("api")
@@ -80,7 +80,7 @@ def test_what_others_add_is_no_reason_to_apply_again(api: ApiServerThread) -> No
     Client(api.url).merge("/apis/apps/v1", "deployments", "d", patch)
     live = connect().get(names.key_of(MANIFEST), "default")
     assert live is not None
-    assert stands(MANIFEST, live)
+    assert is_applied(MANIFEST, live)
 
 
 ROLE: dict[str, Any] = {
@@ -99,15 +99,15 @@ def test_an_item_more_in_a_list_that_is_one_value_is_applied_over(api: ApiServer
     Client(api.url).merge(RBAC, "roles", "r", {"rules": rules})
     live = connect().get(names.key_of(ROLE), "default")
     assert live is not None
-    assert not stands(ROLE, live)
+    assert not is_applied(ROLE, live)
     assert connect().apply(ROLE, over=live["metadata"]["uid"])["rules"] == ROLE["rules"]
 
 
 def test_an_item_less_in_a_list_that_is_one_value_is_applied(api: ApiServerThread) -> None:
     more = {**ROLE, "rules": [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]}
     live = connect().apply(more, over=None)
-    assert stands(more, live)
-    assert not stands(ROLE, live)
+    assert is_applied(more, live)
+    assert not is_applied(ROLE, live)
     assert connect().apply(ROLE, over=live["metadata"]["uid"])["rules"] == ROLE["rules"]
 
 
@@ -118,8 +118,8 @@ def test_what_says_nothing_stands_where_the_api_server_leaves_it_out() -> None:
     container = live["spec"]["template"]["spec"]["containers"][0]
     container["env"][0].pop("value", None)
     container.pop("stdin", None)
-    assert stands(wanted, live)
-    assert not stands(changed(env=[{"name": "A", "value": "1"}], stdin=False), live)
+    assert is_applied(wanted, live)
+    assert not is_applied(changed(env=[{"name": "A", "value": "1"}], stdin=False), live)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from asking_pods import Pods, on_loop, running, unreachable
 from waiting import until
 
 from kvtier_operator.observe import http_client as asker_module
-from kvtier_operator.observe.http_client import Address, Asker, Question, Reply, Turns
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest, Turns
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def at(port: int, path: str = "/", host: str = "127.0.0.1") -> Address:
     return Address(host=host, port=port, path=path)
 
 
-def fetch(asker: Asker, address: Address, *, seconds: float = 5.0, most_bytes: int = 4 << 20) -> Reply:
-    question = Question(address=address, seconds=seconds, most_bytes=most_bytes)
+def fetch(asker: HttpClient, address: Address, *, seconds: float = 5.0, most_bytes: int = 4 << 20) -> HttpReply:
+    question = HttpRequest(address=address, seconds=seconds, most_bytes=most_bytes)
     return on_loop(asker, lambda: asker.ask(question, owner="tier"))
 
 
@@ -59,25 +59,25 @@ def test_an_address_reads_as_a_url(host: str, url: str) -> None:
     assert str(at(1, "/x", host)) == url
 
 
-def test_an_answer_is_read_whole_whatever_its_status(asker: Asker, pods: Pods) -> None:
+def test_an_answer_is_read_whole_whatever_its_status(asker: HttpClient, pods: Pods) -> None:
     pods.says["/"] = b"fine" * 100_000
-    assert fetch(asker, at(pods.port)) == Reply(status=200, reason="OK", body=b"fine" * 100_000)
+    assert fetch(asker, at(pods.port)) == HttpReply(status=200, reason="OK", body=b"fine" * 100_000)
     assert fetch(asker, at(pods.port, "/missing")).status == 404
 
 
-def test_an_answer_that_is_too_long_is_refused(asker: Asker, pods: Pods) -> None:
+def test_an_answer_that_is_too_long_is_refused(asker: HttpClient, pods: Pods) -> None:
     pods.says["/"] = bytes(1 << 20)
     with pytest.raises(OSError, match="more than 1000 bytes"):
         fetch(asker, at(pods.port), most_bytes=1000)
 
 
-def test_nobody_listening_is_an_error_of_the_system(asker: Asker) -> None:
+def test_nobody_listening_is_an_error_of_the_system(asker: HttpClient) -> None:
     with pytest.raises(ConnectionRefusedError, match="refused"):
         fetch(asker, at(1))
 
 
 @pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(asker: Asker, said: bytes) -> None:
+def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(asker: HttpClient, said: bytes) -> None:
     is_over = threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -96,12 +96,14 @@ def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(asker: Asker, 
         thread.join()
 
 
-def test_who_drops_what_is_sent_is_told_apart_from_who_is_slow(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_drops_what_is_sent_is_told_apart_from_who_is_slow(
+    asker: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with unreachable() as port, pytest.raises(TimeoutError, match="takes no connection"):
         fetch(asker, at(port))
 
 
-def test_who_says_something_else_than_http_is_an_error_in_words(asker: Asker) -> None:
+def test_who_says_something_else_than_http_is_an_error_in_words(asker: HttpClient) -> None:
     def say(listener: socket.socket) -> None:
         client, _ = listener.accept()
         with client:
@@ -127,22 +129,22 @@ def test_six_hundred_pods_that_nobody_reaches_keep_no_other_tier_waiting(
 
         def ask_all() -> None:
             for number in range(600):
-                question = Question(address=at(port, host=f"127.1.{number // 250}.{number % 250 + 1}"), seconds=60.0)
+                question = HttpRequest(address=at(port, host=f"127.1.{number // 250}.{number % 250 + 1}"), seconds=60.0)
                 asker.submit(question, owner=f"silent-{number % tiers}", done=silent.append)
 
         asker.call(ask_all)
         assert fetch(asker, at(pods.port)).is_ok
-    assert not [each for each in silent if isinstance(each, Reply)]
+    assert not [each for each in silent if isinstance(each, HttpReply)]
 
 
 def test_who_goes_on_for_too_long_beside_others_is_cut_off(pods: Pods) -> None:
     pods.may_answer.clear()
-    told: list[Reply | OSError] = []
+    told: list[HttpReply | OSError] = []
     with running(places=2) as asker:
 
         def ask_all() -> None:
             for number in range(6):
-                question = Question(address=at(pods.port, host=f"127.0.1.{number + 1}"), seconds=30.0)
+                question = HttpRequest(address=at(pods.port, host=f"127.0.1.{number + 1}"), seconds=30.0)
                 asker.submit(question, owner=number, done=told.append)
 
         asker.call(ask_all)
@@ -152,7 +154,7 @@ def test_who_goes_on_for_too_long_beside_others_is_cut_off(pods: Pods) -> None:
 
 
 def test_the_longest_answer_gives_way_when_all_of_them_hold_too_much(
-    asker: Asker, pods: Pods, monkeypatch: pytest.MonkeyPatch
+    asker: HttpClient, pods: Pods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asker_module, "MOST_HELD_BYTES", 100_000)
     pods.says |= {"/": bytes(50_000), "/long": bytes(200_000)}
@@ -165,7 +167,7 @@ def test_an_asker_that_ends_leaves_nobody_behind(pods: Pods) -> None:
     pods.may_answer.clear()
     told: list[object] = []
     with running() as asker:
-        asker.call(lambda: asker.submit(Question(address=at(pods.port)), owner="tier", done=told.append))
+        asker.call(lambda: asker.submit(HttpRequest(address=at(pods.port)), owner="tier", done=told.append))
         until(lambda: pods.asked)
     asker.call(told.append, "too late")
     assert told == []
