@@ -13,7 +13,7 @@ from e2e.backends import cases
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.parts import render
-from kvtier_operator.parts.backends.native import ON_CPU_BUILD, ON_DEVICE
+from kvtier_operator.parts.connectors.rendering import ON_CPU_BUILD, ON_DEVICE
 from kvtier_operator.plan import make_unchecked_plan
 
 CPU = "VLLM_CPU_KVCACHE_SPACE"

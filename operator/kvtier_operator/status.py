@@ -21,7 +21,7 @@ from kvtier_operator.parts import PARTS, disk, observations, preflight, routing,
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.plan import Generation, backends
+from kvtier_operator.plan import Generation
 from kvtier_operator.plan import report as plan_report
 
 __all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
@@ -123,7 +123,7 @@ _KEPT: Final = ("sizing", "generation")
 def _loras(view: View) -> dict[str, Any]:
     """Return the adapters, in the order of the spec; nothing where there are none."""
     served = () if view.spec is None else view.spec.model.loras
-    found = [{"name": lora["name"], "source": model_spec.describe(lora["source"])} for lora in served]
+    found = [{"name": lora["name"], "source": model_spec.describe_source(lora["source"])} for lora in served]
     return {"loras": found} if found else {}
 
 
@@ -135,7 +135,7 @@ def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
     found, tiers = disk.generations(look, current=view.current.digest), disk.tiers(look)
     if found is not None:
         return {"tiers": tiers, "generations": found}
-    if not look.spec.janitor.enabled or not backends.has_janitor(look.spec.connector):
+    if not look.spec.janitor.enabled or not look.spec.connector.has_janitor:
         # Nobody counts any more, and what was counted is not how it is.
         return {"tiers": tiers}
     known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)

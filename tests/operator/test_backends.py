@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lmcache-trial": {"class": "LMCacheConnectorV1", **BOTH},
     "flexkv": {"class": "FlexKVConnectorV1", **BOTH},
     "mooncake": {"class": "MooncakeStoreConnector", **BOTH},
+    "custom": {"class": "OffloadingConnector", "spec": "CPUOffloadingSpec", "role": "kv_both", "policy": "fail"},
 }
 CHILDREN = {
     "hybrid-lmcache": [

@@ -85,7 +85,7 @@ def test_the_full_sample_has_every_field() -> None:
     # prompts, and of two ways to route, can be given; the settings of other connectors stand in samples of their own;
     # and who applies the sample has no operator of a class.
     assert sorted(unset(parse(FULL), "spec")) == [
-        *(f"spec.connector.{name}" for name in ("flex_kv", "hybrid", "lmcache", "mooncake", "simple_cpu")),
+        *(f"spec.connector.{name}" for name in ("custom", "flex_kv", "hybrid", "lmcache", "mooncake", "simple_cpu")),
         "spec.connector.vllm_offloading",
         "spec.connector.vllm_tiering",
         "spec.cpu.fraction",

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvtier_operator import names
-from kvtier_operator.api import engine_spec, parse, pod_template
+from kvtier_operator.api import engine_spec, parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
@@ -54,6 +54,14 @@ def is_accepted(word: str) -> bool:
     return True
 
 
+def is_refused(template: dict[str, Any]) -> bool:
+    try:
+        parse({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}})
+    except SpecInvalid:
+        return True
+    return False
+
+
 def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
     assert [flag for flag in vllm_flags if not is_accepted(flag)] == sorted(engine_spec.FLAGS)
 
@@ -75,12 +83,15 @@ def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[s
 
 def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
     pod = deployment["spec"]["template"]["spec"]
-    assert all(pod_template.OWN_VOLUMES.match(volume["name"]) for volume in pod["volumes"])
-    assert all(pod_template.OWN_MOUNTS.match(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"])
+    for volume in pod["volumes"]:
+        assert is_refused({"volumes": [{"name": volume["name"], "emptyDir": {}}]}), volume
+    for mount in pod["containers"][0]["volumeMounts"]:
+        assert is_refused({"volumeMounts": [{"name": "mine", "mountPath": mount["mountPath"]}]}), mount
 
 
 def test_users_cannot_take_the_labels_that_the_operator_sets(deployment: dict[str, Any]) -> None:
-    assert all(pod_template.OWN_LABELS.match(key) for key in deployment["spec"]["template"]["metadata"]["labels"])
+    for key, value in deployment["spec"]["template"]["metadata"]["labels"].items():
+        assert is_refused({"labels": {key: value}}), key
 
 
 def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(deployment: dict[str, Any]) -> None:

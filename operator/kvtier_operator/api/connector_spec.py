@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.connector`` of a KVCacheTier: who moves blocks out of the accelerator, and with which settings. Pure.
+"""``spec.connector`` of a KVCacheTier, and the table of connectors: settings, fields that each honours, devices. Pure.
 
-One field of several kinds: `type` says which, and only the block of that kind may stand beside it.
-
-Which fields of a KVCacheTier which connector cannot honour: rules for the API server and the operator alike. Pure.
-
-A field that is quietly ignored is the worst answer, so each of them is refused by name where it says something else
-than its default. What a connector does of its own accord is in its documentation.
+`type` selects a connector, and only its own settings may stand beside it. A field of the spec that a connector would
+ignore is refused by name. `parts.connectors` renders them.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_connector.contract.engine import REDIS_PASSWORD_VARIABLE
+from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, VLLM_FS_LAYOUT
 from kvtier_operator import quantity
-from kvtier_operator.api.engine_spec import CLAIMED, NO_ACCELERATOR
-from kvtier_operator.api.pod_template import Anything
-from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, ObjectName, Rule, Word
+from kvtier_operator.api.engine_spec import CLAIMED, NO_ACCELERATOR, refuse_flags
+from kvtier_operator.api.pod_template import Anything, OpenObject
+from kvtier_operator.api.rules import (
+    TEXT,
+    ApiModel,
+    BlockTokens,
+    ByteQuantity,
+    Checked,
+    ObjectName,
+    Pasted,
+    Rule,
+    Term,
+    Word,
+    at,
+    cel_literal,
+)
 
 BUNDLED: Final = "Bundled"
 VLLM_OFFLOADING: Final = "VLLMOffloading"
@@ -32,6 +44,7 @@ LMCACHE: Final = "LMCache"
 HYBRID: Final = "Hybrid"
 FLEX_KV: Final = "FlexKV"
 MOONCAKE: Final = "Mooncake"
+CUSTOM: Final = "Custom"
 
 _Threads = Annotated[StrictInt, Field(ge=1, le=256, json_schema_extra={"format": "int32"})]
 
@@ -72,10 +85,9 @@ class SimpleCpu(ApiModel):
     """Whether the kernel's page cache stands between the engine and that file. Only with `Disk`."""
 
     rules = (
-        Rule(
-            cel="!has(self.usePageCache) || !self.usePageCache || (has(self.medium) && self.medium == 'Disk')",
-            message="is about the file of medium Disk: set medium to Disk, or leave it out",
-            check=lambda simple: not simple.use_page_cache or simple.medium == "Disk",
+        Rule.that(
+            at("usePageCache").is_(False) | at("medium").is_("Disk"),
+            "is about the file of medium Disk: set medium to Disk, or leave it out",
             field=".usePageCache",
         ),
     )
@@ -83,15 +95,12 @@ class SimpleCpu(ApiModel):
 
 _LABEL: Final = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-_REDIS: Final = re.compile(f"^rediss?://{_LABEL}([.]{_LABEL})*[.]?:{_PORT}$")
-"""No name that cannot be looked up, and no port that no one can connect to: LMCache would raise on them."""
-
-IS_REDIS: Final = Rule(
-    cel=f"self.matches('{_REDIS.pattern}')",
-    message="must be redis://HOST:PORT, or rediss:// for TLS, with a port of 1 to 65535 and no empty part between the "
-    "dots of the name, without user, password or path: LMCache writes its URL to the log; the password comes from "
+_IS_REDIS: Final = Rule.that(
+    # No name that cannot be looked up and no port that cannot exist: LMCache would raise on them.
+    TEXT.matches(f"rediss?://{_LABEL}([.]{_LABEL})*[.]?:{_PORT}"),
+    "must be redis://HOST:PORT, or rediss:// for TLS, with a port of 1 to 65535 and no empty part between the dots of "
+    "the name, without user, password or path: LMCache writes its URL to the log; the password comes from "
     "passwordSecretRef",
-    check=lambda url: _REDIS.fullmatch(url) is not None,
 )
 
 
@@ -123,7 +132,7 @@ class TrialRedis(ApiModel):
 class LMCacheRedis(ApiModel):
     """A Redis that all engines share."""
 
-    url: Annotated[StrictStr, Field(max_length=256), Checked((IS_REDIS,))] | None = None
+    url: Annotated[StrictStr, Field(max_length=256), Checked((_IS_REDIS,))] | None = None
     """Address, such as `redis://redis.cache:6379`. Keys name neither the revision of the model nor its weights: give
     each cache generation a Redis of its own, or empty it when one of these changes."""
     password_secret_ref: PasswordKey | None = None
@@ -133,11 +142,10 @@ class LMCacheRedis(ApiModel):
 
     rules = (
         Rule.exactly_one("url", "trial"),
-        Rule(
-            cel="!has(self.passwordSecretRef) || (has(self.url) && self.url.startsWith('redis://'))",
-            message="is given to LMCache for redis:// URLs only: with rediss:// it takes one in the URL alone, which "
-            "it writes to the log; use redis:// in a network that you trust, or a proxy for TLS",
-            check=lambda redis: redis.password_secret_ref is None or (redis.url or "").startswith("redis://"),
+        Rule.that(
+            ~at("passwordSecretRef").is_given | at("url").matches("redis://.*"),
+            "is given to LMCache for redis:// URLs only: with rediss:// it takes one in the URL alone, which it writes "
+            "to the log; use redis:// in a network that you trust, or a proxy for TLS",
             field=".passwordSecretRef",
         ),
     )
@@ -155,20 +163,13 @@ class LMCacheDisk(ApiModel):
         return quantity.parse_bytes(self.size)
 
 
-WHOLE_CHUNKS: Final = Rule(
-    cel="self % 16 == 0",
-    message="must be a multiple of 16, the smallest block of vLLM",
-    check=lambda tokens: tokens % 16 == 0,
-)
-
-
 class LMCache(ApiModel):
     """LMCache, of the package `lmcache` in the engine's image. Experimental."""
 
     mode: Literal["InProcess", "MultiProcess"] = "InProcess"
     """`InProcess` is `LMCacheConnectorV1`: each rank of the engine has its part of the host memory. `MultiProcess` is
     `LMCacheMPConnector`: a cache server in the same container, which the engine starts and ends."""
-    chunk_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_CHUNKS,))] = 256
+    chunk_tokens: BlockTokens = 256
     """Tokens of one chunk."""
     serde: Literal["naive", "cachegen", "kivi"] = "naive"
     """How chunks are written to Redis: `naive` as they are; `cachegen` and `kivi` lose precision."""
@@ -178,36 +179,21 @@ class LMCache(ApiModel):
     """A Redis that all engines share. Without it, no engine reads what another one computed."""
 
     rules = (
-        Rule(
-            cel="!has(self.serde) || self.serde == 'naive' || (has(self.redis) && (!has(self.mode) || "
-            "self.mode == 'InProcess') && !has(self.redis.passwordSecretRef))",
-            message="is honoured by LMCache for a Redis without a password and in the mode InProcess only: set naive",
-            check=lambda lmcache: (
-                lmcache.serde == "naive"
-                or (
-                    lmcache.redis is not None
-                    and lmcache.mode == "InProcess"
-                    and lmcache.redis.password_secret_ref is None
-                )
-            ),
+        Rule.that(
+            at("serde").is_("naive")
+            | (at("redis").is_given & at("mode").is_("InProcess") & ~at("redis.passwordSecretRef").is_given),
+            "is honoured by LMCache for a Redis without a password and in the mode InProcess only: set naive",
             field=".serde",
         ),
-        Rule(
-            cel="!has(self.mode) || self.mode == 'InProcess' || !has(self.redis) || !has(self.redis.url) || "
-            "self.redis.url.startsWith('redis://')",
-            message="must be a redis:// one with the mode MultiProcess: the cache server speaks no TLS",
-            check=lambda lmcache: (
-                lmcache.mode == "InProcess"
-                or lmcache.redis is None
-                or (lmcache.redis.url or "redis://").startswith("redis://")
-            ),
+        Rule.that(
+            at("mode").is_("InProcess") | ~at("redis.url").is_given | at("redis.url").matches("redis://.*"),
+            "must be a redis:// one with the mode MultiProcess: the cache server speaks no TLS",
             field=".redis.url",
         ),
-        Rule(
-            cel="!has(self.mode) || self.mode == 'InProcess' || !has(self.localDisk)",
-            message="is bounded by LMCache with the mode InProcess only: the cache server of MultiProcess writes until "
-            "the node's disk is full; set mode to InProcess, or remove it",
-            check=lambda lmcache: lmcache.mode == "InProcess" or lmcache.local_disk is None,
+        Rule.that(
+            at("mode").is_("InProcess") | ~at("localDisk").is_given,
+            "is bounded by LMCache with the mode InProcess only: the cache server of MultiProcess writes until the "
+            "node's disk is full; set mode to InProcess, or remove it",
             field=".localDisk",
         ),
     )
@@ -243,16 +229,14 @@ class Hybrid(ApiModel):
 
     rules = (
         Rule.exactly_one("lmcache", "nixl"),
-        Rule(
-            cel="!has(self.vllmOffloading) || !has(self.nixl)",
-            message="stands beside lmcache only: beside nixl, kvtier's own connector has the host memory; remove it",
-            check=lambda hybrid: hybrid.vllm_offloading is None or hybrid.nixl is None,
+        Rule.that(
+            ~at("vllmOffloading").is_given | ~at("nixl").is_given,
+            "stands beside lmcache only: beside nixl, kvtier's own connector has the host memory; remove it",
             field=".vllmOffloading",
         ),
-        Rule(
-            cel="!has(self.lmcache) || !has(self.lmcache.mode) || self.lmcache.mode == 'InProcess'",
-            message="must be InProcess in a Hybrid connector: vLLM counts the MultiProcess one's answers differently",
-            check=lambda hybrid: hybrid.lmcache is None or hybrid.lmcache.mode == "InProcess",
+        Rule.that(
+            ~at("lmcache").is_given | at("lmcache.mode").is_("InProcess"),
+            "must be InProcess in a Hybrid connector: vLLM counts the MultiProcess one's answers differently",
             field=".lmcache.mode",
         ),
     )
@@ -281,7 +265,11 @@ class MooncakeMaster(ApiModel):
     """Image with `mooncake_master`; the engine's if left out."""
     port: Annotated[StrictInt, Field(ge=1024, le=65535)] = 50051
     """Its port."""
-    args: Annotated[tuple[Annotated[StrictStr, Field(min_length=1, max_length=1024)], ...], Field(max_length=32)] = ()
+    args: Annotated[
+        tuple[Annotated[StrictStr, Field(min_length=1, max_length=1024)], ...],
+        Field(max_length=32),
+        Checked(refuse_flags({"--port": "set spec.connector.mooncake.master.port"})),
+    ] = ()
     """More flags for it, one word each."""
 
 
@@ -301,38 +289,120 @@ class Mooncake(ApiModel):
     """Whether blocks are loaded while other requests are computed."""
 
 
-_BLOCKS: Final = {
-    "vllm_offloading": ("vllmOffloading", VLLM_OFFLOADING),
-    "vllm_tiering": ("vllmTiering", VLLM_TIERING),
-    "simple_cpu": ("simpleCPU", SIMPLE_CPU),
-    "lmcache": ("lmcache", LMCACHE),
-    "hybrid": ("hybrid", HYBRID),
-    "flex_kv": ("flexKV", FLEX_KV),
-    "mooncake": ("mooncake", MOONCAKE),
+class TransferConfig(OpenObject):
+    """A document of vLLM's `--kv-transfer-config`, with every field that vLLM's KVTransferConfig has."""
+
+    kv_connector: Annotated[Word, Field(alias="kv_connector")]
+    """Class of the connector, by its name in vLLM or in `kv_connector_module_path`."""
+
+
+class Custom(ApiModel):
+    """Any other KV connector of the engine's image. Experimental."""
+
+    transfer_config: Annotated[dict[str, Any], Pasted(TransferConfig)]
+    """Document for `--kv-transfer-config`, passed on as it is. Left out in it, `kv_role` is `kv_both` and
+    `kv_load_failure_policy` is `recompute`. The memory that it takes belongs into `spec.cpu.size`; files, variables and
+    volumes into `spec.engine`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorKind:
+    """A row of the table of connectors."""
+
+    type: str
+    settings: str = ""
+    """Field of ``spec.connector`` with its settings, as the API writes it."""
+    needs_settings: bool = False
+    variant: str = ""
+    """Field that tells this row from another one of the same type."""
+    honours: frozenset[str] = frozenset()
+    """Fields of `LIMITED` that it honours."""
+    devices: Literal["any", "accelerators", "nvidia"] = "any"
+    uses_volume: bool = False
+    is_in_shm: bool = False
+    """Whether its host memory is a file in /dev/shm, and not memory that each process pins for itself."""
+    cleaner: str = "host memory has one size, and goes with the pod"
+    """Who bounds its blocks where no janitor does, as the end of a sentence."""
+
+
+LIMITED: Final[Mapping[str, str]] = {
+    "disk.mode": "its engines read and write as they please",
+    "disk.compression": "blocks would lie there as they are",
+    "disk.encryption": "blocks would lie there as they are",
+    "disk.tenants.from": "blocks of all tenants would lie together, without quotas",
+    "disk.admission.minReuse": "every block would be written (VLLMOffloading counts offers with its own "
+    "storeThreshold)",
+    "disk.admission.costAware": "nothing measures whether loading pays, and every hit is loaded",
+    "disk.admission.minTokens": "hits of any length are loaded",
+    "disk.budget.maxBytes": "no janitor looks after what it keeps",
+    "disk.budget.minBytes": "no janitor looks after what it keeps",
+    "disk.budget.ttl": "blocks are kept until the room is needed",
+    "disk.canonicalLayout": "its blocks are laid out for one tensorParallel",
+    "disk.blockTokens": "it has units of its own (LMCache: spec.connector.lmcache.chunkTokens)",
+    "cpu.evictionPolicy": "it evicts the least recently used, and nothing else can be set",
 }
-"""Field in Python to its name in the API, and the type whose settings it holds."""
+"""Fields that only some connectors honour, and what the others would do, as the end of a sentence."""
 
-_REQUIRED: Final = ("hybrid", "flex_kv", "mooncake")
-"""Blocks without which their type has nothing to go by."""
+_ALL: Final = frozenset(LIMITED)
+_HOST_MEMORY: Final = frozenset({"disk.blockTokens", "cpu.evictionPolicy"})
+_VLLM_FILES: Final = _HOST_MEMORY | {path for path in LIMITED if path.startswith(("disk.budget", "disk.canonical"))}
+
+KINDS: Final = (
+    ConnectorKind(type=BUNDLED, honours=_ALL, uses_volume=True, is_in_shm=True),
+    ConnectorKind(type=VLLM_TIERING, settings="vllmTiering", honours=_VLLM_FILES, uses_volume=True, is_in_shm=True),
+    ConnectorKind(type=VLLM_OFFLOADING, settings="vllmOffloading", honours=_HOST_MEMORY, is_in_shm=True),
+    ConnectorKind(type=SIMPLE_CPU, settings="simpleCPU", devices="nvidia"),
+    ConnectorKind(type=LMCACHE, settings="lmcache", devices="accelerators"),
+    ConnectorKind(
+        type=HYBRID,
+        settings="hybrid",
+        needs_settings=True,
+        honours=_HOST_MEMORY,
+        devices="accelerators",
+        is_in_shm=True,
+    ),
+    ConnectorKind(type=HYBRID, variant="hybrid.nixl", honours=_ALL, uses_volume=True, is_in_shm=True),
+    ConnectorKind(
+        type=FLEX_KV,
+        settings="flexKV",
+        needs_settings=True,
+        devices="nvidia",
+        cleaner="FlexKV keeps to the sizes of its own configuration",
+    ),
+    ConnectorKind(
+        type=MOONCAKE,
+        settings="mooncake",
+        needs_settings=True,
+        devices="accelerators",
+        cleaner="Mooncake's master evicts within the segments that the engines give it",
+    ),
+    # It may map /dev/shm or pin memory: the pod has room for either.
+    ConnectorKind(
+        type=CUSTOM,
+        settings="custom",
+        needs_settings=True,
+        is_in_shm=True,
+        cleaner="its own configuration bounds it",
+    ),
+)
+"""Every connector; rules list types in this order."""
+
+_WITH_SETTINGS: Final = tuple(kind for kind in KINDS if kind.settings)
 
 
-def _only_with(field: str) -> Rule:
-    alias, kind = _BLOCKS[field]
-    return Rule(
-        cel=f"!has(self.{alias}) || (has(self.type) && self.type == '{kind}')",
-        message=f"holds the settings of {kind}, and spec.connector.type is another: remove it, or set type to {kind}",
-        check=lambda connector: getattr(connector, field) is None or connector.type == kind,
-        field=f".{alias}",
+def _only_with(kind: ConnectorKind) -> Rule:
+    return Rule.that(
+        ~at(kind.settings).is_given | at("type").is_(kind.type),
+        f"holds the settings of {kind.type}, and spec.connector.type is another: remove it, or set type to {kind.type}",
+        field=f".{kind.settings}",
     )
 
 
-def _needed_by(field: str) -> Rule:
-    alias, kind = _BLOCKS[field]
-    return Rule(
-        cel=f"!has(self.type) || self.type != '{kind}' || has(self.{alias})",
-        message=f"is required with type {kind}",
-        check=lambda connector: connector.type != kind or getattr(connector, field) is not None,
-        field=f".{alias}",
+def _needed_by(kind: ConnectorKind) -> Rule:
+    return Rule.that(
+        ~at("type").is_(kind.type) | at(kind.settings).is_given,
+        f"is required with type {kind.type}",
+        field=f".{kind.settings}",
     )
 
 
@@ -343,7 +413,7 @@ class Connector(ApiModel):
     """
 
     type: Literal[
-        "Bundled", "VLLMOffloading", "VLLMTiering", "SimpleCPU", "LMCache", "Hybrid", "FlexKV", "Mooncake"
+        "Bundled", "VLLMOffloading", "VLLMTiering", "SimpleCPU", "LMCache", "Hybrid", "FlexKV", "Mooncake", "Custom"
     ] = BUNDLED
     """`Bundled` is kvtier's own: host memory and the shared volume, verified, encrypted on request, within a budget.
     The others are what vLLM can do besides; a field that they do not honour is refused."""
@@ -362,18 +432,29 @@ class Connector(ApiModel):
     """Settings of `FlexKV`. Experimental: no engine has been run with it."""
     mooncake: Mooncake | None = None
     """Settings of `Mooncake`. Experimental: one engine has been run with it, on vLLM's CPU build."""
+    custom: Custom | None = None
+    """Settings of `Custom`. Experimental: nothing is known of the connector but its document."""
 
-    rules = (*map(_only_with, _BLOCKS), *map(_needed_by, _REQUIRED))
+    rules = (
+        *map(_only_with, _WITH_SETTINGS),
+        *(_needed_by(kind) for kind in _WITH_SETTINGS if kind.needs_settings),
+    )
+
+    @property
+    def kind(self) -> ConnectorKind:
+        """Return its row of the table."""
+        variant = "hybrid.nixl" if self.hybrid is not None and self.hybrid.nixl is not None else ""
+        return next(kind for kind in KINDS if (kind.type, kind.variant) == (self.type, variant))
 
     @property
     def is_ours(self) -> bool:
         """Tell whether kvtier's own connector keeps the blocks."""
-        return self.type == BUNDLED or (self.hybrid is not None and self.hybrid.nixl is not None)
+        return self.kind.honours is _ALL
 
     @property
     def uses_volume(self) -> bool:
         """Tell whether blocks lie on the shared volume."""
-        return self.is_ours or self.type == VLLM_TIERING
+        return self.kind.uses_volume
 
     @property
     def is_on_node_disk(self) -> bool:
@@ -388,164 +469,80 @@ class Connector(ApiModel):
 
     @property
     def label(self) -> str:
-        """Return what a person calls it."""
+        """Return its name for people."""
         return self.type if self.type != HYBRID else f"{HYBRID} ({'NIXL' if self.is_ours else LMCACHE})"
 
+    @property
     def used_lmcache(self) -> LMCache | None:
         """Return the settings of LMCache where it takes part."""
         if self.type == LMCACHE:
             return self.lmcache or LMCache()
         return None if self.hybrid is None else self.hybrid.lmcache
 
+    @property
     def identity(self) -> dict[str, Any]:
-        """Return what of it decides which blocks are readable; empty for kvtier's own, which always was."""
+        """Return the part of the cache identity that depends on it; empty for kvtier's own."""
         if self.type == BUNDLED:
             return {}
-        lmcache = self.used_lmcache()
+        lmcache = self.used_lmcache
         chunks = {} if lmcache is None else {"chunk_tokens": lmcache.chunk_tokens, "serde": lmcache.serde}
         return {"type": self.type, **chunks}
 
+    @property
+    def passing_bytes(self) -> int | None:
+        """Return the memory of one engine that blocks pass through; None for kvtier's own I/O workers."""
+        if self.is_ours:
+            return None
+        return 0 if self.hybrid is None else self.hybrid.lmcache_bytes
 
-_OURS: Final = frozenset({BUNDLED})
-_ON_VOLUME: Final = frozenset({BUNDLED, VLLM_TIERING})
-_NATIVE: Final = frozenset({BUNDLED, VLLM_OFFLOADING, VLLM_TIERING, HYBRID})
-_NIXL: Final = "(has(self.connector.hybrid) && has(self.connector.hybrid.nixl))"
+    def file_bytes(self, cpu_bytes: int) -> int:
+        """Return the bytes that blocks of one engine take on the node's disk."""
+        if self.is_on_node_disk:
+            return cpu_bytes
+        lmcache = self.used_lmcache
+        return 0 if lmcache is None or lmcache.local_disk is None else lmcache.local_disk.size_bytes
 
+    @property
+    def has_janitor(self) -> bool:
+        """Tell whether a janitor of this tier removes its blocks."""
+        return self.uses_volume and self.blocks_of is None
 
-@dataclass(frozen=True, kw_only=True)
-class _Field:
-    """A field that not every connector honours."""
+    @property
+    def layout(self) -> str:
+        """Return how the files on the volume lie."""
+        return BLOCKS_LAYOUT if self.is_ours else VLLM_FS_LAYOUT
 
-    path: str
-    """Below the spec, as the API writes it."""
-    cel: str
-    """True where it says nothing beyond its default."""
-    is_default: Callable[[Any], bool]
-    """The same of the parsed spec."""
-    honoured_by: frozenset[str]
-    what: str
-    """What nobody would do, as the end of a sentence."""
-
-    def to_rule(self) -> Rule:
-        # Where kvtier's own connector stands behind NIXL, it honours what it always does.
-        named = ", ".join(f"'{kind}'" for kind in sorted(self.honoured_by))
-        ours = f" || {_NIXL}" if BUNDLED in self.honoured_by else ""
-        return Rule(
-            cel=f"self.connector.type in [{named}]{ours} || {self.cel}",
-            message=f"is not honoured by this spec.connector.type: {self.what}; remove it, or set spec.connector.type "
-            f"to {_either(self.honoured_by)}",
-            check=lambda spec: _honours(spec, self.honoured_by) or self.is_default(spec),
-            field=f".{self.path}",
-        )
-
-
-def _honours(spec: Any, honoured_by: frozenset[str]) -> bool:
-    is_behind_nixl = BUNDLED in honoured_by and spec.connector.is_ours
-    return spec.connector.type in honoured_by or is_behind_nixl
+    @property
+    def cleaner(self) -> str:
+        """Return who bounds its blocks where it has no janitor, as the end of a sentence."""
+        if self.blocks_of is not None:
+            return f"the blocks are those of the tier {self.blocks_of}, whose janitor looks after them"
+        if self.is_on_node_disk:
+            return "its file on the node's disk has one size, and goes with the pod"
+        if self.used_lmcache is not None and self.used_lmcache.redis is not None:
+            return "LMCache keeps host memory and disk within their sizes, and Redis evicts by its own maxmemory-policy"
+        return self.kind.cleaner
 
 
-def _either(names: Iterable[str]) -> str:
-    order = (BUNDLED, VLLM_TIERING, VLLM_OFFLOADING, HYBRID)
-    *first, last = [name for name in order if name in set(names)]
-    return f"{', '.join(first)} or {last}" if first else last
+def _is_one_of(kinds: Iterable[ConnectorKind]) -> Term:
+    """Return the term that the connector of a spec has one of the rows."""
+    rows = tuple(kinds)
+    types = dict.fromkeys(kind.type for kind in rows if not kind.variant)
+    variants = [at(f"connector.{kind.variant}").is_given for kind in rows if kind.variant and kind.type not in types]
+    return functools.reduce(operator.or_, variants, at("connector.type").is_(*types))
 
 
-_FIELDS: Final = (
-    _Field(
-        path="disk.mode",
-        cel="self.disk.mode == 'ReadWrite'",
-        is_default=lambda spec: spec.disk.mode == "ReadWrite",
-        honoured_by=_OURS,
-        what="its engines read and write as they please",
-    ),
-    _Field(
-        path="disk.compression",
-        cel="self.disk.compression == 'Off'",
-        is_default=lambda spec: not spec.disk.compresses,
-        honoured_by=_OURS,
-        what="blocks would lie there as they are",
-    ),
-    _Field(
-        path="disk.encryption",
-        cel="!has(self.disk.encryption)",
-        is_default=lambda spec: spec.disk.encryption is None,
-        honoured_by=_OURS,
-        what="blocks would lie there as they are",
-    ),
-    _Field(
-        path="disk.tenants",
-        cel="(self.disk.tenants.from == 'None')",
-        is_default=lambda spec: spec.disk.tenants.source == "None",
-        honoured_by=_OURS,
-        what="blocks of all tenants would lie together, without quotas",
-    ),
-    _Field(
-        path="disk.admission.minReuse",
-        cel="self.disk.admission.minReuse == 1",
-        is_default=lambda spec: spec.disk.admission.min_reuse == 1,
-        honoured_by=_OURS,
-        what="every block would be written (VLLMOffloading counts offers with its own storeThreshold)",
-    ),
-    _Field(
-        path="disk.admission.costAware",
-        cel="self.disk.admission.costAware",
-        is_default=lambda spec: spec.disk.admission.cost_aware,
-        honoured_by=_OURS,
-        what="nothing measures whether loading pays, and every hit is loaded",
-    ),
-    _Field(
-        path="disk.admission.minTokens",
-        cel="self.disk.admission.minTokens == 0",
-        is_default=lambda spec: spec.disk.admission.min_tokens == 0,
-        honoured_by=_OURS,
-        what="hits of any length are loaded",
-    ),
-    _Field(
-        path="disk.budget.maxBytes",
-        cel="!has(self.disk.budget.maxBytes)",
-        is_default=lambda spec: spec.disk.budget.max_bytes is None,
-        honoured_by=_ON_VOLUME,
-        what="no janitor looks after what it keeps",
-    ),
-    _Field(
-        path="disk.budget.minBytes",
-        cel="!has(self.disk.budget.minBytes)",
-        is_default=lambda spec: spec.disk.budget.min_bytes is None,
-        honoured_by=_ON_VOLUME,
-        what="no janitor looks after what it keeps",
-    ),
-    _Field(
-        path="disk.budget.ttl",
-        cel="self.disk.budget.ttl == '168h'",
-        is_default=lambda spec: spec.disk.budget.ttl == "168h",
-        honoured_by=_ON_VOLUME,
-        what="blocks are kept until the room is needed",
-    ),
-    _Field(
-        path="disk.blockTokens",
-        cel="!has(self.disk.blockTokens)",
-        is_default=lambda spec: spec.disk.block_tokens is None,
-        honoured_by=_NATIVE,
-        what="it has units of its own (LMCache: spec.connector.lmcache.chunkTokens)",
-    ),
-    _Field(
-        path="disk.canonicalLayout",
-        cel="!self.disk.canonicalLayout",
-        is_default=lambda spec: not spec.disk.canonical_layout,
-        honoured_by=_ON_VOLUME,
-        what="its blocks are laid out for one tensorParallel",
-    ),
-    _Field(
-        path="cpu.evictionPolicy",
-        cel="self.cpu.evictionPolicy == 'lru'",
-        is_default=lambda spec: spec.cpu.eviction_policy == "lru",
-        honoured_by=_NATIVE,
-        what="it evicts the least recently used, and nothing else can be set",
-    ),
-)
+def _honoured(path: str, consequence: str) -> Rule:
+    kinds = [kind for kind in KINDS if path in kind.honours]
+    *others, last = dict.fromkeys(kind.type for kind in kinds if not kind.variant)
+    either = f"{', '.join(others)} or {last}" if others else last
+    return Rule.that(
+        _is_one_of(kinds) | at(path).is_default,
+        f"is not honoured by this spec.connector.type: {consequence}; remove it, or set spec.connector.type to "
+        f"{either}",
+        field=f".{path}",
+    )
 
-_OLD_LMCACHE: Final = "(^|/)lmcache/vllm-openai:v?0[.]([0-4]|5[.][0-5])([^0-9].*)?$"
-"""LMCache's own images whose tags name a release before `lmcache.mp.autostart`."""
 
 LMCACHE_ENV: Final = (
     "LMCACHE_CHUNK_SIZE",
@@ -563,83 +560,55 @@ LMCACHE_ENV: Final = (
 """Variables of LMCache that the operator renders."""
 
 LMCACHE_PASSWORD_ENV: Final = ("LMCACHE_EXTRA_CONFIG", "LMCACHE_REMOTE_STORAGE_PLUGINS")
-"""Those that it renders for a Redis with a password alone."""
+"""Variables that it renders only for a Redis with a password."""
 
-_PASSWORD: Final = " || ".join(
-    "(" + " && ".join(f"has(self.connector.{'.'.join(steps[:end])})" for end in range(1, len(steps) + 1)) + ")"
-    for steps in (("lmcache", "redis", "passwordSecretRef"), ("hybrid", "lmcache", "redis", "passwordSecretRef"))
+_OLD_LMCACHE: Final = "(.*/)?lmcache/vllm-openai:v?0[.]([0-4]|5[.][0-5])([^0-9].*)?"
+"""LMCache's own images whose tags name a release before `lmcache.mp.autostart`."""
+
+_USES_LMCACHE: Final = at("connector.type").is_(LMCACHE) | at("connector.hybrid.lmcache").is_given
+_HAS_PASSWORD: Final = (
+    at("connector.lmcache.redis.passwordSecretRef").is_given
+    | at("connector.hybrid.lmcache.redis.passwordSecretRef").is_given
 )
+_RESOURCE: Final = at("engine.accelerator.resource")
 
 
-def _has_password(spec: Any) -> bool:
-    lmcache = spec.connector.used_lmcache()
-    return lmcache is not None and lmcache.redis is not None and lmcache.redis.password_secret_ref is not None
-
-
-_NVIDIA: Final = "nvidia.com/"
-_NEEDS_NVIDIA: Final = (SIMPLE_CPU, FLEX_KV)
-
-
-def _is_nvidia(spec: Any) -> bool:
-    resource = spec.engine.accelerator.resource
-    return resource == CLAIMED or str(resource).startswith(_NVIDIA)
-
-
-def _has_device(spec: Any) -> bool:
-    return bool(spec.engine.accelerator.resource != NO_ACCELERATOR)
+def _sets_none_of(names: Iterable[str]) -> Term:
+    """Return the term that ``spec.engine.env`` has none of the variables."""
+    return at("engine.env").test(
+        lambda env: f"!{env}.exists(variable, variable.name in {cel_literal(list(names))})",
+        lambda env: not any(each["name"] in names for each in env),
+    )
 
 
 _ENGINES: Final = r"^--?(data[-_]parallel[-_]size|dp)($|=)"
 _ENGINES_HERE: Final = r"^--?(data[-_]parallel[-_]size[-_]local|dpl)($|=)"
-_ONE: Final = "=1"
 
 
-def _has_one_engine(spec: Any) -> bool:
+def _has_one_engine(args: Iterable[str]) -> bool:
     """Tell whether a pod runs one engine core, as far as single words of the command line tell; in CEL, too."""
-    more = [word for word in spec.engine.args if not word.endswith(_ONE)]
-    if any(re.match(_ENGINES_HERE, word) for word in more):
-        return False
-    is_one_here = any(re.match(_ENGINES_HERE, word) and word.endswith(_ONE) for word in spec.engine.args)
-    return is_one_here or not any(re.match(_ENGINES, word) for word in more)
+    here = [word for word in args if re.match(_ENGINES_HERE, word)]
+    if here:
+        return all(word.endswith("=1") for word in here)
+    return not any(re.match(_ENGINES, word) and not word.endswith("=1") for word in args)
 
 
-def _one_engine_for_its_disk(field: str, find: Callable[[Any], Any]) -> Rule:
-    """Return the rule that engine cores do not write into one directory of LMCache's, of whose files each has a list.
+_ONE_ENGINE: Final = at("engine.args").test(
+    lambda args: (
+        f"{args}.all(word, !word.matches(r'{_ENGINES_HERE}') || word.endsWith('=1')) && "
+        f"({args}.exists(word, word.matches(r'{_ENGINES_HERE}')) || "
+        f"{args}.all(word, !word.matches(r'{_ENGINES}') || word.endsWith('=1')))"
+    ),
+    _has_one_engine,
+)
 
-    Args:
-        field: path of the settings of LMCache, below the spec.
-        find: those settings, of a parsed connector.
-    """
-    steps = field.split(".")
-    has = " && ".join(f"has(self.{'.'.join(steps[:end])})" for end in range(2, len(steps) + 1))
-    here, anywhere = (
-        f"word.matches(r'{pattern}') && !word.endsWith('{_ONE}')" for pattern in (_ENGINES_HERE, _ENGINES)
-    )
-    is_one_here = f"word.matches(r'{_ENGINES_HERE}') && word.endsWith('{_ONE}')"
-    return Rule(
-        cel=f"!({has} && has(self.{field}.localDisk)) || !has(self.engine.args) || "
-        f"!(self.engine.args.exists(word, {here}) || (self.engine.args.exists(word, {anywhere}) && "
-        f"!self.engine.args.exists(word, {is_one_here})))",
-        message="is one directory of the pod, and with --data-parallel-size in spec.engine.args several engine cores "
-        "would write into it and remove each other's files: raise spec.replicas instead, set "
-        "--data-parallel-size-local=1, or remove it",
-        check=lambda spec: (
-            (settings := find(spec.connector)) is None or settings.local_disk is None or _has_one_engine(spec)
-        ),
-        field=f".{field}.localDisk",
-    )
-
-
-USES_VOLUME: Final = f"(self.connector.type in ['{BUNDLED}', '{VLLM_TIERING}'] || {_NIXL})"
-"""As `Connector.uses_volume`."""
-
+USES_VOLUME: Final = _is_one_of(kind for kind in KINDS if kind.uses_volume)
+"""As `Connector.uses_volume`, of a spec."""
 
 RULES: Final = (
-    Rule(
-        cel=f"has(self.volume) || !{USES_VOLUME}",
-        message="is required: spec.connector.type keeps blocks on it; give spec.volume.claim or "
-        "spec.volume.existingClaim",
-        check=lambda spec: spec.volume.is_there or not spec.connector.uses_volume,
+    Rule.that(
+        at("volume").test(lambda _: "true", lambda volume: volume.is_there) | ~USES_VOLUME,
+        "is required: spec.connector.type keeps blocks on it; give spec.volume.claim or spec.volume.existingClaim",
         field=".volume",
     ),
     Rule(
@@ -649,70 +618,54 @@ RULES: Final = (
         check=None,
         field=".volume",
     ),
-    *(field.to_rule() for field in _FIELDS),
-    Rule(
-        cel=f"!(self.connector.type in [{', '.join(repr(kind) for kind in _NEEDS_NVIDIA)}]) || "
-        f"self.engine.accelerator.resource == '{CLAIMED}' || "
-        f"self.engine.accelerator.resource.startsWith('{_NVIDIA}')",
-        message=f"must be one of {_NVIDIA}…, or claim, with this spec.connector.type, which copies with CUDA: use "
-        "Bundled, or VLLMOffloading for memory alone",
-        check=lambda spec: spec.connector.type not in _NEEDS_NVIDIA or _is_nvidia(spec),
+    *(_honoured(path, consequence) for path, consequence in LIMITED.items()),
+    Rule.that(
+        ~_is_one_of(kind for kind in KINDS if kind.devices == "nvidia")
+        | _RESOURCE.matches(f"{CLAIMED}|nvidia[.]com/.*"),
+        "must be one of nvidia.com/…, or claim, with this spec.connector.type, which copies with CUDA: use Bundled, or "
+        "VLLMOffloading for memory alone",
         field=".engine.accelerator.resource",
     ),
-    Rule(
-        cel="!has(self.cpu.fraction) || !has(self.connector.simpleCPU) || self.connector.simpleCPU.medium != 'Disk'",
-        message="is a share of the node's memory, and spec.connector.simpleCPU.medium is Disk: set spec.cpu.size, the "
-        "size of the file",
-        check=lambda spec: spec.cpu.fraction is None or not spec.connector.is_on_node_disk,
+    Rule.that(
+        ~at("cpu.fraction").is_given | ~at("connector.simpleCPU.medium").is_("Disk"),
+        "is a share of the node's memory, and spec.connector.simpleCPU.medium is Disk: set spec.cpu.size, the size of "
+        "the file",
         field=".cpu.fraction",
     ),
-    Rule(
-        cel=f"!(self.connector.type in ['{LMCACHE}', '{HYBRID}']) || !has(self.engine.env) || "
-        "!self.engine.env.exists(variable, "
-        f"variable.name in [{', '.join(repr(name) for name in LMCACHE_ENV)}])",
-        message=f"must not set what spec.connector says: {', '.join(LMCACHE_ENV)} are rendered from it; set the field "
-        "there",
-        check=lambda spec: (
-            spec.connector.used_lmcache() is None or not any(each["name"] in LMCACHE_ENV for each in spec.engine.env)
-        ),
+    Rule.that(
+        ~_USES_LMCACHE | _sets_none_of(LMCACHE_ENV),
+        f"must not set what spec.connector says: {', '.join(LMCACHE_ENV)} are rendered from it; set the field there",
         field=".engine.env",
     ),
-    Rule(
-        cel=f"!({_PASSWORD}) || !has(self.engine.env) || !self.engine.env.exists(variable, "
-        f"variable.name in [{', '.join(repr(name) for name in LMCACHE_PASSWORD_ENV)}])",
-        message=f"must not set {' or '.join(LMCACHE_PASSWORD_ENV)} beside passwordSecretRef, for which they name a "
-        "connector of kvtier's: remove it, or give a Redis without a password",
-        check=lambda spec: (
-            not _has_password(spec) or not any(each["name"] in LMCACHE_PASSWORD_ENV for each in spec.engine.env)
-        ),
+    Rule.that(
+        ~_HAS_PASSWORD | _sets_none_of(LMCACHE_PASSWORD_ENV),
+        f"must not set {' or '.join(LMCACHE_PASSWORD_ENV)} beside passwordSecretRef, for which they name a connector "
+        "of kvtier's: remove it, or give a Redis without a password",
         field=".engine.env",
     ),
-    Rule(
-        cel=f"!(self.connector.type in ['{LMCACHE}', '{MOONCAKE}', '{HYBRID}']) || {_NIXL} || "
-        f"self.engine.accelerator.resource != '{NO_ACCELERATOR}'",
-        message="is none, vLLM's CPU build, with which this spec.connector.type does not work: use Bundled, "
-        "VLLMOffloading, VLLMTiering or Hybrid with nixl, or name the resource of a device",
-        check=lambda spec: (
-            spec.connector.type not in {LMCACHE, MOONCAKE, HYBRID} or spec.connector.is_ours or _has_device(spec)
-        ),
+    Rule.that(
+        ~_is_one_of(kind for kind in KINDS if kind.devices == "accelerators")
+        | at("connector.hybrid.nixl").is_given
+        | ~_RESOURCE.is_(NO_ACCELERATOR),
+        "is none, vLLM's CPU build, with which this spec.connector.type does not work: use Bundled, VLLMOffloading, "
+        "VLLMTiering or Hybrid with nixl, or name the resource of a device",
         field=".engine.accelerator.resource",
     ),
-    Rule(
-        cel="!has(self.connector.lmcache) || self.connector.lmcache.mode != 'MultiProcess' || "
-        f"!self.engine.image.matches('{_OLD_LMCACHE}')",
-        message="is of an LMCache that cannot start the cache server of mode MultiProcess by itself, so that each "
-        "engine would wait for it and end: use an image with LMCache 0.5.6, or set spec.connector.lmcache.mode to "
-        "InProcess",
-        check=lambda spec: (
-            spec.connector.lmcache is None
-            or spec.connector.lmcache.mode != "MultiProcess"
-            or re.search(_OLD_LMCACHE, spec.engine.image) is None
-        ),
+    Rule.that(
+        ~at("connector.lmcache.mode").is_("MultiProcess") | ~at("engine.image").matches(_OLD_LMCACHE),
+        "is of an LMCache that cannot start the cache server of mode MultiProcess by itself, so that each engine would "
+        "wait for it and end: use an image with LMCache 0.5.6, or set spec.connector.lmcache.mode to InProcess",
         field=".engine.image",
     ),
-    _one_engine_for_its_disk("connector.lmcache", lambda connector: connector.lmcache),
-    _one_engine_for_its_disk(
-        "connector.hybrid.lmcache", lambda connector: connector.hybrid and connector.hybrid.lmcache
+    *(
+        Rule.that(
+            ~at(f"{path}.localDisk").is_given | _ONE_ENGINE,
+            "is one directory of the pod, and with --data-parallel-size in spec.engine.args several engine cores would "
+            "write into it and remove each other's files: raise spec.replicas instead, set "
+            "--data-parallel-size-local=1, or remove it",
+            field=f".{path}.localDisk",
+        )
+        for path in ("connector.lmcache", "connector.hybrid.lmcache")
     ),
 )
-"""What `TierSpec` adds to its own rules."""
+"""Rules of `TierSpec` about its connector."""

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.disk.tenants`` of a KVCacheTier: whose blocks lie apart on the volume, and how many of them. Pure.
-
-``spec.disk``, ``spec.generations`` and ``spec.janitor`` of a KVCacheTier: the volume, and who keeps it. Pure.
-"""
+"""``spec.disk``, ``spec.generations`` and ``spec.janitor`` of a KVCacheTier: use and upkeep of the volume. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, StringConstraints
 
-from kvtier_connector.contract import engine
+from kvtier_connector.contract.engine import COMPRESSION_OFF, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_operator import quantity
 from kvtier_operator.api.rules import (
+    TEXT,
     ApiModel,
+    BlockTokens,
     ByteQuantity,
     Checked,
     CpuQuantity,
@@ -24,22 +22,21 @@ from kvtier_operator.api.rules import (
     Pasted,
     Rule,
     Word,
+    at,
+    quantity_range,
 )
 
-_TENANT: Final = re.compile(f"^{engine.TENANT_PATTERN}$")
-
-IS_TENANT: Final = Rule(
-    cel=f"self.matches('{_TENANT.pattern}')",
-    message="must be 1 to 32 lower-case letters, digits, '.', '_' and '-', starting with a letter or a digit: it is "
-    "the name of a directory",
-    check=lambda text: _TENANT.fullmatch(text) is not None,
+_IS_TENANT: Final = Rule.that(
+    TEXT.matches(TENANT_PATTERN),
+    "must be 1 to 32 lower-case letters, digits, '.', '_' and '-', starting with a letter or a digit: it is the name "
+    "of a directory",
 )
 
 
 class Quota(ApiModel):
-    """What the blocks of one tenant may take."""
+    """Storage for the blocks of one tenant."""
 
-    tenant: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((IS_TENANT,))]
+    tenant: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((_IS_TENANT,))]
     """Name of the tenant: what requests say, or the first 16 digits of the SHA-256 of its `cache_salt`."""
     max_size: Annotated[ByteQuantity, Field(alias="maxBytes")]
     """Storage that its blocks may take, of all generations together."""
@@ -53,17 +50,19 @@ class Tenants(ApiModel):
     `kv_transfer_params`; with `None` all blocks are common. Only a salt keeps tenants apart in the memory of an engine,
     too."""
     quotas: Annotated[tuple[Annotated[dict[str, Any], Pasted(Quota)], ...], Field(max_length=256), Keyed("tenant")] = ()
-    """What the blocks of tenants may take. Changing it restarts the engines."""
+    """Storage for the blocks of single tenants. Changing it restarts nothing."""
     default_max_size: Annotated[ByteQuantity | None, Field(alias="defaultMaxBytes")] = None
-    """What the blocks of every other tenant may take; no limit if left out. Changing it restarts the engines."""
+    """Storage for the blocks of every other tenant; no limit if left out. Changing it restarts nothing."""
 
     rules = (
-        Rule(
-            cel="(has(self.from) && self.from != 'None') "
-            "|| ((!has(self.quotas) || self.quotas.size() == 0) && !has(self.defaultMaxBytes))",
-            message="must be CacheSalt or Parameter where quotas or defaultMaxBytes are given: without it all blocks "
-            "are of nobody in particular",
-            check=lambda tenants: tenants.source != "None" or (not tenants.quotas and tenants.default_max_size is None),
+        Rule.that(
+            ~at("from").is_("None")
+            | (
+                at("quotas").test(lambda each: f"{each}.size() == 0", lambda each: not each)
+                & at("defaultMaxBytes").is_default
+            ),
+            "must be CacheSalt or Parameter where quotas or defaultMaxBytes are given: without it no block belongs to "
+            "a tenant",
             field=".from",
         ),
     )
@@ -93,70 +92,55 @@ class Admission(ApiModel):
     """Hits on the volume of fewer tokens are computed again. `0` leaves it to `costAware` alone."""
 
 
-_PERCENTAGE: Final = re.compile(r"^(100|[1-9][0-9]?)%$")
-_SHARE: Final = re.compile(r"^[1-9]?[0-9]%$")
-_DURATION: Final = re.compile(r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$")
+_PERCENTAGE: Final = "(100|[1-9][0-9]?)%"
+_DURATION: Final = "([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?"
 
-IS_PERCENTAGE: Final = Rule(
-    cel=f"self.matches('{_PERCENTAGE.pattern}')",
-    message='is not a percentage; write a whole number from 1 to 100 and the sign, such as "90%"',
-    check=lambda text: _PERCENTAGE.fullmatch(text) is not None,
+_IS_PERCENTAGE: Final = Rule.that(
+    TEXT.matches(_PERCENTAGE),
+    'is not a percentage; write a whole number from 1 to 100 and the sign, such as "90%"',
 )
-
-IS_FREE_SPACE: Final = Rule(
-    cel=f"self.matches('{_SHARE.pattern}') || isQuantity(self)",
-    message='is neither a percentage below 100% nor a quantity; write such as "5%" or "50Gi"',
-    check=lambda text: _SHARE.fullmatch(text) is not None or quantity.is_quantity(text),
+_IS_FREE_SPACE: Final = Rule.that(
+    TEXT.matches("[1-9]?[0-9]%") | TEXT.test(lambda text: f"isQuantity({text})", quantity.is_quantity),
+    'is neither a percentage below 100% nor a quantity; write such as "5%" or "50Gi"',
 )
-
-AT_LEAST_ONE_MEBIBYTE_FREE: Final = Rule(
-    cel="!isQuantity(self) || quantity(self).compareTo(quantity('1Mi')) >= 0",
-    message='must be at least 1Mi where it is no percentage: write the sign or the unit, such as "5%" or "50Gi"; "0%" '
-    "leaves it to others",
-    check=lambda text: not quantity.is_quantity(text) or quantity.parse_quantity(text) >= 1 << 20,
+_IS_DURATION: Final = Rule.that(
+    TEXT.matches(_DURATION),
+    'is not a duration; write hours, minutes or seconds, such as "168h" (seven days) or "90m"',
 )
-
-IS_DURATION: Final = Rule(
-    cel=f"self.matches('{_DURATION.pattern}')",
-    message='is not a duration; write hours, minutes or seconds, such as "168h" (seven days) or "90m"',
-    check=lambda text: _DURATION.fullmatch(text) is not None,
+_AT_LEAST_1M: Final = Rule.that(
+    ~TEXT.matches(_DURATION)
+    | TEXT.test(lambda text: f"duration({text}) >= duration('1m')", lambda text: quantity.parse_seconds(text) >= 60),  # noqa: PLR2004  1m
+    "must be at least 1m, or blocks would be gone before they are read; to keep them for good, write a long time, such "
+    'as "87600h" (ten years)',
 )
-
-AT_LEAST_ONE_MINUTE: Final = Rule(
-    cel=f"!self.matches('{_DURATION.pattern}') || duration(self) >= duration('1m')",
-    message="must be at least 1m, or blocks would be gone before anybody reads them; to keep them for good, write a "
-    'long time, such as "87600h" (ten years)',
-    check=lambda text: _DURATION.fullmatch(text) is None or quantity.parse_seconds(text) >= 60,  # noqa: PLR2004  1m
-)
-
-_KEY_ID: Final = re.compile(f"^{engine.KEY_ID_PATTERN}$")
-
-IS_KEY_ID: Final = Rule(
-    cel=f"self.matches('{_KEY_ID.pattern}')",
-    message="must be the name of an entry of the Secret, of letters, digits, '.', '_' and '-', starting with a letter "
-    "or a digit, such as 2026-11",
-    check=lambda text: _KEY_ID.fullmatch(text) is not None,
-)
-
-WHOLE_BLOCKS: Final = Rule(
-    cel="self % 16 == 0",
-    message="must be a multiple of 16, the smallest block of vLLM",
-    check=lambda tokens: tokens % 16 == 0,
+_IS_KEY_ID: Final = Rule.that(
+    TEXT.matches(KEY_ID_PATTERN),
+    "must be the name of an entry of the Secret, of letters, digits, '.', '_' and '-', starting with a letter or a "
+    "digit, such as 2026-11",
 )
 
 _ShortText = Annotated[StrictStr, StringConstraints(min_length=2, max_length=24)]
 
-Percentage = Annotated[_ShortText, Checked((IS_PERCENTAGE,))]
+Percentage = Annotated[_ShortText, Checked((_IS_PERCENTAGE,))]
 """A whole percentage, from 1% to 100%."""
 
 FreeSpace = Annotated[
     StrictStr,
     StringConstraints(min_length=1, max_length=32),
-    Checked((IS_FREE_SPACE, AT_LEAST_ONE_MEBIBYTE_FREE)),
+    Checked(
+        (
+            _IS_FREE_SPACE,
+            quantity_range(
+                "1Mi",
+                'must be at least 1Mi where it is no percentage: write the sign or the unit, such as "5%" or "50Gi"; '
+                '"0%" leaves it to others',
+            ),
+        )
+    ),
 ]
 """A whole percentage, from 0% to 99%, or an amount of storage."""
 
-Duration = Annotated[_ShortText, Checked((IS_DURATION, AT_LEAST_ONE_MINUTE))]
+Duration = Annotated[_ShortText, Checked((_IS_DURATION, _AT_LEAST_1M))]
 """A time of at least a minute."""
 
 
@@ -192,22 +176,16 @@ class Budget(ApiModel):
     rules = (
         Rule(
             cel="!has(self.highWatermark) || !has(self.lowWatermark) "
-            f"|| !self.highWatermark.matches('{_PERCENTAGE.pattern}') "
-            f"|| !self.lowWatermark.matches('{_PERCENTAGE.pattern}') "
+            f"|| !self.highWatermark.matches('^{_PERCENTAGE}$') || !self.lowWatermark.matches('^{_PERCENTAGE}$') "
             "|| int(self.lowWatermark.replace('%', '')) < int(self.highWatermark.replace('%', ''))",
             message="must be less than spec.disk.budget.highWatermark: lower it, so that an eviction makes room for "
             "more than the next block",
             check=lambda budget: _percent(budget.low_watermark) < _percent(budget.high_watermark),
             field=".lowWatermark",
         ),
-        Rule(
-            cel="!has(self.minBytes) || !has(self.maxBytes) || !isQuantity(self.minBytes) "
-            "|| !isQuantity(self.maxBytes) || quantity(self.minBytes).compareTo(quantity(self.maxBytes)) <= 0",
-            message="is more than spec.disk.budget.maxBytes, which the tier may never take: lower minBytes or raise "
-            "maxBytes",
-            check=lambda budget: (
-                budget.min_bytes is None or budget.max_bytes is None or budget.min_bytes <= budget.max_bytes
-            ),
+        Rule.that(
+            at("minBytes").is_at_most(at("maxBytes")),
+            "is more than spec.disk.budget.maxBytes, which the tier may never take: lower minBytes or raise maxBytes",
             field=".minBytes",
         ),
     )
@@ -254,7 +232,7 @@ class Encryption(ApiModel):
     secret_name: ObjectName
     """Secret in the same namespace with a key in each entry: 32 bytes, as they are, or in hexadecimal or base64. Blocks
     are read with whichever of them they were written with. Without the Secret no engine starts."""
-    active_key: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((IS_KEY_ID,))]
+    active_key: Annotated[StrictStr, StringConstraints(min_length=1, max_length=64), Checked((_IS_KEY_ID,))]
     """Entry of the Secret that new blocks are written with. To rotate, add an entry and name it here: nothing restarts,
     and the old entry can go when no block needs it any more, after `budget.ttl` at the latest."""
 
@@ -267,7 +245,7 @@ class Disk(ApiModel):
     within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""
-    block_tokens: Annotated[StrictInt, Field(ge=16, le=65536), Checked((WHOLE_BLOCKS,))] | None = None
+    block_tokens: BlockTokens | None = None
     """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
     or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
     canonical_layout: StrictBool = False
@@ -291,7 +269,7 @@ class Disk(ApiModel):
     @property
     def compresses(self) -> bool:
         """Whether blocks may be compressed when they are written."""
-        return self.compression != engine.COMPRESSION_OFF
+        return self.compression != COMPRESSION_OFF
 
 
 class Generations(ApiModel):
@@ -307,7 +285,18 @@ class JanitorResources(ApiModel):
 
     cpu: CpuQuantity = "100m"
     """Processors that it asks for; it may use more when others do not."""
-    memory: ByteQuantity = "512Mi"
+    memory: Annotated[
+        ByteQuantity,
+        Checked(
+            (
+                quantity_range(
+                    "64Mi",
+                    "must be at least 64Mi, which the janitor takes before it knows a block; a million blocks take "
+                    "less than 300Mi",
+                ),
+            )
+        ),
+    ] = "512Mi"
     """Memory that it requests and is limited to. A million blocks take less than 300Mi."""
 
 

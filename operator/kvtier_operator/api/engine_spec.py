@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags and environment variables of the engine that the operator sets, and the field to change instead. Pure.
+"""``spec.engine`` of a KVCacheTier: the vLLM process, its devices, and how its pods are scheduled. Pure.
 
-vLLM keeps the last value it is given, so a second ``--revision`` in ``spec.engine.args`` would quietly serve one model
-under the cache identity of another. Each of these is refused, in every spelling that vLLM's parser takes: ``--flag x``,
-``--flag=x``, ``--flag.key x``, underscores for dashes, and any abbreviation.
-
-``spec.engine`` of a KVCacheTier: the vLLM process, what it runs on, and how its pods are scheduled. Pure.
+vLLM keeps the last value of a flag, so a second ``--revision`` in ``spec.engine.args`` would serve one model under the
+cache identity of another. Flags and variables that the operator sets are refused in every spelling that vLLM's parser
+takes: ``--flag x``, ``--flag=x``, ``--flag.key x``, underscores for dashes, and any abbreviation.
 """
 
 from __future__ import annotations
@@ -19,16 +17,18 @@ from pydantic import Field, StrictInt, StrictStr, model_validator
 from kvtier_operator import quantity
 from kvtier_operator.api.pod_template import ENGINE, IntOrText, PodTemplate, Variable, amounts, of_engine
 from kvtier_operator.api.rules import (
+    TEXT,
+    Annotations,
     ApiModel,
     ByteQuantity,
     Checked,
     CpuQuantity,
     Keyed,
-    LabelKey,
     ObjectName,
     Pasted,
     Rule,
     Word,
+    at,
 )
 
 _TIERS: Final = "the operator renders it from spec.connector, spec.cpu and spec.volume"
@@ -36,6 +36,7 @@ _SERVED: Final = (
     "the Service and the probes expect the engine on port 8000 of the pod, on every address; leave it out, or write "
     "--port=8000 and --host=0.0.0.0, each as one word"
 )
+_ONE_POD: Final = "an engine is one pod, which answers requests; use a node with more devices, or raise spec.replicas"
 _PLAIN: Final = "the probes speak plain HTTP to the engine; put TLS in front of the Service"
 
 FLAGS: Final[Mapping[str, str]] = {
@@ -55,14 +56,16 @@ FLAGS: Final[Mapping[str, str]] = {
     "--uds": _SERVED,
     "--ssl-certfile": _PLAIN,
     "--ssl-keyfile": _PLAIN,
+    "--nnodes": _ONE_POD,
+    "--headless": _ONE_POD,
     "--shutdown-timeout": "the operator fits it into the grace period of the pod",
     "--config": "write its flags in spec.engine.args, where they are checked and become part of the cache identity",
 }
 """Flag to what its user does instead."""
 
 HARMLESS: Final = ("--enable-prefix-caching", "--port=8000", "--host=0.0.0.0")
-"""What people bring along from elsewhere and the operator sets just so: it may stand there, in these spellings, and
-never reaches vLLM, for which the last word counts: on a cluster of IPv6, every address is another one."""
+"""Flags that the operator sets to these very values. They are accepted in these spellings and never passed to vLLM,
+where the last value counts: on a cluster of IPv6, --host is another one."""
 
 _TOKEN: Final = "set spec.model.tokenSecretRef"  # noqa: S105  the name of a field, not a token
 ENV: Final[Mapping[str, str]] = {
@@ -87,19 +90,24 @@ def abbreviations(flag: str) -> str:
     return f"^{dashes}{name[0]}{rest}([=.]|$)"
 
 
-def _flag_rule(flag: str, instead: str) -> Rule:
-    expression = abbreviations(flag)
-    pattern = re.compile(expression)
+def refuse_flags(flags: Mapping[str, str], *, harmless: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """Return a rule for each flag that a list of words must not have.
 
-    def check(args: Sequence[str]) -> bool:
-        return not any(pattern.match(word) for word in args if word not in HARMLESS)
+    Args:
+        flags: the flag, and what its user does instead.
+        harmless: words that are accepted all the same.
+    """
 
-    allowed = "".join(f" || word == '{each}'" for each in HARMLESS if pattern.match(each))
-    return Rule(
-        cel=f"self.all(word, !word.matches('{expression}'){allowed})",
-        message=f"{flag} (or an abbreviation of it) is not yours to set here: {instead}",
-        check=check,
-    )
+    def rule(flag: str, instead: str) -> Rule:
+        expression = abbreviations(flag)
+        allowed = "".join(f" || word == '{each}'" for each in harmless if re.match(expression, each))
+        return Rule(
+            cel=f"self.all(word, !word.matches('{expression}'){allowed})",
+            message=f"{flag} (or an abbreviation of it) is not yours to set here: {instead}",
+            check=lambda words: not any(re.match(expression, word) for word in words if word not in harmless),
+        )
+
+    return tuple(rule(flag, instead) for flag, instead in flags.items())
 
 
 def _env_rule(name: str, instead: str) -> Rule:
@@ -113,10 +121,8 @@ def _env_rule(name: str, instead: str) -> Rule:
     )
 
 
-_SPLIT: Final = re.compile(r"^-[^=]*\s")
-
-FLAG_RULES: Final = (
-    *(_flag_rule(flag, instead) for flag, instead in FLAGS.items()),
+_FLAG_RULES: Final = (
+    *refuse_flags(FLAGS, harmless=HARMLESS),
     Rule(
         cel="self.size() == 0 || self[0].startsWith('-')",
         message="the first item must be a flag, such as --max-model-len; spec.model.name names the model",
@@ -125,7 +131,7 @@ FLAG_RULES: Final = (
     Rule(
         cel=r"self.all(word, !word.matches(r'^-[^=]*\s'))",
         message="a flag and its value must be two items, or one item joined by '=': no shell splits them at spaces",
-        check=lambda args: not any(_SPLIT.match(word) for word in args),
+        check=lambda args: not any(re.match(r"-[^=]*\s", word) for word in args),
     ),
     Rule(
         cel="self.all(word, word != '--')",
@@ -133,11 +139,6 @@ FLAG_RULES: Final = (
         check=lambda args: "--" not in args,
     ),
 )
-"""What ``spec.engine.args`` must keep to."""
-
-ENV_RULES: Final = tuple(_env_rule(name, instead) for name, instead in ENV.items())
-"""What ``spec.engine.env`` must keep to."""
-
 
 NO_ACCELERATOR: Final = "none"
 """``engine.accelerator.resource`` of vLLM's CPU build."""
@@ -145,23 +146,22 @@ NO_ACCELERATOR: Final = "none"
 CLAIMED: Final = "claim"
 """``engine.accelerator.resource`` of devices that the pod's resource claims bring."""
 
-_RESOURCE: Final = re.compile(r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")
+_RESOURCE: Final = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 
-ACCELERATOR_NAME: Final = Rule(
-    cel=f"self == '{NO_ACCELERATOR}' || self == '{CLAIMED}' || self.matches('{_RESOURCE.pattern}')",
-    message='must be the resource name of a device plugin, such as nvidia.com/gpu, "claim" (devices of '
+_IS_RESOURCE: Final = Rule.that(
+    TEXT.matches(f"{NO_ACCELERATOR}|{CLAIMED}|{_RESOURCE}"),
+    'must be the resource name of a device plugin, such as nvidia.com/gpu, "claim" (devices of '
     'podTemplate.resourceClaims), or "none" (vLLM\'s CPU build)',
-    check=lambda text: text in {NO_ACCELERATOR, CLAIMED} or _RESOURCE.fullmatch(text) is not None,
 )
 
 
 class Accelerator(ApiModel):
     """The devices that one engine gets."""
 
-    resource: Annotated[StrictStr, Field(min_length=1, max_length=128), Checked((ACCELERATOR_NAME,))] = "nvidia.com/gpu"
+    resource: Annotated[StrictStr, Field(min_length=1, max_length=128), Checked((_IS_RESOURCE,))] = "nvidia.com/gpu"
     """Resource that the device plugin offers, such as `nvidia.com/gpu`, `amd.com/gpu` or `gpu.intel.com/xe`; `claim`
     for those of `podTemplate.resourceClaims`; `none` for vLLM's CPU build."""
-    # Without a default in the schema: the API server would fill it in, and nobody could tell that it was left out.
+    # Without a default in the schema: the API server would fill it in, and it would not look left out.
     per_pod: Annotated[StrictInt, Field(ge=1, le=64, json_schema_extra=lambda schema: schema.pop("default", None))] = 1
     """Devices per pod. Left out, as many as `tensorParallel`; 1 when `resource` is `none`, which asks for no device."""
     memory: ByteQuantity | None = None
@@ -183,23 +183,41 @@ class ServiceSettings(ApiModel):
     """The Service in front of the engines."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    """Who can reach it: the cluster, or also others. Engines ask nobody for a password unless `env` sets
-    `VLLM_API_KEY`."""
-    annotations: Annotated[Mapping[LabelKey, Annotated[StrictStr, Field(max_length=16384)]], Field(max_length=64)] = (
-        Field(default_factory=dict)
-    )
+    """Who can reach it: the cluster, or also others. Engines ask for no password unless `env` sets `VLLM_API_KEY`."""
+    annotations: Annotations = Field(default_factory=dict)
     """Annotations, such as those that tell a cloud which load balancer to make."""
+
+
+_CountOrShare = Annotated[
+    IntOrText,
+    Checked(
+        (
+            Rule(
+                # Without CEL: the text has no greatest length there, and so no bounded cost.
+                message="must be a number of engines, 0 or more, or a share of them such as 25%",
+                check=lambda found: (
+                    found >= 0 if isinstance(found, int) else re.fullmatch("(100|[1-9]?[0-9])%", found) is not None
+                ),
+            ),
+        )
+    ),
+]
 
 
 class DisruptionBudget(ApiModel):
     """How many engines a drain of nodes may take at once. An engine that does not serve never holds up a drain."""
 
-    max_unavailable: IntOrText | None = None
+    max_unavailable: _CountOrShare | None = None
     """Engines that may be missing, as a number or as a share such as `25%`; 1 if both are left out."""
-    min_available: IntOrText | None = None
+    min_available: _CountOrShare | None = None
     """Engines that must stay, as a number or as a share."""
 
-    rules = (Rule.not_both("max_unavailable", "min_available"),)
+    rules = (
+        Rule.that(
+            ~at("maxUnavailable").is_given | ~at("minAvailable").is_given,
+            "give maxUnavailable or minAvailable, not both",
+        ),
+    )
 
 
 class Rollout(ApiModel):
@@ -231,6 +249,11 @@ class CompileCache(ApiModel):
     that cannot write there compiles for itself."""
 
 
+def _is_cpu_limit_enough(engine: Engine) -> bool:
+    limit = str(amounts(of_engine(engine.pod_template.containers), "limits").get("cpu", ""))
+    return not quantity.is_quantity(limit) or quantity.parse_millis(limit) >= quantity.parse_millis(engine.cpu)
+
+
 class Engine(ApiModel):
     """The vLLM engine of one replica."""
 
@@ -255,7 +278,7 @@ class Engine(ApiModel):
         # Short enough for the API server to compare each of them with every reserved flag within its budget.
         tuple[Annotated[StrictStr, Field(min_length=1, max_length=1024)], ...],
         Field(max_length=128),
-        Checked(FLAG_RULES),
+        Checked(_FLAG_RULES),
     ] = ()
     """More flags for vLLM, one word each: `--max-model-len`, `"32768"`. Flags that a field of this resource sets are
     refused. JSON that is longer than a word may be goes in parts: `--flag.key`, then the value."""
@@ -263,13 +286,13 @@ class Engine(ApiModel):
         tuple[Annotated[dict[str, Any], Pasted(Variable)], ...],
         Field(max_length=128),
         Keyed("name"),
-        Checked(ENV_RULES),
+        Checked(tuple(_env_rule(name, instead) for name, instead in ENV.items())),
     ] = ()
     """More environment variables for vLLM. Variables that the operator sets are refused."""
     compile_cache: CompileCache | None = None
     """Where engines share compiled kernels and graphs; each compiles its own if left out."""
     pod_template: PodTemplate = PodTemplate()
-    """What the engine pods have beside what the operator gives them."""
+    """Additions to the engine pods."""
     rollout: Rollout = Rollout()
     """How a change of the engines reaches the pods."""
     service: ServiceSettings = ServiceSettings()
@@ -280,7 +303,7 @@ class Engine(ApiModel):
     @model_validator(mode="before")
     @classmethod
     def _derive_devices(cls, value: object) -> object:
-        """Give the pod as many devices as the model is split over, where nobody says how many."""
+        """Give the pod as many devices as the model is split over, where their number is left out."""
         if not isinstance(value, Mapping):
             return value
         ranks, accelerator = value.get("tensorParallel"), value.get("accelerator")
@@ -291,12 +314,10 @@ class Engine(ApiModel):
         return {**value, "accelerator": {**accelerator, "perPod": ranks}}
 
     rules = (
-        Rule(
-            cel=f"!has(self.accelerator) || !has(self.accelerator.resource) || self.accelerator.resource != '{CLAIMED}'"
-            " || (has(self.podTemplate) && has(self.podTemplate.resourceClaims) && "
-            "self.podTemplate.resourceClaims.size() > 0)",
-            message="claim means the devices of spec.engine.podTemplate.resourceClaims: name a claim there",
-            check=lambda engine: engine.accelerator.resource != CLAIMED or len(engine.pod_template.resource_claims) > 0,
+        Rule.that(
+            ~at("accelerator.resource").is_(CLAIMED)
+            | at("podTemplate.resourceClaims").test(lambda claims: f"{claims}.size() > 0", bool),
+            "claim means the devices of spec.engine.podTemplate.resourceClaims: name a claim there",
             field=".accelerator.resource",
         ),
         Rule(
@@ -305,14 +326,21 @@ class Engine(ApiModel):
             f"each.name != '{ENGINE}' || !has(each.resources) || "
             "!((has(each.resources.requests) && self.accelerator.resource in each.resources.requests) || "
             "(has(each.resources.limits) && self.accelerator.resource in each.resources.limits)))",
-            message=f"the accelerator among the resources of the container {ENGINE} is not yours to set "
-            "here: set spec.engine.accelerator.perPod",
+            message=f"the accelerator among the resources of the container {ENGINE} is not yours to set here: set "
+            "spec.engine.accelerator.perPod",
             check=lambda engine: (
                 not any(
                     engine.accelerator.resource in amounts(of_engine(engine.pod_template.containers), kind)
                     for kind in ("requests", "limits")
                 )
             ),
+            field=".podTemplate.containers",
+        ),
+        Rule(
+            # Without CEL: the amounts have no greatest length, and so no bounded cost.
+            message=f"resources.limits.cpu of the container {ENGINE} is less than spec.engine.cpu, which the pod "
+            "requests: raise it, or lower spec.engine.cpu",
+            check=_is_cpu_limit_enough,
             field=".podTemplate.containers",
         ),
     )

@@ -1,42 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.model.loras`` of a KVCacheTier: adapters that the engines serve beside the model. Pure."""
+"""``spec.model`` of a KVCacheTier: the model, and the adapters (LoRA) that the engines serve beside it. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
 
-from kvtier_operator.api.rules import ApiModel, Checked, Keyed, ObjectName, Pasted, Rule, Word
+from kvtier_operator.api.pod_template import Anything
+from kvtier_operator.api.rules import (
+    TEXT,
+    ApiModel,
+    Checked,
+    Keyed,
+    ObjectName,
+    Pasted,
+    Rule,
+    Word,
+    at,
+)
 
 MOST_LORAS: Final = 64
 
-_ADAPTER: Final = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._/]*$")
-_PATH: Final = re.compile(r"^[^/\s,=]+(/[^/\s,=]+)*$")
-_NAMED: Final = re.compile(r"^[^@]*@[0-9a-f]{64}$")
-_FLAGS: Final = re.compile(r"^--(enable[-_]lora|lora[-_]modules|max[-_]lora[-_]rank)([=.]|$)")
-
-IS_ADAPTER: Final = Rule(
-    cel=f"self.matches('{_ADAPTER.pattern}')",
-    message="must be letters, digits, '-', '.', '_' and '/', starting with a letter or a digit: requests name it as "
-    "their model",
-    check=lambda name: _ADAPTER.fullmatch(name) is not None,
+_NAME: Final = Rule.that(
+    TEXT.matches(r"[^/\s]\S*|(/+[^/\s]+)+/*"),
+    "is no directory of a model: give its directory in the pod, such as /models/llama, or its name on the hub",
 )
 
-IS_PATH: Final = Rule(
-    cel=rf"self.matches(r'{_PATH.pattern}') && !self.split('/').exists(part, part == '..')",
-    message="must be a directory below the root of the claim, such as adapters/sql: no leading or double '/', no '..', "
+_IS_ADAPTER: Final = Rule.that(
+    TEXT.matches("[A-Za-z0-9][-A-Za-z0-9._/]*"),
+    "must be letters, digits, '-', '.', '_' and '/', starting with a letter or a digit: requests name it as their "
+    "model",
+)
+_IS_PATH: Final = Rule.that(
+    TEXT.matches(r"[^/\s,=]+(/[^/\s,=]+)*") & ~TEXT.matches("(.*/)?[.][.](/.*)?"),
+    "must be a directory below the root of the claim, such as adapters/sql: no leading or double '/', no '..', "
     "no white space, ',' or '='",
-    check=lambda path: _PATH.fullmatch(path) is not None and ".." not in path.split("/"),
 )
-
-IS_DIGEST: Final = Rule(
-    cel=rf"!self.contains('@') || self.matches('{_NAMED.pattern}')",
-    message="must end in '@' and 64 hexadecimal digits, if it has an '@': the SHA-256 of adapter_config.json and the "
-    "weight file, one after the other",
-    check=lambda path: "@" not in path or _NAMED.search(path) is not None,
+_IS_DIGEST: Final = Rule.that(
+    ~TEXT.matches(".*@.*") | TEXT.matches("[^@]*@[0-9a-f]{64}"),
+    "must end in '@' and 64 hexadecimal digits, if it has an '@': the SHA-256 of adapter_config.json and the weight "
+    "file, one after the other",
 )
 
 
@@ -46,7 +52,7 @@ class LoraSource(ApiModel):
     claim: ObjectName | None = None
     """PersistentVolumeClaim in the same namespace that holds the adapter; engines mount it read-only."""
     path: (
-        Annotated[StrictStr, StringConstraints(min_length=1, max_length=256), Checked((IS_PATH, IS_DIGEST))] | None
+        Annotated[StrictStr, StringConstraints(min_length=1, max_length=256), Checked((_IS_PATH, _IS_DIGEST))] | None
     ) = None
     """Directory on the claim with `adapter_config.json` and the weights; the root of the claim if left out. A name that
     ends in `@` and the SHA-256 of both files names one state of the adapter: give changed weights another."""
@@ -60,10 +66,9 @@ class LoraSource(ApiModel):
             "hub",
             message="give exactly one of claim (a volume that holds the adapter) and hub (its name on the hub)",
         ),
-        Rule(
-            cel="!has(self.path) || has(self.claim)",
-            message="is a directory of a claim: name the claim, or remove it",
-            check=lambda source: source.path is None or source.claim is not None,
+        Rule.that(
+            ~at("path").is_given | at("claim").is_given,
+            "is a directory of a claim: name the claim, or remove it",
             field=".path",
         ),
     )
@@ -72,48 +77,84 @@ class LoraSource(ApiModel):
 class Lora(ApiModel):
     """One adapter."""
 
-    name: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128), Checked((IS_ADAPTER,))]
+    name: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128), Checked((_IS_ADAPTER,))]
     """Name that requests give as their model to use it."""
     source: LoraSource
     """Where its files are."""
 
 
-Loras = Annotated[tuple[Annotated[dict[str, Any], Pasted(Lora)], ...], Field(max_length=MOST_LORAS), Keyed("name")]
-"""Adapters of a model, no two of one name."""
-
 _RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-
-IS_RANK: Final = Rule(
+_IS_RANK: Final = Rule(
     cel=f"self in {list(_RANKS)}",
     message=f"must be one of {', '.join(map(str, _RANKS))}, the ranks that vLLM sets memory aside for: the next one "
     "above that of the adapters",
     check=lambda rank: rank in _RANKS,
 )
 
-LoraRank = Annotated[StrictInt, Field(ge=1, le=512, json_schema_extra={"format": "int32"}), Checked((IS_RANK,))]
-"""What vLLM takes for the highest rank."""
 
-MostAtOnce = Annotated[StrictInt, Field(ge=1, le=MOST_LORAS, json_schema_extra={"format": "int32"})]
-"""Adapters in one batch."""
+class SecretKey(ApiModel):
+    """One key of a Secret in the same namespace."""
 
-
-def are_flags_free(loras: Sequence[object], args: Sequence[str]) -> bool:
-    """Tell whether the adapters are said in one place only."""
-    return not loras or not any(_FLAGS.match(word) for word in args)
+    name: ObjectName
+    """Name of the Secret."""
+    key: Annotated[StrictStr, Field(min_length=1, max_length=253)] = "token"
+    """Key in it."""
 
 
-ONE_PLACE: Final = Rule(
-    cel="!has(self.model.loras) || self.model.loras.size() == 0 || !has(self.engine.args) || "
-    rf"self.engine.args.all(word, !word.matches('{_FLAGS.pattern}'))",
-    message="--enable-lora, --lora-modules and --max-lora-rank follow from spec.model.loras and "
-    "spec.model.maxLoraRank: remove them here, or the adapters there",
-    check=lambda spec: are_flags_free(spec.model.loras, spec.engine.args),
+_HAS_PREFIXES: Final = Rule(
+    message="is that of an encoder-decoder model: vLLM has no prefix cache for one and starts none with a KV "
+    "connector; serve it without a KVCacheTier",
+    check=lambda config: not config.get("is_encoder_decoder"),
+)
+
+
+class Model(ApiModel):
+    """The model that every replica serves."""
+
+    name: Annotated[Word, Checked((_NAME,))]
+    """Name on the Hugging Face hub, such as `meta-llama/Llama-3.1-8B-Instruct`, or an absolute directory in the pod.
+    Another model starts a new cache generation."""
+    revision: Word = "main"
+    """Branch, tag or commit of the model on the hub. Name a commit to be sure that blocks and weights never part."""
+    token_secret_ref: SecretKey | None = None
+    """Secret with the Hugging Face token for a gated model."""
+    loras: Annotated[
+        tuple[Annotated[dict[str, Any], Pasted(Lora)], ...], Field(max_length=MOST_LORAS), Keyed("name")
+    ] = ()
+    """Adapters (LoRA) that the engines serve beside the model, each under its name. Their blocks lie beside those of
+    the model. Changing the list restarts the engines and keeps the cache."""
+    max_lora_rank: Annotated[
+        StrictInt, Field(ge=1, le=512, json_schema_extra={"format": "int32"}), Checked((_IS_RANK,))
+    ] = 16
+    """Highest rank of the adapters. Memory on the devices is set aside for it; an adapter of a higher one keeps the
+    engine from starting."""
+    max_loras_at_once: (
+        Annotated[StrictInt, Field(ge=1, le=MOST_LORAS, json_schema_extra={"format": "int32"})] | None
+    ) = None
+    """Adapters whose requests the engine computes together (vLLM's `--max-loras`). All of them, 8 at most, if left
+    out."""
+    config: Annotated[Anything, Checked((_HAS_PREFIXES,))] | None = None
+    """The model's config.json, or its fields about the size of KV (layers, heads, head sizes, attention types), for a
+    model that the operator does not know by its name. Only sizes follow from it; where the size of files on the volume
+    changes, a new cache generation starts."""
+
+
+_LORA_FLAGS: Final = "^--(enable[-_]lora|lora[-_]modules|max[-_]lora[-_]rank)([=.]|$)"
+
+ONE_PLACE: Final = Rule.that(
+    at("model.loras").test(lambda loras: f"{loras}.size() == 0", lambda loras: not loras)
+    | at("engine.args").test(
+        lambda args: f"{args}.all(word, !word.matches('{_LORA_FLAGS}'))",
+        lambda args: not any(re.match(_LORA_FLAGS, word) for word in args),
+    ),
+    "--enable-lora, --lora-modules and --max-lora-rank follow from spec.model.loras and spec.model.maxLoraRank: remove "
+    "them here, or the adapters there",
     field=".engine.args",
 )
 """Rule about the whole spec."""
 
 
-def describe(source: Mapping[str, Any]) -> str:
+def describe_source(source: Mapping[str, Any]) -> str:
     """Return where an adapter is, in one word."""
     if "hub" in source:
         return f"hub:{source['hub']}"

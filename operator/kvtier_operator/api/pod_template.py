@@ -13,7 +13,18 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from kvtier_operator.api.rules import ApiModel, Checked, Keyed, LabelKey, LabelValue, ObjectName, Pasted, Rule
+from kvtier_operator.api.rules import (
+    Annotations,
+    ApiModel,
+    Checked,
+    Keyed,
+    LabelKey,
+    Labels,
+    ObjectName,
+    Pasted,
+    Rule,
+    at,
+)
 
 ENGINE: Final = "engine"
 """Name of the engine's own container."""
@@ -28,12 +39,11 @@ IntOrText = Annotated[
 """A number with or without a unit; Kubernetes takes at most 64 bits."""
 
 _Text = Annotated[StrictStr, Field(max_length=1024)]
-_Labels = Annotated[Mapping[LabelKey, LabelValue], Field(max_length=64)]
 _Amounts = Annotated[Mapping[LabelKey, IntOrText], Field(max_length=32)]
 _PartName = Annotated[StrictStr, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
 
-class _Open(ApiModel):
+class OpenObject(ApiModel):
     """An object of Kubernetes' API with some of its fields declared."""
 
     model_config = ConfigDict(extra="allow")
@@ -50,14 +60,14 @@ class Variable(ApiModel):
     """Source of the value instead, as in a Pod."""
 
 
-class Named(_Open):
+class Named(OpenObject):
     """An entry of a list; the fields beside its name are those of a Pod."""
 
     name: ObjectName
     """Name of the entry."""
 
 
-class VolumeMount(_Open):
+class VolumeMount(OpenObject):
     """Where the engine sees a volume; the other fields are those of a Pod."""
 
     name: _Text
@@ -66,7 +76,7 @@ class VolumeMount(_Open):
     """Directory in the container."""
 
 
-class Resources(_Open):
+class Resources(OpenObject):
     """Resources of a container."""
 
     requests: _Amounts | None = None
@@ -75,7 +85,7 @@ class Resources(_Open):
     """Most that it may use. Extended resources, such as `rdma/hca`, are given here."""
 
 
-class Probe(_Open):
+class Probe(OpenObject):
     """A probe; the other fields are those of a container."""
 
     period_seconds: Annotated[StrictInt, Field(ge=0, le=86400)] | None = None
@@ -92,14 +102,14 @@ class Probe(_Open):
     """Service. Not for the engine."""
 
 
-class Lifecycle(_Open):
+class Lifecycle(OpenObject):
     """Hooks of a container; the other fields are those of a container."""
 
     pre_stop: Anything | None = None
     """Run before the container ends. Not for the engine, which the operator drains there."""
 
 
-class Container(_Open):
+class Container(OpenObject):
     """A container, or what is merged into the engine's; the other fields are those of a container."""
 
     name: _PartName
@@ -128,7 +138,7 @@ class Container(_Open):
     """Merged into the operator's own, which satisfies the restricted Pod Security Standard."""
 
 
-class PodSecurityContext(_Open):
+class PodSecurityContext(OpenObject):
     """User of the pods; the other fields are those of a Pod."""
 
     run_as_user: Annotated[StrictInt, Field(ge=0, le=(1 << 31) - 1)] | None = None
@@ -137,11 +147,10 @@ class PodSecurityContext(_Open):
     """Whether the kubelet refuses to start the pods as root; `true` if left out."""
 
     rules = (
-        Rule(
-            cel="!has(self.runAsUser) || self.runAsUser != 0 || (has(self.runAsNonRoot) && !self.runAsNonRoot)",
-            message="0 is root, whom runAsNonRoot keeps from running, and it is true unless you set it: choose another "
-            "user, or set runAsNonRoot to false as well",
-            check=lambda context: context.run_as_user != 0 or context.run_as_non_root is False,
+        Rule.that(
+            ~at("runAsUser").is_(0) | at("runAsNonRoot").is_(False),
+            "0 is root, whom runAsNonRoot keeps from running, and it is true unless you set it: choose another user, "
+            "or set runAsNonRoot to false as well",
             field=".runAsUser",
         ),
     )
@@ -204,51 +213,52 @@ def _refusal(path: tuple[str, ...], instead: str) -> Rule:
     )
 
 
-def _names_are_free(key: str, pattern: re.Pattern[str], message: str) -> Rule:
+def _none_matches(key: str, pattern: str, message: str) -> Rule:
+    """Return the rule that no entry of a list has a reserved text under a key."""
     return Rule(
-        cel=f"self.all(each, !each.{key}.matches(r'{pattern.pattern}'))",
+        cel=f"self.all(each, !each.{key}.matches(r'{pattern}'))",
         message=message,
-        check=lambda items: not any(pattern.search(item[key]) for item in items),
+        check=lambda items: not any(re.search(pattern, item[key]) for item in items),
     )
 
 
-_OWN_CONTAINERS: Final = re.compile(r"^(install-connector|kvtier-.*)$")
-OWN_VOLUMES: Final = re.compile(r"^(blocks|config|connector|shm|scratch|kvtier-.*)$")
-OWN_LABELS: Final = re.compile(r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$")
-OWN_MOUNTS: Final = re.compile(
+_OWN_LABELS: Final = r"^(kvtier\.dev/.*|app\.kubernetes\.io/(name|instance|component|managed-by))$"
+_OWN_MOUNTS: Final = (
     r"^/+(tmp(/+kvtier(/.*)?)?|dev/+shm|((var/+lib|etc|opt)/+kvtier(-keys|-loras|-compiled)?(/.*)?)?)?/*$"
 )
-_ABOVE_OWN_MOUNTS: Final = re.compile(r"^/+(dev|var(/+lib)?|etc|opt)/*$")
-_DETOURS: Final = re.compile(r"(^|/)[.][.]?(/|$)")
 
-_CONTAINER_NAMES: Final = _names_are_free(
-    "name", _OWN_CONTAINERS, "the container names install-connector and kvtier-… are the operator's; choose another"
-)
-_VOLUME_NAMES: Final = _names_are_free(
+_CONTAINER_NAMES: Final = _none_matches(
     "name",
-    OWN_VOLUMES,
+    "^(install-connector|kvtier-.*)$",
+    "the container names install-connector and kvtier-… are the operator's; choose another",
+)
+_VOLUME_NAMES: Final = _none_matches(
+    "name",
+    "^(blocks|config|connector|shm|scratch|kvtier-.*)$",
     "the volume names blocks, config, connector, shm, scratch and kvtier-… are the operator's; choose another",
 )
 _MOUNT_RULES: Final = (
-    _names_are_free("mountPath", _DETOURS, "a mountPath has a part that is . or ..: write the directory itself"),
-    _names_are_free(
-        "mountPath",
-        OWN_MOUNTS,
-        "a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, and what begins with kvtier in /var/lib, /etc and /opt "
-        "are the operator's; mount somewhere else, such as /tmp/hf for the model cache or /mnt",
+    _none_matches(
+        "mountPath", "(^|/)[.][.]?(/|$)", "a mountPath has a part that is . or ..: write the directory itself"
     ),
-    _names_are_free(
+    _none_matches(
         "mountPath",
-        _ABOVE_OWN_MOUNTS,
+        _OWN_MOUNTS,
+        "a mountPath is taken: /, /tmp, /tmp/kvtier, /dev/shm, and kvtier… in /var/lib, /etc and /opt are the "
+        "operator's; mount at another place, such as /tmp/hf for the model cache or /mnt",
+    ),
+    _none_matches(
+        "mountPath",
+        "^/+(dev|var(/+lib)?|etc|opt)/*$",
         "a mountPath is too high: in /dev, /var, /var/lib, /etc and /opt are directories of the operator and of the "
         "image; mount below, such as /opt/models",
     ),
 )
 _LABELS: Final = Rule(
-    cel=f"self.all(key, !key.matches(r'{OWN_LABELS.pattern}'))",
+    cel=f"self.all(key, !key.matches(r'{_OWN_LABELS}'))",
     message="labels under kvtier.dev/ and app.kubernetes.io/{name,instance,component,managed-by} are the operator's, "
     "which finds its pods by them; choose another key",
-    check=lambda labels: not any(OWN_LABELS.match(key) for key in labels),
+    check=lambda labels: not any(re.match(_OWN_LABELS, key) for key in labels),
 )
 _INIT_IMAGES: Final = Rule(
     cel=f"self.all(each, each.name != '{ENGINE}' && has(each.image))",
@@ -261,25 +271,32 @@ _IMAGES: Final = Rule(
     check=lambda containers: all(each["name"] == ENGINE or "image" in each for each in containers),
 )
 
+_TOLERATIONS: Final = Rule(
+    message="a toleration needs a key, or the operator Exists, which tolerates every taint",
+    check=lambda found: all(each.get("key") or each.get("operator") == "Exists" for each in found),
+)
+_VOLUME_SOURCES: Final = Rule(
+    message="a volume needs one source beside its name, such as emptyDir, secret or persistentVolumeClaim",
+    check=lambda volumes: all(len(each.keys() - {"name"}) == 1 for each in volumes),
+)
+
 _Names = Annotated[tuple[Annotated[dict[str, Any], Pasted(Named)], ...], Field(max_length=32), Keyed("name")]
 _Containers = Annotated[tuple[Annotated[dict[str, Any], Pasted(Container)], ...], Field(max_length=16), Keyed("name")]
 
 
-class PodTemplate(_Open):
-    """What the engine pods have beside what the operator gives them; lists of named things are merged by name.
+class PodTemplate(OpenObject):
+    """Additions to the engine pods; lists of named things are merged by name.
 
     The fields are those of a Pod, also those that are not listed here.
     """
 
-    labels: Annotated[_Labels, Checked((_LABELS,))] = Field(default_factory=dict)
+    labels: Annotated[Labels, Checked((_LABELS,))] = Field(default_factory=dict)
     """More labels of the pods."""
-    annotations: Annotated[Mapping[LabelKey, Annotated[StrictStr, Field(max_length=16384)]], Field(max_length=64)] = (
-        Field(default_factory=dict)
-    )
+    annotations: Annotations = Field(default_factory=dict)
     """More annotations of the pods."""
-    node_selector: _Labels = Field(default_factory=dict)
+    node_selector: Labels = Field(default_factory=dict)
     """Labels that a node must have."""
-    tolerations: Annotated[tuple[dict[str, Any], ...], Field(max_length=64)] = ()
+    tolerations: Annotated[tuple[dict[str, Any], ...], Field(max_length=64), Checked((_TOLERATIONS,))] = ()
     """Taints that the pods put up with."""
     affinity: Annotated[Mapping[str, Anything], Field(max_length=8)] | None = None
     """Nodes and other pods that the pods prefer or need."""
@@ -294,9 +311,9 @@ class PodTemplate(_Open):
     """Devices that dynamic resource allocation finds for the pods. For the engine's accelerators, also set
     `accelerator.resource` to `claim`."""
     termination_grace_period_seconds: Annotated[StrictInt, Field(ge=45, le=3600)] | None = None
-    """Seconds that a pod has to end; 90 if left out. Ten until nobody sends it requests any more, 20 for the end of
-    vLLM's processes, and the rest for requests that run and blocks that wait to be written: what the volume has not
-    taken by then is computed again where it is needed."""
+    """Seconds that a pod has to end; 90 if left out. Ten until no more requests come and 20 for the end of vLLM's
+    processes. The rest is for requests that run and blocks that wait to be written: other blocks are computed again
+    where they are needed."""
     host_network: StrictBool | None = None
     """Whether the pods use the network of the node: one engine for each node then, at port 8000. Breaks the restricted
     Pod Security Standard, so the namespace must allow it."""
@@ -312,7 +329,7 @@ class PodTemplate(_Open):
     security_context: Annotated[dict[str, Any], Pasted(PodSecurityContext)] | None = None
     """Security context of the pods, such as `fsGroup` for the volume's permissions; merged into the operator's own,
     which satisfies the restricted Pod Security Standard."""
-    volumes: Annotated[_Names, Checked((_VOLUME_NAMES,))] = ()
+    volumes: Annotated[_Names, Checked((_VOLUME_NAMES, _VOLUME_SOURCES))] = ()
     """More volumes of the pods."""
     volume_mounts: Annotated[
         tuple[Annotated[dict[str, Any], Pasted(VolumeMount)], ...],
@@ -321,6 +338,18 @@ class PodTemplate(_Open):
         Checked(_MOUNT_RULES),
     ] = ()
     """Where the engine sees those volumes."""
+
+    rules = (
+        Rule(
+            cel="!has(self.initContainers) || !has(self.containers) || self.initContainers.all(first, "
+            "self.containers.all(each, each.name != first.name))",
+            message="a container has the name of another one in spec.engine.podTemplate.initContainers: rename it",
+            check=lambda template: (
+                not {each["name"] for each in template.init_containers} & {each["name"] for each in template.containers}
+            ),
+            field=".containers",
+        ),
+    )
 
     def pod_fields(self) -> dict[str, Any]:
         """Return the given fields of a pod, without those that are merged into the operator's own."""

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.kvEvents`` of a KVCacheTier: what engines and the volume tell routers about their blocks. Pure.
-
-``spec.routing`` of a KVCacheTier: how a request comes to the replica that has its cache. Pure.
-"""
+"""``spec.routing`` and ``spec.kvEvents``: how a request comes to the replica that has its cache. Pure."""
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
 
-from kvtier_operator.api.engine_spec import ServiceSettings, abbreviations
-from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, CpuQuantity, ObjectName, Rule, Word
+from kvtier_operator.api.engine_spec import ServiceSettings, refuse_flags
+from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, CpuQuantity, ObjectName, Rule, Word, at
 
 EVENTS_PORT: Final = 5557
 """Where they are published. An engine of several data-parallel ranks takes the ports after it, too."""
@@ -52,17 +48,6 @@ _ROUTER_FLAGS: Final = {
 }
 
 
-def _flag_rule(flag: str, instead: str) -> Rule:
-    # Longer flags begin like this one: only the flag itself, and what it is cut short to, is refused.
-    expression = abbreviations(flag)
-    pattern = re.compile(expression)
-    return Rule(
-        cel=f"self.all(word, !word.matches('{expression}'))",
-        message=f"{flag} (or an abbreviation of it) is not yours to set here: {instead}",
-        check=lambda words: not any(pattern.match(word) for word in words),
-    )
-
-
 class ClientIp(ApiModel):
     """Stickiness of the Service: a client's address stays with the engine it came to first."""
 
@@ -72,7 +57,7 @@ class ClientIp(ApiModel):
 
 
 class RouterResources(ApiModel):
-    """What a container of the router asks for."""
+    """Resources of a container of the router."""
 
     cpu: CpuQuantity = "250m"
     """Processors that it asks for; it may use more when others do not."""
@@ -88,18 +73,18 @@ class Router(ApiModel):
     replicas: Annotated[StrictInt, Field(ge=1, le=100, json_schema_extra={"format": "int32"})] = 2
     """Pods. Those of `consistent_hash` agree on where a session goes; of the other policies each decides by itself."""
     policy: Literal["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"] = "consistent_hash"
-    """Who gets a request. `consistent_hash`: requests of one session go to one engine; a session is the header
+    """Who gets a request. `consistent_hash`: requests of one session go to one engine. A session is the header
     `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. `cache_aware`: the engine that was sent the
     longest common beginning, unless others have much less to do. `power_of_two`: the less busy one of two.
     `round_robin` and `random` as their names say. Another engine takes over where one goes."""
     resources: RouterResources = RouterResources()
-    """What its container asks for."""
+    """Resources of its container."""
     service: ServiceSettings = ServiceSettings()
     """The Service in front of the router."""
     args: Annotated[
         tuple[Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)], ...],
         Field(max_length=64),
-        Checked(tuple(_flag_rule(flag, instead) for flag, instead in _ROUTER_FLAGS.items())),
+        Checked(refuse_flags(_ROUTER_FLAGS)),
     ] = ()
     """More flags for `vllm-router`, one word each, such as `--cache-threshold`, `"0.5"`. Those that the operator
     renders are refused."""
@@ -113,7 +98,7 @@ class EndpointPicker(ApiModel):
     port: Annotated[StrictInt, Field(ge=1, le=65535)] = 9002
     """Its port for the gateway (ext-proc)."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
-    """What the gateway does while nobody picks: send requests to any engine, or refuse them."""
+    """Behaviour of the gateway without a picker: send requests to any engine, or refuse them."""
 
 
 class InferencePool(ApiModel):
@@ -138,18 +123,16 @@ class Routing(ApiModel):
     """Makes an `InferencePool` of the engines besides, for a gateway and an endpoint picker of your own."""
 
     rules = (
-        Rule(
-            cel=f"!has(self.router) || self.type == '{ROUTER}'",
-            message=f"describes a router that no request would go through: set spec.routing.type to {ROUTER}, or "
-            "remove spec.routing.router",
-            check=lambda routing: routing.router is None or routing.type == ROUTER,
+        Rule.that(
+            ~at("router").is_given | at("type").is_(ROUTER),
+            f"describes a router that no request would go through: set spec.routing.type to {ROUTER}, or remove "
+            "spec.routing.router",
             field=".router",
         ),
-        Rule(
-            cel=f"!has(self.clientIP) || self.type == '{CLIENT_IP}'",
-            message=f"has settings of another type of routing: set spec.routing.type to {CLIENT_IP}, or remove "
+        Rule.that(
+            ~at("clientIP").is_given | at("type").is_(CLIENT_IP),
+            f"has settings of another type of routing: set spec.routing.type to {CLIENT_IP}, or remove "
             "spec.routing.clientIP",
-            check=lambda routing: routing.client_ip is None or routing.type == CLIENT_IP,
             field=".clientIP",
         ),
     )

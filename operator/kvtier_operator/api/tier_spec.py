@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec`` of a KVCacheTier, and the one function that reads it. Pure.
+"""``spec`` of a KVCacheTier. Pure.
 
 The models are the API, written once: the CustomResourceDefinition with its defaults, descriptions and CEL rules is
 generated from them, and so is its reference page.
@@ -8,21 +8,26 @@ generated from them, and so is its reference page.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator import quantity
 from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
-from kvtier_operator.api.model_spec import ONE_PLACE, LoraRank, Loras, MostAtOnce
-from kvtier_operator.api.pod_template import Anything
+from kvtier_operator.api.model_spec import ONE_PLACE, Model
 from kvtier_operator.api.routing_spec import KvEvents, Routing
-from kvtier_operator.api.rules import RULE_BROKEN, ApiModel, ByteQuantity, Checked, ObjectName, Rule, Word
+from kvtier_operator.api.rules import (
+    TEXT,
+    ApiModel,
+    ByteQuantity,
+    Checked,
+    ObjectName,
+    Rule,
+    at,
+)
 from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
 
 
@@ -31,8 +36,8 @@ class Canary(ApiModel):
 
     enabled: StrictBool = True
     """Whether it is sent: after each rollout, and once in each interval. It costs two short prompts with one token of
-    answer each, and a few blocks on the volume; as much again for one of the adapters that lie on a claim, and for a
-    picture where the model takes them. `SharedCacheVerified` tells how it ended."""
+    answer each, and a few blocks on the volume. It costs as much again for an adapter on a claim, and for a picture
+    where the model takes them. `SharedCacheVerified` tells how it ended."""
     interval_seconds: Annotated[StrictInt, Field(ge=60, le=2_592_000)] = 21600
     """Seconds from one proof to the next while the engines stay the same; six hours by default."""
 
@@ -45,7 +50,7 @@ class Proof(ApiModel):
     preflight: Literal["Always", "Never"] = "Always"
     """Whether a Job tries a new claim before the first engine starts on it: permissions, atomic renames, free space,
     speed. It takes a minute at most and writes up to 256 MiB for that time. `status.storage` and the condition
-    `StorageChecked` show what it found; engines that run already are never held up. Nothing is tried while `disk.mode`
+    `StorageChecked` show the result. Engines that run already are never held up. Nothing is tried while `disk.mode`
     keeps engines from writing."""
 
 
@@ -53,13 +58,13 @@ LONGEST_NAME: Final = 40
 """Characters in ``metadata.name``: leaves the suffixes of child objects, those of later releases included, room within
 the 63 of a DNS label."""
 
-_NAME: Final = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
+_NAME: Final = "[a-z]([-a-z0-9]*[a-z0-9])?"
 
 NAME_FITS_CHILDREN: Final = Rule(
-    cel=f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches('{_NAME.pattern}')",
+    cel=f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches('^{_NAME}$')",
     message=f"metadata.name must be at most {LONGEST_NAME} lower-case letters, digits and '-', starting with a letter: "
     "Services and pods are named after it",
-    check=lambda name: len(name) <= LONGEST_NAME and _NAME.fullmatch(name) is not None,
+    check=lambda name: len(name) <= LONGEST_NAME and re.fullmatch(_NAME, name) is not None,
 )
 """Rule about the whole resource, not its spec."""
 
@@ -73,84 +78,24 @@ BLOCKS_OF_ANOTHER: Final = Rule(
 )
 """Rule about the whole resource; its check is given the name and the `TierSpec`."""
 
-_SEED: Final = re.compile(r"^(0|[1-9][0-9]{0,9})$")
+_SEED: Final = "(0|[1-9][0-9]{0,9})"
 _LARGEST_SEED: Final = 2**32 - 1
 
-
-_FRACTION: Final = re.compile(r"^([1-9]|[1-8][0-9]|9[0-5])%$")
-
-IS_FRACTION: Final = Rule(
-    cel=f"self.matches('{_FRACTION.pattern}')",
-    message='must be a whole percentage from "1%" to "95%": the engine itself needs some of the node, too',
-    check=lambda text: _FRACTION.fullmatch(text) is not None,
+_IS_SEED: Final = Rule(
+    cel=f"self.matches('^{_SEED}$') && int(self) <= {_LARGEST_SEED}",
+    message=f'must be a decimal number from "0" to "{_LARGEST_SEED}": with "random" no two engines would share a block',
+    check=lambda seed: re.fullmatch(_SEED, seed) is not None and int(seed) <= _LARGEST_SEED,
 )
-
-
-class SecretKey(ApiModel):
-    """One key of a Secret in the same namespace."""
-
-    name: ObjectName
-    """Name of the Secret."""
-    key: Annotated[StrictStr, Field(min_length=1, max_length=253)] = "token"
-    """Key in it."""
-
-
-NO_PREFIXES: Final = (
-    "is that of an encoder-decoder model: vLLM has no prefix cache for one and starts none with a KV connector; serve "
-    "it without a KVCacheTier"
+_IS_FRACTION: Final = Rule.that(
+    TEXT.matches("([1-9]|[1-8][0-9]|9[0-5])%"),
+    'must be a whole percentage from "1%" to "95%": the engine itself needs some of the node, too',
 )
-
-
-class Model(ApiModel):
-    """The model that every replica serves."""
-
-    name: Word
-    """Name on the Hugging Face hub, such as `meta-llama/Llama-3.1-8B-Instruct`, or an absolute directory in the pod.
-    Another model starts a new cache generation."""
-    revision: Word = "main"
-    """Branch, tag or commit of the model on the hub. Name a commit to be sure that blocks and weights never part."""
-    token_secret_ref: SecretKey | None = None
-    """Secret with the Hugging Face token for a gated model."""
-    loras: Loras = ()
-    """Adapters (LoRA) that the engines serve beside the model, each under its name. Their blocks lie beside those of
-    the model. Changing the list restarts the engines and keeps the cache."""
-    max_lora_rank: LoraRank = 16
-    """Highest rank of the adapters. Memory on the devices is set aside for it; an adapter of a higher one keeps the
-    engine from starting."""
-    max_loras_at_once: MostAtOnce | None = None
-    """Adapters whose requests the engine computes together (vLLM's `--max-loras`). All of them, 8 at most, if left
-    out."""
-    config: Anything | None = None
-    """The fields of the model's config.json that say how large its KV is (layers, heads, head sizes, attention types),
-    or all of it, for a model that the operator does not know by its name. Only sizes follow from it; where that of the
-    files on the volume changes, a new cache generation starts."""
-
-    @field_validator("config")
-    @classmethod
-    def _refuse_encoder_decoders(cls, config: Anything | None) -> Anything | None:
-        # The API server's rules cannot look into what has no schema.
-        if isinstance(config, Mapping) and config.get("is_encoder_decoder"):
-            raise PydanticCustomError(RULE_BROKEN, "{text}", {"text": NO_PREFIXES, "field": ""})
-        return config
 
 
 class Hash(ApiModel):
     """How blocks are named. The same in every pod, or no pod finds what another one stored."""
 
-    seed: Annotated[
-        StrictStr,
-        Field(min_length=1, max_length=10),
-        Checked(
-            (
-                Rule(
-                    cel=f"self.matches('{_SEED.pattern}') && int(self) <= {_LARGEST_SEED}",
-                    message=f'must be a decimal number from "0" to "{_LARGEST_SEED}": with "random" no two engines '
-                    "would share a block",
-                    check=lambda seed: _SEED.fullmatch(seed) is not None and int(seed) <= _LARGEST_SEED,
-                ),
-            )
-        ),
-    ] = "0"
+    seed: Annotated[StrictStr, Field(min_length=1, max_length=10), Checked((_IS_SEED,))] = "0"
     """Seed of the block hashes (`PYTHONHASHSEED` of every engine), in quotes. Another seed starts a new cache
     generation; tenants that must not guess each other's blocks get different seeds."""
     algorithm: Literal["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"] = "sha256_cbor"
@@ -164,7 +109,7 @@ class CpuTier(ApiModel):
     size: ByteQuantity | None = None
     """Pinned host memory of one engine over all its workers, such as `64Gi`. The pod's shared memory and memory limit
     follow from it. Less than the accelerator's own KV cache adds nothing. Exactly one of `size` and `fraction`."""
-    fraction: Annotated[StrictStr, Field(min_length=2, max_length=4), Checked((IS_FRACTION,))] | None = None
+    fraction: Annotated[StrictStr, Field(min_length=2, max_length=4), Checked((_IS_FRACTION,))] | None = None
     """The same as a share, such as `60%`: of the memory that the smallest matching node has left for one pod. Decided
     once, and again when this field, the placement or `engine` changes; not when other pods come and go."""
     eviction_policy: Literal["lru", "arc"] = "lru"
@@ -194,7 +139,7 @@ class CpuTier(ApiModel):
 
 
 class TierSpec(ApiModel):
-    """What the user wants: the model, where it runs, and where its KV cache is kept."""
+    """A model, the engines that serve it, and the places of its KV cache."""
 
     model: Model
     """The model that every replica serves."""
@@ -215,7 +160,7 @@ class TierSpec(ApiModel):
     disk: Disk = Disk()
     """The tier on the volume."""
     generations: Generations = Generations()
-    """What becomes of the blocks of earlier specs."""
+    """Fate of the blocks of earlier specs."""
     janitor: Janitor = Janitor()
     """The process that keeps the volume inside its budget."""
     routing: Routing = Routing()
@@ -226,21 +171,20 @@ class TierSpec(ApiModel):
     proof: Proof = Proof()
     """How the operator finds out whether the tier works."""
     operator_class_name: ObjectName | None = None
-    """Class of the operator that works on this tier: of one that runs with `--operator-class` of that name. Left out,
-    those do that have none. Cannot change: until one operator has let go, another one must not begin."""
+    """Class of the operator that works on this tier, as its `--operator-class` says. Left out, an operator without a
+    class does. Cannot change: two operators must not work on one tier."""
     paused: StrictBool = False
     """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported. The
     annotation `kvtier.dev/paused: "true"` on the resource does the same."""
 
+    is_filled_in = True
     rules = (
         ONE_PLACE,
         *connector_spec.RULES,
-        Rule(
-            cel=f"!has(self.kvEvents) || self.connector.type != '{BUNDLED}' || !has(self.janitor) || "
-            "!has(self.janitor.enabled) || self.janitor.enabled",
-            message="needs the janitor, which publishes for the volume: set spec.janitor.enabled to true, or remove "
+        Rule.that(
+            ~at("kvEvents").is_given | ~at("connector.type").is_(BUNDLED) | at("janitor.enabled").is_(True),
+            "needs the janitor, which publishes for the volume: set spec.janitor.enabled to true, or remove "
             "spec.kvEvents",
-            check=lambda spec: spec.kv_events is None or spec.connector.type != BUNDLED or spec.janitor.enabled,
             field=".kvEvents",
         ),
         Rule(
@@ -251,18 +195,15 @@ class TierSpec(ApiModel):
             check=None,
             field=".operatorClassName",
         ),
-        Rule(
-            cel=f"self.replicas <= 1 || !{connector_spec.USES_VOLUME} || !has(self.volume) || "
-            f"!has(self.volume.claim) || '{SHARED}' in self.volume.claim.accessModes",
-            message=f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, "
-            "or use a storage class whose volumes several nodes can mount",
-            check=lambda spec: (
-                spec.replicas <= 1
-                # A claim that is kept and not mounted limits nothing.
-                or not spec.connector.uses_volume
-                or spec.volume.claim is None
-                or SHARED in spec.volume.claim.access_modes
+        Rule.that(
+            # A claim that is kept and not mounted limits nothing.
+            at("replicas").test(lambda count: f"{count} <= 1", lambda count: count <= 1)
+            | ~connector_spec.USES_VOLUME
+            | at("volume.claim.accessModes").test(
+                lambda modes: f"'{SHARED}' in {modes}", lambda modes: modes is None or SHARED in modes
             ),
+            f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, or use a "
+            "storage class whose volumes several nodes can mount",
             field=".replicas",
         ),
         Rule(
@@ -276,53 +217,27 @@ class TierSpec(ApiModel):
             ),
             field=".engine.tensorParallel",
         ),
-        Rule(
-            cel=f"self.engine.accelerator.resource != '{NO_ACCELERATOR}' || !has(self.engine.accelerator.perPod) || "
-            "self.engine.accelerator.perPod == 1",
-            message="counts devices, and spec.engine.accelerator.resource is none: remove perPod or name a resource",
-            check=lambda spec: (
-                spec.engine.accelerator.resource != NO_ACCELERATOR or spec.engine.accelerator.per_pod == 1
-            ),
+        Rule.that(
+            ~at("engine.accelerator.resource").is_(NO_ACCELERATOR) | at("engine.accelerator.perPod").is_(1),
+            "counts devices, and spec.engine.accelerator.resource is none: remove perPod or name a resource",
             field=".engine.accelerator.perPod",
         ),
-        Rule(
-            cel="!has(self.disk.budget.maxBytes) || !has(self.volume) || !has(self.volume.claim) "
-            "|| !isQuantity(self.disk.budget.maxBytes) "
-            "|| !isQuantity(self.volume.claim.size) || "
-            "quantity(self.disk.budget.maxBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
-            message="is more than spec.volume.claim.size: the volume would be full before the budget is reached; lower "
+        Rule.that(
+            at("disk.budget.maxBytes").is_at_most(at("volume.claim.size")),
+            "is more than spec.volume.claim.size: the volume would be full before the budget is reached; lower "
             "spec.disk.budget.maxBytes or raise spec.volume.claim.size",
-            check=lambda spec: (
-                spec.disk.budget.max_bytes is None
-                or spec.volume.claim is None
-                or spec.disk.budget.max_bytes <= spec.volume.claim.size_bytes
-            ),
             field=".disk.budget.maxBytes",
         ),
-        Rule(
-            cel="!has(self.disk.budget.minBytes) || has(self.disk.budget.maxBytes) || !has(self.volume) "
-            "|| !has(self.volume.claim) "
-            "|| !isQuantity(self.disk.budget.minBytes) || !isQuantity(self.volume.claim.size) || "
-            "quantity(self.disk.budget.minBytes).compareTo(quantity(self.volume.claim.size)) <= 0",
-            message="is more than spec.volume.claim.size: no tier can keep more than the volume holds; lower "
+        Rule.that(
+            at("disk.budget.maxBytes").is_given | at("disk.budget.minBytes").is_at_most(at("volume.claim.size")),
+            "is more than spec.volume.claim.size: no tier can keep more than the volume holds; lower "
             "spec.disk.budget.minBytes or raise spec.volume.claim.size",
-            check=lambda spec: (
-                spec.disk.budget.min_bytes is None
-                or spec.disk.budget.max_bytes is not None
-                or spec.volume.claim is None
-                or spec.disk.budget.min_bytes <= spec.volume.claim.size_bytes
-            ),
             field=".disk.budget.minBytes",
         ),
-        Rule(
-            cel="!has(self.disk.budget.minFree) || !has(self.volume) || !has(self.volume.claim) "
-            "|| !isQuantity(self.disk.budget.minFree) || !isQuantity(self.volume.claim.size) || "
-            "quantity(self.disk.budget.minFree).compareTo(quantity(self.volume.claim.size)) < 0",
-            message="must be less than spec.volume.claim.size, or no block could ever stay: lower "
-            "spec.disk.budget.minFree or raise spec.volume.claim.size",
-            check=lambda spec: (
-                spec.volume.claim is None or spec.disk.budget.min_free_bytes < spec.volume.claim.size_bytes
-            ),
+        Rule.that(
+            at("disk.budget.minFree").is_at_most(at("volume.claim.size"), is_less=True),
+            "must be less than spec.volume.claim.size, or no block could ever stay: lower spec.disk.budget.minFree or "
+            "raise spec.volume.claim.size",
             field=".disk.budget.minFree",
         ),
     )

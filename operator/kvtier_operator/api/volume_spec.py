@@ -3,25 +3,20 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictStr
 
 from kvtier_operator import quantity
-from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, ObjectName, Rule
+from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, ObjectName, Rule, at
 
 SHARED: Final = "ReadWriteMany"
 
 _MOVE: Final = "create another KVCacheTier for the new place and delete this one when its blocks are no longer needed"
 
-_PATH: Final = re.compile(r"^([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?$")
-
-PATH_IS_RELATIVE: Final = Rule(
-    cel=f"self.matches('{_PATH.pattern}')",
-    message="must be a relative path inside the claim, of letters, digits, '.', '_' and '-', without '..': such as "
-    "team-a/kv",
-    check=lambda path: _PATH.fullmatch(path) is not None,
+_PATH_IS_RELATIVE: Final = Rule.that(
+    TEXT.matches("([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?"),
+    "must be a relative path inside the claim, of letters, digits, '.', '_' and '-', without '..': such as team-a/kv",
 )
 
 
@@ -88,17 +83,17 @@ class Volume(ApiModel):
     path: Annotated[
         StrictStr,
         Field(max_length=256),
-        Checked((PATH_IS_RELATIVE, _constant("spec.volume.path"))),
+        Checked((_PATH_IS_RELATIVE, _constant("spec.volume.path"))),
     ] = ""
     """Directory inside the volume, for a claim that holds other things too; its root if left out. Cannot change."""
     deletion_policy: Literal["Retain", "Delete"] = "Retain"
-    """What happens to the claim when this resource is deleted: `Retain` keeps it with its blocks, `Delete` removes a
+    """Fate of the claim when this resource is deleted: `Retain` keeps it with its blocks, `Delete` removes a
     claim that the operator made."""
 
     rules = (
         Rule.exactly_one(
             "claim",
-            "existing_claim",
+            "existingClaim",
             message="give exactly one of spec.volume.claim (the operator makes a claim) and spec.volume.existingClaim "
             "(the name of yours)",
         ),
@@ -106,11 +101,10 @@ class Volume(ApiModel):
             "the choice between spec.volume.claim and spec.volume.existingClaim",
             cel="has(self.claim) == has(oldSelf.claim)",
         ),
-        Rule(
-            cel="self.deletionPolicy != 'Delete' || !has(self.existingClaim)",
-            message="Delete removes only a claim that the operator made: with spec.volume.existingClaim set "
+        Rule.that(
+            ~at("deletionPolicy").is_("Delete") | ~at("existingClaim").is_given,
+            "Delete removes only a claim that the operator made: with spec.volume.existingClaim set "
             "spec.volume.deletionPolicy to Retain and delete your claim yourself",
-            check=lambda volume: volume.deletion_policy != "Delete" or volume.existing_claim is None,
             field=".deletionPolicy",
         ),
     )
@@ -122,4 +116,4 @@ class Volume(ApiModel):
 
 
 NO_VOLUME: Final = Volume.model_construct(claim=None, existing_claim=None, path="", deletion_policy="Retain")
-"""What a tier has whose connector keeps nothing on a volume."""
+"""Volume of a tier whose connector keeps nothing on one."""

@@ -17,8 +17,7 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import claim, disk, engine_checks, observations
-from kvtier_operator.parts.backends.outside import mooncake_master
-from kvtier_operator.parts.backends.redis import redis
+from kvtier_operator.parts.connectors.stores import servers
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.engine_config import config
 from kvtier_operator.parts.janitor import HEALTHY, janitor
@@ -74,7 +73,7 @@ PARTS: Final = (
         kinds=frozenset({"PodDisruptionBudget"}),
     ),
     # Before the engines, which look for them when they start.
-    Part(name="stores", wants=lambda plan: (*redis(plan), *mooncake_master(plan)), kinds=frozenset({"Deployment"})),
+    Part(name="stores", wants=servers, kinds=frozenset({"Deployment"})),
     Part(
         name=ENGINE,
         wants=lambda plan: (deployment(plan),),

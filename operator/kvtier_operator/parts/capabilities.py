@@ -10,7 +10,6 @@ from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import Problem, listed, unknown
-from kvtier_operator.plan import backends
 from kvtier_operator.snapshot import Snapshot
 
 _OF_THE_VOLUME: Final = frozenset({"VolumeBound", "ClaimShared", "StorageChecked"})
@@ -32,8 +31,8 @@ def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None =
         return _says(f"{label} keeps nothing on a shared volume{unused}")
     if kind == "JanitorHealthy" and snapshot is not None and (told := _is_orphaned(spec, snapshot)) is not None:
         return told
-    if kind in _OF_THE_JANITOR and not backends.has_janitor(connector):
-        return _says(f"{label} has no janitor: {backends.cleaner(connector)}")
+    if kind in _OF_THE_JANITOR and not connector.has_janitor:
+        return _says(f"{label} has no janitor: {connector.cleaner}")
     if kind in _OF_KVTIER and not connector.is_ours:
         return _says(
             f"{label} does not tell what it loads, so nobody can prove or judge it here: `kvtier bench` measures it"
@@ -43,7 +42,7 @@ def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None =
 
 def _redis_is_silent(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     """Return that engines found no Redis when they started; None where they did, or need none."""
-    lmcache = spec.connector.used_lmcache()
+    lmcache = spec.connector.used_lmcache
     if lmcache is None or lmcache.redis is None:
         return None
     silent = {

@@ -17,12 +17,11 @@ from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, listed, met, not_checked, unknown
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import backends, engine_config
+from kvtier_operator.parts import connectors, engine_config
 from kvtier_operator.parts import pods as pod_settings
-from kvtier_operator.parts.backends import Rendered
+from kvtier_operator.parts.connectors import Rendered
 from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.backends import is_in_shm
 from kvtier_operator.plan.decisions import checkpoints_of
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.plan.pin import make_pin
@@ -129,7 +128,7 @@ def template_of(plan: TierPlan) -> Manifest:
     template = plan.spec.engine.pod_template
     restart = {names.ANNOTATION_RESTART: plan.restart} if plan.restart else {}
     # Read at the start alone, so another one takes another pod.
-    files = backends.render(plan).files
+    files = connectors.render(plan).files
     return {
         "metadata": {
             "labels": {**template.labels, **names.labels(plan.tier, names.COMPONENT_ENGINE)},
@@ -145,7 +144,7 @@ def template_of(plan: TierPlan) -> Manifest:
 
 
 def _pod(plan: TierPlan) -> Manifest:
-    template, rendered = plan.spec.engine.pod_template, backends.render(plan)
+    template, rendered = plan.spec.engine.pod_template, connectors.render(plan)
     ours = {
         "serviceAccountName": pod_settings.service_account(plan),
         "automountServiceAccountToken": False,
@@ -172,7 +171,7 @@ def _pod(plan: TierPlan) -> Manifest:
 
 def _has_install(plan: TierPlan, rendered: Rendered) -> bool:
     """Return whether an init container brings our package, clears shared memory, or links the compile caches."""
-    return rendered.needs_package or is_in_shm(plan.spec.connector) or plan.spec.engine.compile_cache is not None
+    return rendered.needs_package or plan.spec.connector.kind.is_in_shm or plan.spec.engine.compile_cache is not None
 
 
 def _install_container(plan: TierPlan) -> Manifest:

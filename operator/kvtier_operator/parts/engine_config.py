@@ -15,10 +15,10 @@ from typing import Any, Final
 from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.model_spec import Model
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
-from kvtier_operator.api.tier_spec import Model
 from kvtier_operator.names import Manifest, TierRef
-from kvtier_operator.parts import backends
+from kvtier_operator.parts import connectors
 from kvtier_operator.plan import TierPlan, live_text
 
 
@@ -31,7 +31,7 @@ def config(plan: TierPlan) -> Manifest:
         "data": {
             engine.CONFIG_FILE: plan.config_text,
             engine.LIVE_FILE: plan.live_text,
-            **backends.render(plan).files,
+            **connectors.render(plan).files,
         },
     }
 

@@ -17,7 +17,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, canonical, chunks, digest, engine_args, nodes
+from kvtier_operator.plan import canonical, chunks, digest, engine_args, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -272,9 +272,9 @@ def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
         # Weights pass through this memory, so it says how large they may be where nobody knows the model.
         weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
         keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
-        is_in_shm=backends.is_in_shm(connector),
-        passing_bytes=backends.passing_bytes(connector),
-        file_bytes=backends.file_bytes(connector, decisions.cpu_bytes),
+        is_in_shm=connector.kind.is_in_shm,
+        passing_bytes=connector.passing_bytes,
+        file_bytes=connector.file_bytes(decisions.cpu_bytes),
     )
 
 

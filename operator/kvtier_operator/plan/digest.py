@@ -47,7 +47,7 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
         "hash_seed": spec.hash.seed,
         "block_format": BLOCK_FORMAT_VERSION,
         # Only where it is another than ever: a release that knows one more keeps everybody's cache.
-        **({"connector": spec.connector.identity()} if spec.connector.identity() else {}),
+        **({"connector": spec.connector.identity} if spec.connector.identity else {}),
     }
 
 

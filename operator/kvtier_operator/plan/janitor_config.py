@@ -12,7 +12,7 @@ from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import backends, digest
+from kvtier_operator.plan import digest
 
 JANITOR_IMAGE: Final = f"ghcr.io/kvtier/janitor:{__version__}"
 """Where nobody names another one."""
@@ -41,7 +41,7 @@ def make_janitor(
         image: image of janitors, where the spec names none.
         chunk_tokens: of one file; None where only the engine knows.
     """
-    if not spec.janitor.enabled or not backends.has_janitor(spec.connector):
+    if not spec.janitor.enabled or not spec.connector.has_janitor:
         return None
     budget = spec.disk.budget
     tier_dir, _, current = root.rpartition("/")
@@ -61,7 +61,7 @@ def make_janitor(
             quotas=spec.disk.tenants.quota_bytes,
             default_quota_bytes=spec.disk.tenants.default_bytes,
             **_events(spec, tier, chunk_tokens),
-            layout=backends.layout(spec.connector),
+            layout=spec.connector.layout,
             lease_name=names.janitor(tier),
             lease_namespace=tier.namespace,
         )

@@ -19,7 +19,7 @@ from kvtier_operator.api import TierSpec, pod_template
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.names import TierName, TierRef
-from kvtier_operator.plan import backends, digest, engine_args
+from kvtier_operator.plan import digest, engine_args
 from kvtier_operator.plan.decisions import Kept
 from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_mover_bytes
 from kvtier_operator.quantity import show_bytes
@@ -270,7 +270,7 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     node, left = smallest
     engines = engine_args.read(spec.engine.args).engines_per_pod
     each = left * percent // 100 // engines // _UNIT * _UNIT
-    passing = backends.passing_bytes(spec.connector)
+    passing = spec.connector.passing_bytes
     movers = (
         engines * passing
         if passing is not None

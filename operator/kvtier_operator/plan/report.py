@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from kvtier_operator import quantity
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
-from kvtier_operator.plan import TierPlan, backends, diff
+from kvtier_operator.plan import TierPlan, diff
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, Sizing
 from kvtier_operator.quantity import show_bytes
@@ -130,7 +130,7 @@ def _tiers(plan: TierPlan, capacity: Capacity) -> Iterable[Row]:
 def _pod(plan: TierPlan) -> Iterable[Row]:
     spec, sizing = plan.spec, plan.sizing
     engines = sizing.engines_per_pod
-    is_in_shm = backends.is_in_shm(spec.connector)
+    is_in_shm = spec.connector.kind.is_in_shm
     tier = f"{show_bytes(sizing.cpu_bytes)} CPU tier + " if is_in_shm else ""
     shared = f"{tier}{show_bytes(sizing.shm_overhead_bytes // engines)} of vLLM"
     starting = (
@@ -161,7 +161,7 @@ def _storage(plan: TierPlan) -> Row:
     asked = plan.spec.engine.ephemeral_bytes
     if asked is not None:
         return "node's disk, limit", show_bytes(asked), "", "spec.engine.ephemeralStorage"
-    files = plan.sizing.engines_per_pod * backends.file_bytes(plan.spec.connector, plan.decisions.cpu_bytes)
+    files = plan.sizing.engines_per_pod * plan.spec.connector.file_bytes(plan.decisions.cpu_bytes)
     weights = "" if plan.sizing.ephemeral_bytes == SCRATCH_BYTES + files else f" + {_weights(plan)} of weights"
     blocks = f" + {show_bytes(files)} of blocks" if files else ""
     return (
