@@ -36,7 +36,7 @@ from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.vllm_adapter import metrics
-from kvtier_connector.vllm_adapter.lora import AdapterIdentity, Adapters, Lora, Reading
+from kvtier_connector.vllm_adapter.lora import Adapter, AdapterIdentity, Adapters, Lora
 from kvtier_connector.vllm_adapter.media import Media
 
 logger = init_logger("vllm.kvtier.hints")
@@ -86,7 +86,7 @@ class TierRequest:
         tenant: str | None = "",
         *,
         locality: Locality | None = None,
-        adapter: Reading | None = None,
+        adapter: Adapter | None = None,
         media: Media | None = None,
     ) -> None:
         """Store the settings.
@@ -96,7 +96,7 @@ class TierRequest:
             tokens: How many tokens a chunk of each group has.
             tenant: Whose it is; None where that is unknown.
             locality: What the volume is to requests that name the tiers they load from.
-            adapter: The look at its LoRA adapter; None if it has none.
+            adapter: Its LoRA adapter; None if it has none.
             media: What its prompt holds beside text; None if that is nothing.
         """
         self.name = context.req_id
@@ -129,7 +129,7 @@ class TierRequest:
     @property
     def is_pending(self) -> bool:
         """Whether its adapter is still being looked at."""
-        return self._adapter is not None and self._adapter.is_pending()
+        return self._adapter is not None and self._adapter.is_pending
 
     @property
     def is_mixed(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the engine knows about its blocks: resolved settings, model files, KV layout and loaded weights.
+"""Identifies the blocks of an engine by its resolved settings, its model files, its KV layout and its weights.
 
 `engine_facts` becomes part of the identity that ``tier.json`` holds. The operator's digest covers what the user wrote;
 the engine resolves the rest (types, groups, sizes), and two engines with the same flags can still differ there. The
@@ -44,8 +44,6 @@ in a hundred may go unseen, so the documentation tells users to write a model's 
 _FILE_SAMPLE_BYTES: Final = 4096
 LAYOUT_ENV: Final = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
 """Variables by which backends lay KV or state out in another way."""
-_PATTERN_BLOCKS: Final = 2
-"""Blocks of the memory that the layout pattern is written to."""
 _PIECE_WORDS: Final = 1 << 22
 """Words of a tensor that are summed at once: 32 MiB."""
 _SAMPLE_WORDS: Final = 16
@@ -219,18 +217,14 @@ def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: in
     """
     layers = config.compilation_config.static_forward_context
     backends: set[str] = set()
-    packed: dict[str, str] = {}
     found = []
     for name in sorted(kv_caches):
         layer, held = layers.get(name), kv_caches[name]
         tensors = [held] if isinstance(held, torch.Tensor) else list(held)
         backend = _backend(layer)
         shapes = [_shape(tensor, blocks) for tensor in tensors]
-        kind = json.dumps([backend, shapes])
         backends.add(backend)
-        if kind not in packed:
-            packed[kind] = _pack(layer, tensors[0], blocks) if len(tensors) == 1 else ""
-        found.append([name, kind, packed[kind]])
+        found.append([name, backend, shapes])
     text = json.dumps([found, layout_env()], separators=(",", ":"))
     return tuple(sorted(backends)), hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -256,56 +250,24 @@ def _block_dimension(tensor: torch.Tensor, blocks: int) -> int:
     return next((number for number, size in enumerate(tensor.shape) if size and size % blocks == 0), 0)
 
 
-def _pack(layer: Any, tensor: torch.Tensor, blocks: int) -> str:
-    """Have the backend of a layer write a pattern into memory like the layer's own; return a digest of the bytes."""
-    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
-    # A kernel that faults on a device ends the engine; there names and strides say how KV is laid out.
-    if update is None or tensor.device.type != "cpu":
-        return ""
-    try:
-        place = _block_dimension(tensor, blocks)
-        shape = [_PATTERN_BLOCKS if number == place else size for number, size in enumerate(tensor.shape)]
-        length = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
-        memory = torch.zeros(length, dtype=tensor.dtype, device=tensor.device)
-        given = _arguments(layer, memory.as_strided(shape, tensor.stride()))
-        update(*(given[name] for name in inspect.signature(update).parameters))
-        content = memory.view(torch.uint8).cpu().numpy().tobytes()
-    except Exception as error:  # noqa: BLE001 - whatever a backend says of a pattern, the engine serves
-        logger.warning(
-            "%s cannot be asked how it lays KV out: %r; shapes and names are compared", _backend(layer), error
-        )
-        return "unknown"
-    return hashlib.sha256(content).hexdigest() if any(content) else "unknown"
+def add_value(total: hashlib._Hash, name: str, value: Any) -> None:
+    """Add a name with tensors, numbers or texts, also in nested lists, to a digest.
 
-
-def _arguments(layer: Any, cache: torch.Tensor) -> dict[str, Any]:
-    """Return what the backends take to write the keys and values of the tokens of one block."""
-    size = int(getattr(layer, "head_size", 0))
-    heads = int(getattr(layer, "num_kv_heads", 1))
-    dtype = getattr(layer, "dtype", None) or torch.bfloat16
-    tokens = 16
-    rank, rope = int(getattr(layer, "kv_lora_rank", 0)), int(getattr(layer, "qk_rope_head_dim", 0))
-    return {
-        "layer": layer,
-        "key": _pattern((tokens, heads, size), 1, dtype, cache),
-        "value": _pattern((tokens, heads, int(getattr(layer, "head_size_v", size))), 2, dtype, cache),
-        "kv_c_normed": _pattern((tokens, rank), 1, dtype, cache),
-        "k_pe": _pattern((tokens, 1, rope), 2, dtype, cache),
-        "kv_cache": cache,
-        "slot_mapping": torch.arange(tokens, dtype=torch.int64, device=cache.device),
-        "kv_cache_dtype": getattr(layer, "kv_cache_dtype", "auto"),
-        "k_scale": getattr(layer, "_k_scale", None),
-        "v_scale": getattr(layer, "_v_scale", None),
-    }
-
-
-def _pattern(shape: Sequence[int], seed: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers that differ from their neighbours in every dimension, and are exact in every type."""
-    count = 1
-    for size in shape:
-        count *= size
-    places = torch.arange(count, dtype=torch.int64)
-    return ((places * 37 + places // 61 + seed * 11) % 61 - 30).view(*shape).to(dtype).to(like.device)
+    Raises:
+        TypeError: The value is of another type.
+    """
+    if isinstance(value, torch.Tensor):
+        total.update(f"{name}\0{value.dtype} {tuple(value.shape)}\0".encode())
+        total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, list | tuple):
+        total.update(f"{name}\0list {len(value)}\0".encode())
+        for each in value:
+            add_value(total, name, each)
+    elif value is None or isinstance(value, bool | int | float | str):
+        text = repr(value).encode()
+        total.update(f"{name}\0{type(value).__name__} {len(text)}\0".encode() + text)
+    else:
+        raise TypeError(f"{name} is {type(value).__name__}")
 
 
 class LoadedWeights:

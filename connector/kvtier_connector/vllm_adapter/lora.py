@@ -1,49 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells LoRA adapters apart by their contents: vLLM's block hashes cover an adapter's name and path only.
+"""Tells LoRA adapters apart by their weights: vLLM's block hashes cover only the name and the path of an adapter.
 
-An adapter that is written anew at its path would otherwise find blocks of the old one for ever, on every replica. So
-the hash of a block on the volume covers a digest of the weights in the workers' memory. Files do not identify them:
-vLLM reads an adapter again after it had to make room, or when it is told to load the adapter in place.
+The hash of a block on the volume also covers a digest of the weights in the workers' memory. The scheduler has
+`Adapters`, which asks the workers about an adapter; the request waits for one step. Each worker has `LoadedAdapters`,
+which loads and digests the adapter, and compares it again after each step.
 
-`Adapters`, on the scheduler's side, has a request wait for one step while the workers load and digest its adapter. A
-load names the digest of its chunks; the workers compare, and keep those weights until the request was computed once.
-An adapter that held two contents in one engine stays off the volume and the CPU tier until the engine restarts: vLLM's
-keys in the CPU tier do not tell the two apart.
-
-`LoadedAdapters`, in a worker, stands between vLLM and its loading of adapters. It copies the weights away from a file
-that may be mapped into memory and written over, and digests the copy, with which vLLM computes.
-
-A path that ends in ``@`` and the SHA-256 of the files tells contents apart in vLLM's own prefix cache as well.
+An adapter that had two contents stays off the volume and the CPU tier until the engine restarts, because vLLM's own
+keys do not differ. Paths that end in ``@`` and the SHA-256 of the files do.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import uuid
+import weakref
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvtier_connector.store.layout import ADAPTER_CHARACTERS, adapter_name_label
+from kvtier_connector.vllm_adapter.fingerprint import add_value
 
-logger = init_logger("vllm.kvtier.adapters")
+logger = init_logger("vllm.kvtier.lora")
 
-MOST_KEPT: Final = 8
-"""Adapters that workers keep at a time for requests that were loaded and not computed yet."""
 _CONTENTS: Final = re.compile(r"@([0-9a-f]{64})/*$")
-"""Ends a path that names its contents: the SHA-256 of adapter_config.json and the weight file, one after the other."""
-_PIECE_BYTES: Final = 1 << 20
+"""Ends a path that names its contents: the SHA-256 of adapter_config.json and the weight file, concatenated."""
 _WEIGHT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """Names of an adapter's weight file, in the order of vLLM's preference."""
-_MOST_AHEAD: Final = 4
-"""Adapters that were loaded because of a question and that vLLM has not asked for yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,195 +43,166 @@ class Lora:
 
 
 class AdapterIdentity(NamedTuple):
-    """What tells the blocks of an adapter from those of the model and of other adapters."""
+    """Distinguishes the blocks of an adapter from those of the model and of other adapters."""
 
     label: str
-    """Stands in the header of its blocks: whose they are, for people and the janitor."""
+    """Stands in the header of each block, for people and the janitor."""
     mark: bytes
-    """Goes into the hash of its blocks: name, path and contents."""
+    """Part of the hash of each block: covers name, path and contents."""
 
     def hash_of(self, block_hash: bytes) -> bytes:
         """Return the hash under which the volume has a block of the adapter."""
         return hashlib.sha256(b"kvtier adapter block\0" + self.mark + block_hash).digest()
 
 
-class Told(NamedTuple):
-    """What a worker tells of an adapter: that it has loaded it, or what it was asked."""
+class AdapterReport(NamedTuple):
+    """A worker's answer about an adapter, or its report that the weights in memory changed."""
 
-    question: int
-    """Number of the question; 0 where it was not asked."""
     number: int
-    """By which the worker knows the adapter."""
-    name: str
-    path: str
+    """vLLM's number of the adapter."""
+    question: int
+    """Number of the question; 0 for a change."""
     digest: str | None
-    """Of its weights; None if the worker cannot tell."""
+    """Digest of the weights; None if vLLM cannot load them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What a step tells the workers of adapters."""
+class AdapterOrders:
+    """Orders to the workers for one step."""
 
     asked: Mapping[int, LoRARequest]
-    """By number of the question, adapters that are to be told of."""
-    begun: Mapping[str, tuple[LoRARequest | None, Mapping[int, str]]]
-    """By request whose load begins, its adapter, with the digest by rank; None for the model itself."""
+    """By question, adapters to load, digest and watch."""
+    begun: Mapping[str, tuple[int, Mapping[int, str]] | None]
+    """By request whose load begins, its adapter's number and the digests by rank; None for the model itself."""
     ended: Collection[str]
-    """Requests that have been computed with their adapter once, or never will be."""
+    """Requests that were computed once after their load, or never will be."""
+    dropped: Collection[int]
+    """Adapters to watch no more: their blocks are not used."""
 
 
 @dataclass(slots=True)
 class Adapter:
-    """One adapter, as the workers have told of it. The scheduler's thread only."""
+    """One name and path of an adapter. The scheduler's thread only."""
 
     name: str
     path: str
     digests: dict[int, str] = field(default_factory=dict)
-    """Of its weights, by rank."""
+    """By rank, the digest of the weights."""
     is_mixed: bool = False
-    """Whether it was ever seen to hold something else."""
+    """True once blocks of the same key may have come from different weights."""
     question: int = 0
-    """That is to be answered; 0 if nobody was asked."""
+    """Number of the open question; 0 without one."""
     missing: set[int] = field(default_factory=set)
-    """Ranks that have not answered."""
+    """Ranks that have not answered the open question."""
     identity: AdapterIdentity | None = None
-    """None where it is not known."""
-
-    def note(self, rank: int, digest: str | None, workers: int) -> None:
-        """Take in what a worker has loaded."""
-        held = self.digests.get(rank, digest)
-        if digest is None or held != digest:
-            if not self.is_mixed:
-                logger.warning(
-                    "Requests with the LoRA adapter %s are neither stored nor loaded from here on: %s; give changed "
-                    "weights a new path, or restart the engine",
-                    self.name,
-                    "what it holds cannot be told"
-                    if digest is None
-                    else "it was loaded with other contents than before",
-                )
-            self.is_mixed = True
-        else:
-            self.digests[rank] = digest
-        is_known = len(self.digests) == workers and not self.is_mixed
-        self.identity = _identify(self.name, self.path, self.digests) if is_known else None
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a request knows of its adapter."""
-
-    adapter: Adapter
-    question: int
-    """That was asked for it; 0 if there was none to ask."""
-    is_in_place: bool = False
-    """Whether vLLM reads the files anew for it, in each of its steps."""
+    """None while the weights are unknown, and for a mixed adapter."""
 
     @property
-    def identity(self) -> AdapterIdentity | None:
-        """Return what tells its blocks apart; None where that is not known."""
-        return None if self.is_in_place else self.adapter.identity
-
     def is_pending(self) -> bool:
-        """Say whether it is worth waiting for: the workers answer with the step that asks them."""
-        return self.question != 0 and self.adapter.question == self.question
+        """True while a question is open; workers answer with the step that asks them."""
+        return self.question != 0
+
+    def note(self, rank: int, digest: str, workers: int) -> None:
+        """Record the digest that one rank reports."""
+        if self.digests.setdefault(rank, digest) != digest:
+            self.mix("its weights were replaced")
+        if len(self.digests) == workers and not self.is_mixed:
+            self.identity = _identify(self.name, self.path, self.digests)
+
+    def mix(self, reason: str) -> None:
+        """Keep all requests with the adapter off the volume from now on."""
+        self.identity = None
+        if not self.is_mixed:
+            self.is_mixed = True
+            logger.warning(
+                "Requests with the LoRA adapter %s (%s) are neither stored nor loaded from now on: %s. Serve it from a "
+                "path that ends in @ and the SHA-256 of its files",
+                self.name,
+                self.path,
+                reason,
+            )
 
 
 class Adapters:
-    """All adapters of an engine, and the requests that are between a load and their first step. Scheduler's thread."""
+    """All adapters of an engine, and the requests between their load and their first step. The scheduler's thread."""
 
-    def __init__(self, workers: int) -> None:
-        """Store how many workers there are."""
+    def __init__(self, workers: int, *, groups: int = 1) -> None:
+        """Store the numbers of workers and of KV groups."""
         self._workers = workers
+        self._needs_contents = groups > 1
+        """True with several groups: vLLM cannot compute a request anew whose adapter was replaced after its load."""
         self._adapters: dict[tuple[str, str], Adapter] = {}
         self._of_number: dict[int, set[tuple[str, str]]] = {}
-        """The adapters that vLLM has given a number: one loaded in place may come from another path."""
+        """Keys of the adapters that have had a number: vLLM may load another path in place."""
         self._last_question = 0
         self._asked: dict[int, LoRARequest] = {}
-        self._waiting: dict[int, Adapter] = {}
-        """Adapters by the question about them that is not answered."""
-        self._begun: dict[str, tuple[LoRARequest | None, Mapping[int, str]]] = {}
-        self._loaded: dict[str, tuple[str, str] | None] = {}
-        """By request that was not computed since it was loaded, its adapter; None for the model itself."""
-        self._failed: set[str] = set()
-        """Requests that are not loaded again."""
+        self._begun: dict[str, tuple[int, Mapping[int, str]] | None] = {}
+        self._loaded: set[str] = set()
+        """Requests that were not computed since their load."""
         self._computed: list[str] = []
         self._ended: list[str] = []
+        self._dropped: set[int] = set()
 
-    def read(self, lora: Lora) -> Reading:
-        """Return what is known of an adapter, and have the workers asked if that is nothing."""
-        adapter = self._of(lora.request)
-        if lora.request.load_inplace:
-            return Reading(adapter, 0, is_in_place=True)
-        if adapter.identity is None and not adapter.is_mixed and not adapter.question:
+    def read(self, lora: Lora) -> Adapter:
+        """Return the record of a request's adapter, and ask the workers about it if it is unknown."""
+        request = lora.request
+        adapter = self._of(request)
+        if request.load_inplace:
+            self._mix(request.lora_int_id, "vLLM loads it in place, which reads its files in each step")
+        elif self._needs_contents and not _CONTENTS.search(request.lora_path):
+            adapter.mix("this model has several KV groups, and the path does not name the contents")
+        elif adapter.identity is None and not (adapter.is_mixed or adapter.question):
             self._last_question += 1
             adapter.question = self._last_question
             adapter.missing = set(range(self._workers))
-            self._asked[adapter.question] = lora.request
-            self._waiting[adapter.question] = adapter
-        return Reading(adapter, adapter.question)
-
-    def may_load(self, name: str, request: LoRARequest | None) -> bool:
-        """Say whether a request may be loaded: workers keep few adapters for such, and refuse a request once."""
-        if request is None:
-            return True
-        kept = {adapter for adapter in self._loaded.values() if adapter is not None}
-        is_kept = len(kept) < MOST_KEPT or (request.lora_name, request.lora_path) in kept
-        return is_kept and name not in self._failed
-
-    def note_failed(self, names: Iterable[str]) -> None:
-        """Note that loads failed: with an adapter that the workers cannot load now the next one would fail, too."""
-        self._failed.update(name for name in names if self._loaded.get(name) is not None)
+            self._asked[adapter.question] = request
+        return adapter
 
     def begin(self, name: str, request: LoRARequest | None) -> None:
-        """Have the workers check the adapter of a load that begins with this step."""
-        if request is None:
-            self._begun[name], self._loaded[name] = (None, {}), None
-            return
-        adapter = self._of(request)
-        # Of one that has changed since the look-up no digest is right.
-        self._begun[name] = (request, dict(adapter.digests) if adapter.identity else {})
-        self._loaded[name] = (adapter.name, adapter.path)
+        """Have the workers compare the adapter of a load that begins with this step."""
+        self._begun[name] = None if request is None else (request.lora_int_id, dict(self._of(request).digests))
+        self._loaded.add(name)
 
     def end(self, name: str) -> None:
         """Note that a request ended."""
-        self._failed.discard(name)
         if name in self._loaded:
-            del self._loaded[name]
+            self._loaded.remove(name)
             self._ended.append(name)
 
-    def give_orders(self, scheduled: Collection[str]) -> Orders | None:
-        """Return what the workers are told with a step that computes these requests; None if that is nothing."""
-        # Computed with the step before: in which order a worker takes up orders and adapters does not matter so.
+    def give_orders(self, scheduled: Collection[str]) -> AdapterOrders | None:
+        """Return the orders for a step that computes these requests; None without any."""
+        # The requests of the step before: a worker may take up the orders before or after it loads adapters.
         ended, self._ended = [*self._ended, *self._computed], []
         self._computed = [name for name in self._loaded if name in scheduled and name not in self._begun]
-        for name in self._computed:
-            del self._loaded[name]
-        if not (self._asked or self._begun or ended):
+        self._loaded.difference_update(self._computed)
+        if not (self._asked or self._begun or ended or self._dropped):
             return None
-        orders = Orders(self._asked, self._begun, ended)
-        self._asked, self._begun = {}, {}
+        orders = AdapterOrders(self._asked, self._begun, ended, self._dropped)
+        self._asked, self._begun, self._dropped = {}, {}, set()
         return orders
 
-    def take(self, told: Mapping[int, Iterable[Told]]) -> None:
-        """Take in what workers have told, by rank."""
-        for rank, each in ((rank, each) for rank, several in told.items() for each in several):
-            # A worker that was asked and could not load it has computed nothing with it.
-            if each.digest is not None or not each.question:
-                known = self._of_number.setdefault(each.number, set())
-                known.add((each.name, each.path))
-                for key in known:
-                    self._adapters.setdefault(key, Adapter(*key)).note(rank, each.digest, self._workers)
-            if (adapter := self._waiting.get(each.question)) is not None:
-                adapter.missing.discard(rank)
-                if not adapter.missing:
-                    adapter.question = 0
-                    del self._waiting[each.question]
+    def take(self, reports: Mapping[int, Iterable[AdapterReport]]) -> None:
+        """Record the reports of the workers, by rank."""
+        for rank, each in ((rank, each) for rank, several in reports.items() for each in several):
+            for key in self._of_number.get(each.number, ()):
+                adapter = self._adapters[key]
+                if each.digest is not None:
+                    adapter.note(rank, each.digest, self._workers)
+                    if adapter.is_mixed:
+                        self._dropped.add(each.number)
+                if each.question and each.question == adapter.question:
+                    adapter.missing.discard(rank)
+                    adapter.question = adapter.question if adapter.missing else 0
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the workers are to be told something."""
-        return bool(self._asked or self._begun or self._ended or self._computed)
+    def has_orders(self) -> bool:
+        """True while the workers have orders to get."""
+        return bool(self._asked or self._begun or self._ended or self._computed or self._dropped)
+
+    def _mix(self, number: int, reason: str) -> None:
+        for key in self._of_number[number]:
+            self._adapters[key].mix(reason)
+        self._dropped.add(number)
 
     def _of(self, request: LoRARequest) -> Adapter:
         key = (request.lora_name, request.lora_path)
@@ -251,7 +211,8 @@ class Adapters:
 
 
 def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdentity:
-    # Each rank loads all of an adapter, so other numbers of ranks find the same; with experts apart, each has its own.
+    # Each rank loads the whole adapter, so another number of ranks finds the same. With expert parallelism each rank
+    # has its own experts.
     contents = [digests[rank] for rank in sorted(digests)]
     text = json.dumps([name, path, contents[:1] if len({*contents}) == 1 else contents], separators=(",", ":"))
     mark = hashlib.sha256(text.encode()).digest()
@@ -259,152 +220,99 @@ def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdenti
 
 
 @dataclass(slots=True)
-class _Held:
-    """What an adapter holds."""
-
+class _Watched:
     path: str
-    digest: str
-    model: Any
-    """As it was loaded, apart from what vLLM makes of it."""
-    is_ahead: bool = False
-    """Whether vLLM has not asked for it yet."""
-    needed_by: set[str] = field(default_factory=set)
-    """Requests that were loaded and not computed yet."""
+    digest: str | None = None
+    model: weakref.ref[Any] | None = None
+    """vLLM's object that was digested last: vLLM makes a new one each time it reads the files."""
 
 
 class LoadedAdapters:
     """The adapters of one worker. The worker's thread only."""
 
-    def __init__(self, holder: Any, rank: int) -> None:
-        """Store, and stand before vLLM's loading of adapters if this engine has any.
-
-        Args:
-            holder: What has the model: vLLM's worker or its model runner; None if it was not found.
-            rank: Number of this worker.
-        """
+    def __init__(self, runner: Any, rank: int) -> None:
+        """Store the model runner, which may be None, and the number of this worker."""
+        self._runner = runner
         self._rank = rank
-        self._manager = getattr(getattr(holder, "model_runner", holder), "lora_manager", None)
-        self._load_from_files: Any = getattr(self._manager, "_load_adapter", None)
-        self._held: dict[int, _Held] = {}
-        self._told: list[Told] = []
-        self._told_unknown: set[Told] = set()
-        self.refused: set[str] = set()
-        """Requests whose chunks are of other weights than those that vLLM would compute with."""
-        if self._manager is not None:
-            self._manager._load_adapter = self._load  # noqa: SLF001 - vLLM has no other place to stand in
+        self._watched: dict[int, _Watched] = {}
+        self._asked: dict[int, LoRARequest] = {}
+        self._needed: dict[str, tuple[int, str | None]] = {}
+        """By request between its load and its first step, the adapter's number and the digest of its blocks."""
+        self._reports: list[AdapterReport] = []
 
-    def obey(self, orders: Orders) -> None:
-        """Do what a step tells."""
-        self.refused.difference_update(orders.ended)
-        for held in self._held.values():
-            held.needed_by.difference_update(orders.ended)
-        for question, request in orders.asked.items():
-            digest = self._digest_of(request)
-            self._told.append(Told(question, request.lora_int_id, request.lora_name, request.lora_path, digest))
-        for name, (request, digests) in orders.begun.items():
-            if request is None:
-                continue
-            digest = self._digest_of(request)
-            if digest is None or digest != digests.get(self._rank):
-                self.refused.add(name)
+    def obey(self, orders: AdapterOrders) -> None:
+        """Take up the orders of a step."""
+        self._asked.update(orders.asked)
+        for number in orders.dropped:
+            self._watched.pop(number, None)
+        for name in orders.ended:
+            self._needed.pop(name, None)
+        for name, needed in orders.begun.items():
+            if needed is not None:
+                self._needed[name] = needed[0], needed[1].get(self._rank)
+
+    def look(self) -> None:
+        """Load and digest what was asked, and compare what vLLM has in memory. Called after a step has computed."""
+        asked, self._asked = self._asked, {}
+        for request in asked.values():
+            try:
+                # A waiting request needs the adapter in the next step, so vLLM would load it there.
+                self._runner.add_lora(request)
+            except Exception:  # noqa: BLE001 - errors of vLLM and of any file format
+                # vLLM says more when it fails to load the adapter for the request itself.
+                logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
             else:
-                self._held[request.lora_int_id].needed_by.add(name)
-        self._forget()
+                self._watched.setdefault(request.lora_int_id, _Watched(request.lora_path))
+        if self._watched:
+            self._compare()
+        for question, request in asked.items():
+            watched = self._watched.get(request.lora_int_id)
+            digest = None if watched is None else watched.digest
+            self._reports.append(AdapterReport(request.lora_int_id, question, digest))
 
-    def take_told(self) -> list[Told]:
-        """Return what is to be told."""
-        told, self._told = self._told, []
-        return told
+    def take_reports(self) -> list[AdapterReport]:
+        """Return the reports since the last call."""
+        taken, self._reports = self._reports, []
+        return taken
 
-    def _load(self, request: LoRARequest) -> Any:
-        """Stand in for vLLM's loading: return what a request needs to stay, or what the files hold now."""
-        held = self._held.get(request.lora_int_id)
-        is_wanted = held is not None and held.path == request.lora_path and not request.load_inplace
-        if held is not None and is_wanted and (held.needed_by or held.is_ahead):
-            held.is_ahead = False
-            return _copy_of(held.model)
-        return self._read(request)
+    def is_replaced(self, name: str) -> bool:
+        """True if the blocks that were loaded for a request belong to other weights than its adapter has now."""
+        if name not in self._needed:
+            return False
+        number, digest = self._needed[name]
+        watched = self._watched.get(number)
+        return watched is None or digest is None or watched.digest != digest
 
-    def _read(self, request: LoRARequest) -> Any:
-        """Return what the files hold, and keep that too, unless what it holds cannot be told.
-
-        Raises:
-            Exception: vLLM cannot load it; what was there stays.
-        """
-        model = self._load_from_files(request)
-        replaced = self._held.pop(request.lora_int_id, None)
-        if replaced is not None and replaced.needed_by:
-            # They must not be computed with these weights upon blocks of the others: they are computed as a whole.
-            logger.info("The LoRA adapter %s is replaced; requests that wait are computed again", request.lora_name)
-            self.refused |= replaced.needed_by
-        if request.load_inplace:
-            # vLLM does so in each step with such a request: a copy and a digest of all weights would cost too much.
-            self._tell_unknown(request)
-            return model
-        if not _holds_named_contents(request.lora_path):
-            logger.error(
-                "The files of the LoRA adapter %s are not those that its path %s names: its requests use no volume. "
-                "Give the files a path with their own digest",
-                request.lora_name,
-                request.lora_path,
-            )
-            self._tell_unknown(request)
-            return model
-        try:
-            digest, kept = _take_away(model), _copy_of(model)
-        except Exception:
-            # Of a kind that this release of vLLM has and we do not know.
-            logger.exception("What the LoRA adapter %s holds cannot be told", request.lora_name)
-            self._tell_unknown(request)
-            return model
-        self._held[request.lora_int_id] = _Held(request.lora_path, digest, kept)
-        self._told.append(Told(0, request.lora_int_id, request.lora_name, request.lora_path, digest))
-        return model
-
-    def _tell_unknown(self, request: LoRARequest) -> None:
-        """Tell once that it cannot be told what an adapter holds: that stays so until the engine is started again."""
-        told = Told(0, request.lora_int_id, request.lora_name, request.lora_path, None)
-        if told not in self._told_unknown:
-            self._told_unknown.add(told)
-            self._told.append(told)
-
-    def _digest_of(self, request: LoRARequest) -> str | None:
-        """Return the digest of the weights that vLLM computes with, or would; None if that cannot be told."""
-        number = request.lora_int_id
-        if self._manager is None:
-            return None
-        held = self._held.get(number)
-        is_in_use = number in self._manager.list_adapters()
-        if held is not None and (is_in_use or held.needed_by or (held.is_ahead and held.path == request.lora_path)):
-            return held.digest
-        if is_in_use:
-            # Blocks of this request will be of weights that nobody knows.
-            self._tell_unknown(request)
-            return None
-        try:
-            self._read(request)
-        except Exception:  # noqa: BLE001 - vLLM's own errors and any of a file's; it raises them again itself
-            # vLLM says what is wrong with it when it loads it itself.
-            logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
-            return None
-        held = self._held.get(number)
-        if held is None:
-            return None
-        held.is_ahead = True
-        return held.digest
-
-    def _forget(self) -> None:
-        """Forget what neither vLLM nor a request has."""
-        if not self._held or self._manager is None:
-            return
-        in_use = self._manager.list_adapters()
-        ahead = [number for number, held in self._held.items() if held.is_ahead]
-        wanted = {*in_use, *ahead[-_MOST_AHEAD:]}
-        self._held = {number: held for number, held in self._held.items() if number in wanted or held.needed_by}
+    def _compare(self) -> None:
+        in_memory = self._runner.get_model().lora_manager.list_adapters()
+        for number, watched in self._watched.items():
+            model = in_memory.get(number)
+            if model is None or (watched.model is not None and watched.model() is model):
+                continue
+            digest = digest_of(model)
+            watched.model = weakref.ref(model)
+            if watched.digest is not None and digest != watched.digest:
+                self._reports.append(AdapterReport(number, 0, digest))
+            if digest != watched.digest and not _has_named_contents(watched.path):
+                logger.error("The files of a LoRA adapter are not those that its path names: %s", watched.path)
+            watched.digest = digest
 
 
-def _holds_named_contents(path: str) -> bool:
-    """Compare the files in a directory with the SHA-256 in its name; True where the name has none."""
+def digest_of(model: Any) -> str:
+    """Return a digest of an adapter in memory; one that no other engine has if a part of it cannot be read."""
+    total = hashlib.sha256(f"{model.rank} {getattr(model, 'is_3d_lora_weight', False)}".encode())
+    try:
+        for name, layer in sorted([*model.loras.items(), *getattr(model, "modules_to_save", {}).items()]):
+            for field_name, value in sorted(vars(layer).items()):
+                add_value(total, f"{name} {field_name}", value)
+    except (TypeError, RuntimeError):
+        logger.exception("The weights of a LoRA adapter cannot be read: no other engine shares its blocks")
+        return f"unreadable {uuid.uuid4()}"
+    return total.hexdigest()
+
+
+def _has_named_contents(path: str) -> bool:
+    """Compare the files in a directory with the SHA-256 in its name; True without one."""
     named = _CONTENTS.search(path)
     if named is None:
         return True
@@ -413,43 +321,7 @@ def _holds_named_contents(path: str) -> bool:
     try:
         for file in (Path(path, "adapter_config.json"), *weights[:1]):
             with file.open("rb") as opened:
-                while piece := opened.read(_PIECE_BYTES):
-                    total.update(piece)
+                hashlib.file_digest(opened, lambda: total)
     except OSError:
         return False
     return total.hexdigest() == named[1]
-
-
-def _copy_of(model: Any) -> Any:
-    """Return an adapter that shares the weights: vLLM takes the one that it gets apart."""
-    made = model.clone(model.id)
-    made.loras = {name: copy.copy(layer) for name, layer in model.loras.items()}
-    made.modules_to_save = {name: copy.copy(layer) for name, layer in getattr(model, "modules_to_save", {}).items()}
-    return made
-
-
-def _take_away(model: Any) -> str:
-    """Have an adapter share no memory with a file, and return a digest of all that it holds."""
-    total = hashlib.sha256(f"{model.rank} {getattr(model, 'is_3d_lora_weight', False)}".encode())
-    for name, layer in sorted([*model.loras.items(), *getattr(model, "modules_to_save", {}).items()]):
-        held = vars(layer)
-        for field_name, value in held.items():
-            if isinstance(value, torch.Tensor) and not value.is_pinned():
-                held[field_name] = value.clone()
-        if hasattr(layer, "optimize"):
-            # As vLLM does later, in place: afterwards nothing changes these weights any more.
-            layer.optimize()
-        for field_name in sorted(held):
-            for each in _words(f"{name} {field_name}", held[field_name]):
-                total.update(each)
-    return total.hexdigest()
-
-
-def _words(name: str, value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield f"{name} {value.dtype} {tuple(value.shape)} ".encode()
-        yield value.contiguous().view(-1).view(torch.uint8).numpy()
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        yield f"{name} {value!r} ".encode()
-    else:
-        raise TypeError(f"{name} of an adapter is {type(value).__name__}")

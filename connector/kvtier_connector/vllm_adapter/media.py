@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+from kvtier_connector.vllm_adapter.fingerprint import add_value
 
 REMEMBERED: Final = 1 << 18
 """Identifiers used last whose content is remembered; about 100 MB."""
@@ -101,8 +103,7 @@ def digest_of(item: Mapping[str, Any] | None) -> bytes | None:
         if not any(_has_tensor(each.data) for each in item.values()):
             return None
         for name in sorted(item):
-            for each in _words(name, item[name].data):
-                total.update(each)
+            add_value(total, name, item[name].data)
     except (TypeError, AttributeError, RuntimeError):
         return None
     return total.digest()
@@ -112,19 +113,3 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_tensor, value))
     return isinstance(value, torch.Tensor)
-
-
-def _words(name: str, value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield f"{name}\0{value.dtype} {tuple(value.shape)}\0".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    elif isinstance(value, list | tuple):
-        yield f"{name}\0list {len(value)}\0".encode()
-        for each in value:
-            yield from _words(name, each)
-    elif isinstance(value, bool | int | float | str):
-        text = repr(value).encode()
-        yield f"{name}\0{type(value).__name__} {len(text)}\0".encode()
-        yield text
-    else:
-        raise TypeError(f"{name} is {type(value).__name__}")

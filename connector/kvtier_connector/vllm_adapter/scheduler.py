@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -114,8 +113,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.volume.stats)
         self._adapters = self.manager.volume.adapters
-        # Of several groups no block can be taken back once its load was reported.
-        self._may_mix_adapters = len(self.config.kv_group_configs) > 1 and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         self._known_media = KnownMedia()
         self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
         self._is_reset = False
@@ -231,7 +228,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # Before what was computed with them counts as stored.
         self._take_weights(getattr(told, "weights", {}))
         self._adapters.take(getattr(told, "adapters", {}))
-        self._adapters.note_failed(connector_output.failed_recving or ())
         for name in getattr(told, "replaced", ()):
             if (status := self._req_status.get(name)) is not None:
                 _drop_output_in_flight(status.req)
@@ -258,7 +254,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def has_pending_push_work(self) -> bool:
-        is_telling = self._loads or self._ended or self._stale_jobs or self._adapters.is_waiting
+        is_telling = self._loads or self._ended or self._stale_jobs or self._adapters.has_orders
         return bool(is_telling) or super().has_pending_push_work()
 
     @override
@@ -296,9 +292,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         name = (context := req_status.req_context).req_id
-        lora = req_status.req.lora_request
-        if (lora is not None and self._may_mix_adapters) or not self._adapters.may_load(name, lora):
-            return 0
         if self._waits_for_others(req_status, self._next_key_of(req_status)):
             return None
         self.manager.request(context).on_volume.clear()

@@ -113,7 +113,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self.stats = metrics.Stats()
         self.savings = metrics.Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
-        self.adapters = Adapters(offloading_spec.config.parallel.world_size)
+        self.adapters = Adapters(offloading_spec.config.parallel.world_size, groups=len(offloading_spec.config.groups))
         self.requests = TierRequests(
             offloading_spec,
             tenant_source=config.tenant_from,

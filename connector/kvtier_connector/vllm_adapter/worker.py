@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.vllm_adapter.fingerprint import Declared, LoadedWeights, describe_layout
-from kvtier_connector.vllm_adapter.lora import LoadedAdapters, Orders, Told
+from kvtier_connector.vllm_adapter.lora import AdapterOrders, AdapterReport, LoadedAdapters
 
 
 @dataclass
@@ -36,7 +36,7 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """True from a reset of the caches to the next step that computes: the weights may be absent meanwhile."""
     waited: Collection[str] = ()
     """Requests whose loads this step waits for, so that it computes with them."""
-    adapters: Orders | None = None
+    adapters: AdapterOrders | None = None
     declared: int = 0
     """The same of what they declare of themselves: nobody has passed on what they did before the first step."""
 
@@ -47,8 +47,8 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
 
     weights: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """By rank, the number of the order (0: without one), and True if the weights are those of the start."""
-    adapters: dict[int, list[Told]] = field(default_factory=dict)
-    """By rank, what is told of adapters."""
+    adapters: dict[int, list[AdapterReport]] = field(default_factory=dict)
+    """By rank, the reports about adapters."""
     declared: dict[int, tuple[int, Declared]] = field(default_factory=dict)
     """By rank, the number of the question and the declaration."""
     replaced: set[str] = field(default_factory=set)
@@ -186,7 +186,7 @@ class KVTierWorker(OffloadingConnectorWorker):
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
         weights = self._tell_of_weights(is_reporting=made is not None)
-        told = [] if self._adapters is None else self._adapters.take_told()
+        told = [] if self._adapters is None else self._adapters.take_reports()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
         replaced, self._replaced = self._replaced, set()
@@ -211,6 +211,8 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, _ = super().get_finished(finished_req_ids)
+        if self._adapters is not None:
+            self._adapters.look()
         self._find_replaced()
         waited, self._waited = self._waited, set()
         if not (self._ended or waited):
@@ -222,7 +224,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         received = {name for name in self._ended if name not in under_way}
         for name in received:
             unwritten = self._ended.pop(name)
-            if has_changed or (self._adapters is not None and name in self._adapters.refused):
+            if has_changed or (self._adapters is not None and self._adapters.is_replaced(name)):
                 self._failed.add(name)
             elif unwritten:
                 if self._is_one_group:
@@ -244,7 +246,7 @@ class KVTierWorker(OffloadingConnectorWorker):
             return
         has_changed = self._weights.has_changed
         for name, loaded in reported.items():
-            if has_changed or name in self._adapters.refused:
+            if has_changed or self._adapters.is_replaced(name):
                 self._unwritten |= loaded.blocks
                 self._replaced.add(name)
 

@@ -19,7 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class _Registered(LRUCacheLoRAModelManager):
-    """Adapters in memory, of which the one that was used last goes last; there is no model to put them into."""
+    """Adapters in memory, the least recently used first."""
 
     capacity: Any = 0
     lora_slots: Any = 0
@@ -63,13 +63,13 @@ class _Registered(LRUCacheLoRAModelManager):
 
 
 class SimulatedLoras(LRUCacheWorkerLoRAManager):
-    """What an engine has loaded; files are read when, and as often as, vLLM reads them."""
+    """The adapters of an engine; files are read when, and as often as, vLLM reads them."""
 
     _adapter_manager: Any
 
-    def __init__(self, capacity: int) -> None:
-        """Start with none; so many stay loaded."""
-        self._adapter_manager = _Registered(capacity)
+    def __init__(self, capacity: int, model: Any) -> None:
+        """Start with none; so many stay loaded. The model gets its `lora_manager`, as vLLM's has."""
+        self._adapter_manager = model.lora_manager = _Registered(capacity)
         self.reads = 0
 
     @override

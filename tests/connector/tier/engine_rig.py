@@ -77,7 +77,7 @@ class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
     is_checking = True
-    """Whether a step that computes upon other bytes than it should is an error; a test may have it taken back."""
+    """False while a test expects a step that computes upon wrong bytes and is undone."""
 
     def __init__(
         self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0, is_child: bool = False
@@ -87,7 +87,7 @@ class SimulatedEngine:
         self.model = torch.nn.Linear(1, 4, bias=False)
         torch.nn.init.constant_(self.model.weight, weights)
         TierUnderTest.fs = fs
-        self.lora_manager = SimulatedLoras(shape.most_loras)
+        self.lora_manager = SimulatedLoras(shape.most_loras, self.model)
         config = engine_config(shape, config_file)
         groups = [KVCacheGroupSpec([f"layer.{n}"], attention(window)) for n, window in enumerate(shape.windows)]
         size = shape.gpu_blocks * PAGE_BYTES
@@ -162,6 +162,10 @@ class SimulatedEngine:
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""
         return self.model
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """Load an adapter, as vLLM's workers do."""
+        return self.lora_manager.add_adapter(request)
 
     def update_weights(self, seed: int, *, resets_connector: bool = True, by_data: bool = False) -> None:
         """Replace the weights in place and reset the caches: all of them first, or the GPU's alone afterwards.

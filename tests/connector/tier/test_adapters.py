@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
 from pathlib import Path
@@ -18,8 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
-from kvtier_connector.vllm_adapter import lora as adapters
-from kvtier_connector.vllm_adapter.lora import Adapters, Lora, Told
+from kvtier_connector.vllm_adapter.lora import AdapterReport, Adapters, Lora
 from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
 
 PROMPT = prompt_of(12)
@@ -145,23 +145,6 @@ def have_copied(engine: SimulatedEngine) -> None:
     engine.run()
 
 
-def test_a_request_that_was_loaded_is_computed_with_the_adapter_of_its_blocks_though_that_had_to_make_room(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
-    reader = waiting_for_copies(engines, adapter)
-    reader.add("other", prompt_of(3, seed=7), lora=request_for(write(tmp_path / "law", "law"), "law"))
-    reader.run(lambda: "other" in reader.answers)
-    assert request_for(adapter).lora_int_id not in reader.lora_manager.list_adapters()
-    write(adapter, "second")
-    have_copied(reader)
-    assert reader.computed["b"] == REST
-    # Nobody needs the earlier contents any more: vLLM reads the files when it needs them again.
-    reader.scheduler.reset_prefix_cache()
-    assert ask(reader, "other again", request_for(tmp_path / "law", "law")) == len(PROMPT)
-    assert ask(reader, "c", request_for(adapter)) == len(PROMPT)
-    assert "second" in str(reader.source_of(None, request_for(adapter)))
-
-
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_a_request_that_was_loaded_is_computed_as_a_whole_when_its_adapter_is_replaced_in_place(
     engines: Engines, adapter: Path, tmp_path: Path, *, is_moved: bool
@@ -227,19 +210,6 @@ def test_what_is_in_flight_for_a_request_whose_adapter_was_replaced_is_dropped(e
     assert request.drop_stale_output
 
 
-@pytest.mark.parametrize("may_be_replaced", ["0", "1"])
-def test_requests_with_adapters_are_loaded_in_several_groups_only_where_adapters_are_not_replaced(
-    engines: Engines, adapter: Path, monkeypatch: pytest.MonkeyPatch, may_be_replaced: str
-) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", may_be_replaced)
-    shape = Shape(windows=(None, WINDOW_TOKENS))
-    assert ask(engines.make(shape), "a", request_for(adapter)) == len(PROMPT)
-    reader = engines.make(shape)
-    assert ask(reader, "b", request_for(adapter)) == (len(PROMPT) if may_be_replaced == "1" else REST)
-    assert ask(reader, "none", None) == len(PROMPT)
-    assert ask(engines.make(shape), "model", None) == REST
-
-
 def test_a_request_that_was_loaded_is_computed_with_its_adapter_if_the_files_that_would_replace_it_are_gone(
     engines: Engines, adapter: Path, tmp_path: Path
 ) -> None:
@@ -250,7 +220,7 @@ def test_a_request_that_was_loaded_is_computed_with_its_adapter_if_the_files_tha
     assert reader.computed["b"] == REST
 
 
-def test_chunks_of_earlier_contents_are_not_computed_upon_when_they_are_on_the_gpu(
+def test_what_is_computed_upon_chunks_of_earlier_contents_is_computed_again(
     engines: Engines, adapter: Path, tmp_path: Path
 ) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
@@ -262,9 +232,13 @@ def test_chunks_of_earlier_contents_are_not_computed_upon_when_they_are_on_the_g
     write(adapter, "second")
     reader.scheduler.reset_prefix_cache()
     reader.manager.reset_cache()
-    before = reader.metric("vllm:kvtier_disk_read_blocks")
-    assert ask(reader, "b", request_for(adapter)) == len(PROMPT)
-    assert reader.metric("vllm:kvtier_disk_read_blocks") == before + 12, "it was found out when they had been read"
+    # The step that reads the new files is undone.
+    reader.is_checking = False
+    reader.add("b", PROMPT, lora=request_for(adapter))
+    reader.run()
+    reader.is_checking = True
+    assert reader.computed["b"] == REST + len(PROMPT)
+    assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
     assert ask(reader, "c", request_for(adapter)) < len(PROMPT), "the GPU has what it computed itself"
     assert ask(engines.make(), "d", request_for(adapter)) == len(PROMPT)
 
@@ -298,77 +272,100 @@ def test_what_is_computed_while_an_adapter_is_replaced_is_stored_for_nobody(engi
         assert ask(engines.make(), contents, request_for(adapter)) > len(PROMPT) - 6 * 16
 
 
-def test_requests_of_many_adapters_are_loaded_for_a_few_at_a_time(
-    engines: Engines, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_rewritten", [False, True])
+def test_a_loaded_request_whose_adapter_made_room_meanwhile_is_computed_with_the_files_of_now(
+    engines: Engines, adapter: Path, tmp_path: Path, *, is_rewritten: bool
 ) -> None:
-    monkeypatch.setattr(adapters, "MOST_KEPT", 1)
-    law = write(tmp_path / "law", "law")
-    assert ask(engines.make(), "a", request_for(law, "law")) == len(PROMPT)
-    reader = waiting_for_copies(engines, adapter, Shape())
-    reader.add("law", PROMPT, lora=request_for(law, "law"))
-    reader.run(lambda: "law" in reader.answers)
-    assert reader.computed["law"] == len(PROMPT)
+    reader = waiting_for_copies(engines, adapter)
+    reader.add("other", prompt_of(3, seed=7), lora=request_for(write(tmp_path / "law", "law"), "law"))
+    reader.run(lambda: "other" in reader.answers)
+    assert request_for(adapter).lora_int_id not in reader.lora_manager.list_adapters()
+    if is_rewritten:
+        write(adapter, "second")
+        # The step that reads the new files is undone.
+        reader.is_checking = False
     have_copied(reader)
-    assert reader.computed["b"] == REST
+    assert reader.computed["b"] == REST + (len(PROMPT) if is_rewritten else 0)
+    assert reader.answers["b"] == answer_of(PROMPT, 1, salt=f"None with {'second' if is_rewritten else 'first'}")
 
 
-def told(question: int, digest: str | None) -> list[Told]:
-    return [Told(question, 427, "math", "/there", digest)]
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_model_of_several_groups_loads_blocks_of_an_adapter_only_if_its_path_names_the_contents(
+    engines: Engines, adapter: Path, *, is_named: bool
+) -> None:
+    if is_named:
+        contents = b"".join((adapter / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
+        adapter = adapter.rename(adapter.with_name(f"math@{hashlib.sha256(contents).hexdigest()}"))
+    shape = Shape(windows=(None, WINDOW_TOKENS))
+    assert ask(engines.make(shape), "a", request_for(adapter)) == len(PROMPT)
+    reader = engines.make(shape)
+    assert ask(reader, "b", request_for(adapter)) == (REST if is_named else len(PROMPT))
+    assert ask(reader, "none", None) == len(PROMPT)
+    assert ask(engines.make(shape), "model", None) == REST
+
+
+def test_an_adapter_that_was_loaded_in_place_before_its_first_request_has_blocks_under_its_real_contents(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    engine = engines.make(ONE_ADAPTER)
+    engine.lora_manager.add_adapter(request_for(write(tmp_path / "moved", "second"), inplace=True))
+    assert ask(engine, "a", request_for(adapter)) == len(PROMPT)
+    assert engine.source_of(None, request_for(adapter)) == "None with second"
+    assert ask(engines.make(), "b", request_for(adapter)) == len(PROMPT), "it reads other contents from this path"
+    engine.add("made room", prompt_of(3, seed=7), lora=request_for(write(tmp_path / "law", "law"), "law"))
+    engine.run()
+    before = engine.metric("vllm:kvtier_disk_written_blocks")
+    engine.add("later", prompt_of(4, seed=9), lora=request_for(adapter))
+    engine.run()
+    assert engine.source_of(None, request_for(adapter)) == "None with first"
+    assert engine.metric("vllm:kvtier_disk_written_blocks") == before
+
+
+def report(question: int, digest: str | None) -> list[AdapterReport]:
+    return [AdapterReport(request_for(Path("/there")).lora_int_id, question, digest)]
 
 
 def test_all_ranks_must_know_an_adapter_and_other_numbers_of_ranks_that_hold_the_same_agree() -> None:
     lora = Lora(request_for(Path("/there")))
     one, two, apart = Adapters(1), Adapters(2), Adapters(2)
-    readings = [each.read(lora) for each in (one, two, apart)]
-    one.take({0: told(1, "same")})
-    two.take({0: told(1, "same")})
-    assert readings[0].identity is not None
-    assert readings[1].identity is None
-    assert readings[1].is_pending()
-    two.take({1: told(1, "same")})
-    assert readings[1].identity == readings[0].identity
-    apart.take({0: told(1, "same"), 1: told(1, "other")})
-    assert readings[2].identity not in {None, readings[0].identity}
+    known = [each.read(lora) for each in (one, two, apart)]
+    one.take({0: report(1, "same")})
+    two.take({0: report(1, "same")})
+    assert known[0].identity is not None
+    assert known[1].identity is None
+    assert known[1].is_pending
+    two.take({1: report(1, "same")})
+    assert known[1].identity == known[0].identity
+    apart.take({0: report(1, "same"), 1: report(1, "other")})
+    assert known[2].identity not in {None, known[0].identity}
 
 
 def test_an_adapter_that_cannot_be_loaded_now_is_asked_for_again() -> None:
-    known = Adapters(1)
+    adapters = Adapters(1)
     lora = Lora(request_for(Path("/there")))
-    reading = known.read(lora)
-    assert known.give_orders([]) is not None
-    known.take({0: told(1, None)})
-    assert not reading.is_pending()
-    assert reading.identity is None
-    assert known.read(lora).is_pending()
-    known.take({0: told(2, "now")})
-    assert reading.identity is not None
+    known = adapters.read(lora)
+    assert adapters.give_orders([]) is not None
+    adapters.take({0: report(1, None)})
+    assert not known.is_pending
+    assert known.identity is None
+    assert adapters.read(lora).is_pending
+    adapters.take({0: report(2, "now")})
+    assert known.identity is not None
 
 
-@pytest.mark.parametrize("second", ["other", None])
-def test_an_adapter_that_was_loaded_with_other_contents_stays_unknown(second: str | None) -> None:
-    known = Adapters(1)
-    reading = known.read(Lora(request_for(Path("/there"))))
-    known.take({0: told(1, "one")})
-    known.take({0: told(0, second)})
-    known.take({0: told(0, "one")})
-    assert reading.identity is None
-    assert not known.read(Lora(request_for(Path("/there")))).is_pending()
-
-
-def test_blocks_of_an_adapter_that_was_loaded_in_place_are_stored_under_no_name_that_its_number_has(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
-    engine = engines.make(ONE_ADAPTER)
-    moved = write(tmp_path / "moved", "second")
-    engine.lora_manager.add_adapter(request_for(moved, inplace=True))
-    engine.add("told", prompt_of(2, seed=5))
-    engine.run()
-    # Computed with the contents of the other path, and left so in the GPU's cache, where later requests find it.
-    assert ask(engine, "a", request_for(adapter)) == len(PROMPT)
-    law = request_for(write(tmp_path / "law", "law"), "law")
-    engine.add("made room", prompt_of(3, seed=7), lora=law)
-    engine.run()
-    engine.add("later", prompt_of(4, seed=9), lora=request_for(adapter))
-    engine.run()
-    assert engine.source_of(None, request_for(adapter)) == "None with first"
-    assert engine.metric("vllm:kvtier_disk_written_blocks") == 2 + 3, "those of the model and of the other adapter"
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_an_adapter_whose_weights_were_replaced_stays_off_the_volume(*, is_in_place: bool) -> None:
+    adapters = Adapters(1)
+    lora = Lora(request_for(Path("/there")))
+    known = adapters.read(lora)
+    adapters.take({0: report(1, "one")})
+    if is_in_place:
+        adapters.read(Lora(request_for(Path("/elsewhere"), inplace=True)))
+    else:
+        adapters.take({0: report(0, "other")})
+    adapters.take({0: report(0, "one")})
+    assert known.identity is None
+    assert not adapters.read(lora).is_pending
+    orders = adapters.give_orders([])
+    assert orders is not None
+    assert list(orders.dropped) == [lora.request.lora_int_id]

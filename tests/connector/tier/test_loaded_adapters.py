@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells of an adapter is what vLLM's own loading of it has in memory."""
+"""A worker reports the adapter that vLLM has in memory, whatever its files hold meanwhile."""
 
 from __future__ import annotations
 
@@ -12,32 +12,47 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from engine_loras import WEIGHTS
+from engine_loras import WEIGHTS, SimulatedLoras
 from test_adapters import request_for
+from typing_extensions import override
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from kvtier_connector.vllm_adapter import lora
-from kvtier_connector.vllm_adapter.lora import LoadedAdapters, Orders, Told
+from kvtier_connector.vllm_adapter.lora import AdapterOrders, LoadedAdapters, digest_of
 
 
-def real_loader() -> tuple[Any, LoadedAdapters]:
-    """Return vLLM's own loading of adapters, and what stands before it."""
+class RealFiles(SimulatedLoras):
+    """Reads the files of an adapter as vLLM does."""
 
-    class Manager:
-        def _load_adapter(self, request: LoRARequest) -> LoRAModel:
-            helper = PEFTHelper.from_local_dir(request.lora_path, 4096)
-            return LoRAModel.from_local_checkpoint(
-                request.lora_path, {"q_proj"}, helper, lora_model_id=request.lora_int_id, device="cpu"
-            )
+    @override
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        helper = PEFTHelper.from_local_dir(lora_request.lora_path, 4096)
+        return LoRAModel.from_local_checkpoint(
+            lora_request.lora_path, {"q_proj"}, helper, lora_model_id=lora_request.lora_int_id, device="cpu"
+        )
 
-        def list_adapters(self) -> set[int]:
-            return set()
 
-    holder = SimpleNamespace(lora_manager=Manager())
-    return holder.lora_manager, LoadedAdapters(holder, 0)
+class Worker:
+    """A model runner with our record of its adapters."""
+
+    def __init__(self, capacity: int = 2) -> None:
+        model = SimpleNamespace()
+        self.loras = RealFiles(capacity, model)
+        self.adapters = LoadedAdapters(SimpleNamespace(get_model=lambda: model, add_lora=self.loras.add_adapter), 0)
+
+    def ask(self, request: LoRARequest) -> str | None:
+        """Return the digest that the worker answers."""
+        self.adapters.obey(AdapterOrders({1: request}, {}, (), ()))
+        self.adapters.look()
+        (report,) = self.adapters.take_reports()
+        return report.digest
+
+    def changes(self) -> list[str | None]:
+        """Return the digests that the worker reports by itself after a step."""
+        self.adapters.look()
+        return [report.digest for report in self.adapters.take_reports()]
 
 
 def write_real(directory: Path, value: float, *, alpha: int = 16) -> Path:
@@ -47,99 +62,75 @@ def write_real(directory: Path, value: float, *, alpha: int = 16) -> Path:
     safetensors.torch.save_file(
         {part: torch.full(form, value) for part, form in parts.items()}, directory / "new.safetensors"
     )
-    # In the same file, which vLLM may have mapped.
-    with (directory / WEIGHTS).open("r+b" if (directory / WEIGHTS).exists() else "wb") as file:
-        file.write((directory / "new.safetensors").read_bytes())
+    (directory / "new.safetensors").rename(directory / WEIGHTS)
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(settings))
     return directory
 
 
-def test_weights_that_are_mapped_from_a_file_are_taken_away_from_it(tmp_path: Path) -> None:
-    path = tmp_path / "mapped"
-    path.write_bytes(bytes(64))
-    mapped = torch.from_file(str(path), shared=True, size=64, dtype=torch.uint8)
-
-    class Manager:
-        def _load_adapter(self, request: LoRARequest) -> LoRAModel:
-            layer = LoRALayerWeights("layer", 1, 1, mapped, torch.zeros(1))
-            return LoRAModel(request.lora_int_id, 1, {"layer": layer})
-
-    manager = Manager()
-    LoadedAdapters(SimpleNamespace(lora_manager=manager), 0)
-    model = manager._load_adapter(request_for(tmp_path))
-    path.write_bytes(b"x" * 64)
-    assert mapped.any()
-    assert not model.loras["layer"].lora_a.any()
+def test_the_digest_covers_the_weights_and_the_settings_of_an_adapter(tmp_path: Path) -> None:
+    made = [write_real(tmp_path / "a", 1.0), write_real(tmp_path / "b", 2.0), write_real(tmp_path / "c", 1.0, alpha=32)]
+    digests = [Worker().ask(request_for(place)) for place in (*made, made[0])]
+    assert digests[0] == digests[3]
+    assert len({*digests}) == 3
+    assert None not in digests
 
 
-def test_weights_in_memory_stay_what_was_told_of_them_though_their_file_is_written_over(tmp_path: Path) -> None:
-    manager, loaded = real_loader()
+def test_files_that_are_replaced_are_reported_once_vllm_has_read_them(tmp_path: Path) -> None:
+    worker = Worker()
     place = write_real(tmp_path / "adapter", 1.0)
-    model = manager._load_adapter(request_for(place))
-    (layer,) = model.loras.values()
+    first = worker.ask(request_for(place))
     write_real(place, 2.0)
-    assert torch.equal(layer.lora_a, torch.full((8, 64), 1.0))
-    assert layer.scaling == 1
-    assert torch.equal(layer.lora_b, torch.full((64, 8), 2.0)), "alpha over rank is in the weights"
-    again = manager._load_adapter(request_for(place))
-    first, second = loaded.take_told()
-    assert first.digest != second.digest
-    write_real(place, 1.0)
-    manager._load_adapter(request_for(place))
-    assert loaded.take_told()[0].digest == first.digest
-    write_real(place, 1.0, alpha=32)
-    manager._load_adapter(request_for(place))
-    assert loaded.take_told()[0].digest != first.digest
-    assert again is not model
+    assert worker.changes() == []
+    worker.loras.add_adapter(request_for(place, inplace=True))
+    (second,) = worker.changes()
+    assert second not in {None, first}
+    worker.loras.add_adapter(request_for(place, inplace=True))
+    assert worker.changes() == [], "the same contents are no change"
 
 
-def test_a_path_that_names_its_contents_is_checked_and_keeps_other_contents_off_the_volume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_adapter_is_digested_once_for_each_time_vllm_reads_it_and_not_when_nobody_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, loaded = real_loader()
-    made = write_real(tmp_path / "made", 1.0)
-    contents = b"".join((made / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
-    place = made.rename(tmp_path / f"math@{hashlib.sha256(contents).hexdigest()}")
-    manager._load_adapter(request_for(place))
-    assert [told.digest is None for told in loaded.take_told()] == [False]
-    write_real(place, 1.0, alpha=32)
-    manager._load_adapter(request_for(place))
-    assert [told.digest is None for told in loaded.take_told()] == [True]
-    assert "are not those that its path" in caplog.text
-
-
-@pytest.fixture
-def digested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the adapters that were digested so far."""
-    found: list[Any] = []
-    take_away = lora._take_away
-    monkeypatch.setattr(lora, "_take_away", lambda model: (found.append(model), take_away(model))[1])
-    return found
-
-
-def test_an_adapter_that_is_loaded_in_place_in_each_step_is_not_digested_and_that_is_told_once(
-    tmp_path: Path, digested: list[Any]
-) -> None:
-    manager, loaded = real_loader()
-    place = write_real(tmp_path / "adapter", 1.0)
-    request = request_for(place, inplace=True)
-    for _ in range(3):
-        manager._load_adapter(request)
-    assert loaded.take_told() == [Told(0, request.lora_int_id, "math", str(place), None)]
+    digested: list[Any] = []
+    monkeypatch.setattr(lora, "digest_of", lambda model: (digested.append(model), digest_of(model))[1])
+    worker = Worker()
+    request = request_for(write_real(tmp_path / "adapter", 1.0), inplace=True)
+    worker.loras.add_adapter(request)
+    worker.changes()
     assert digested == []
-    manager._load_adapter(request_for(place))
+    worker.ask(request_for(tmp_path / "adapter"))
+    worker.changes()
+    assert len(digested) == 1
+    worker.adapters.obey(AdapterOrders({}, {}, (), {request.lora_int_id}))
+    worker.loras.add_adapter(request)
+    worker.changes()
     assert len(digested) == 1
 
 
-def test_an_adapter_that_cannot_be_copied_is_used_as_vllm_has_loaded_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_adapter_whose_files_are_gone_is_answered_with_no_digest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, loaded = real_loader()
-    place = write_real(tmp_path / "adapter", 1.0)
-    monkeypatch.delattr(LoRAModel, "clone")
-    (layer,) = manager._load_adapter(request_for(place)).loras.values()
-    assert torch.equal(layer.lora_a, torch.full((8, 64), 1.0))
-    assert [told.digest for told in loaded.take_told()] == [None]
-    loaded.obey(Orders({1: request_for(place)}, {}, ()))
-    assert [told.digest for told in loaded.take_told()] == [None]
+    assert Worker().ask(request_for(tmp_path / "nowhere")) is None
+    assert "The LoRA adapter math cannot be loaded" in caplog.text
+
+
+def test_a_path_that_names_other_contents_than_its_files_have_is_an_error_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = write_real(tmp_path / "made", 1.0)
+    contents = b"".join((made / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
+    place = made.rename(tmp_path / f"math@{hashlib.sha256(contents).hexdigest()}")
+    assert Worker().ask(request_for(place)) is not None
+    assert "not those that its path names" not in caplog.text
+    write_real(place, 1.0, alpha=32)
+    assert Worker().ask(request_for(place)) is not None
+    assert "not those that its path names" in caplog.text
+
+
+def test_an_adapter_that_cannot_be_read_shares_blocks_with_no_other_engine(tmp_path: Path) -> None:
+    model = RealFiles(1, SimpleNamespace())._load_adapter(request_for(write_real(tmp_path / "adapter", 1.0)))
+    assert digest_of(model) == digest_of(model)
+    (layer,) = model.loras.values()
+    layer.scaling = object()  # type: ignore[assignment]  # of a later release
+    assert digest_of(model) != digest_of(model)
