@@ -19,7 +19,7 @@ import click
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE
 from kvtier_connector.janitor import commands
-from kvtier_connector.janitor.commands import Outcome
+from kvtier_connector.janitor.commands import CommandResult
 from kvtier_connector.store.scan import Tell
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
@@ -82,7 +82,7 @@ def is_directory(target: str, where: Where) -> bool:
     return False
 
 
-def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> Outcome:
+def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> CommandResult:
     """Run a command on a tier or a directory.
 
     Raises:
@@ -98,7 +98,7 @@ def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: T
     return _do_in_pod(target, where, {"verb": verb, "config": CONFIG, "options": options}, tell)
 
 
-def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> Outcome:
+def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> CommandResult:
     pod = janitor_pod(tier, where, str(request["verb"]))
     answers = Answers(tell)
     command = ["python3", "-m", _MODULE, json.dumps(request)]
@@ -127,7 +127,7 @@ class Answers:
         else:
             self._answers.append(answer)
 
-    def outcome(self, who: str, code: int, complaint: str = "") -> Outcome:
+    def outcome(self, who: str, code: int, complaint: str = "") -> CommandResult:
         """Return what came of it.
 
         Raises:
@@ -143,7 +143,7 @@ class Answers:
         answer = self._answers[-1]
         if "error" in answer:
             raise ConfigInvalid(answer["error"])
-        return Outcome(answer["status"], answer["document"])
+        return CommandResult(answer["status"], answer["document"])
 
 
 _FOR_USE: Final = frozenset({"gc"})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
-from kvtier_connector.janitor.events import Feed, Publisher
+from kvtier_connector.janitor.events import EventFeed, Publisher
 from kvtier_connector.janitor.loop import Loop, make_leader
 from kvtier_connector.janitor.metrics import Server, exposition, make_pages
 
@@ -39,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         publisher.start()
     print(f"serving on port {server.port}", flush=True)
     leader.start()
-    has_let_go = loop.run()
-    # Only now may another one act: what this one did has ended, or never will and does nothing but wait.
+    has_ended = loop.run()
+    # Only now may another janitor act: this one has ended, or waits in a system call for ever.
     leader.close()
     server.close()
     if publisher is not None:
         publisher.close()
     logging.shutdown()
-    if not has_let_go:
+    if not has_ended:
         # A thread in a system call that never returns would keep the interpreter from ending.
         os._exit(0)
     return 0
@@ -60,10 +60,12 @@ def _publisher(config: JanitorConfig, host: str) -> Publisher | None:
     )
 
 
-def _feed(config: JanitorConfig, publisher: Publisher | None) -> Feed | None:
+def _feed(config: JanitorConfig, publisher: Publisher | None) -> EventFeed | None:
     if publisher is None:
         return None
-    return Feed(publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes)
+    return EventFeed(
+        publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes the blocks of a generation, a tenant or a LoRA adapter, or all of them, with partial and quarantined files.
-
-Engines may be storing meanwhile: a mark (see `store.purges`) keeps what they queued before from landing afterwards.
-
-The commands on a volume: inspect, check, purge and gc. `kvtier` calls them here, or inside the janitor's pod.
+"""The commands on a volume: inspect, check, purge and gc. `kvtier` calls them here, or inside the janitor's pod.
 
 ``python3 -m kvtier_connector.janitor.commands REQUEST`` runs one in a pod. REQUEST is a JSON object: ``verb``,
 ``config`` (the janitor's document, which names the directory) and ``options``. Each line of the answer is an object:
@@ -19,6 +15,7 @@ import contextlib
 import inspect as signatures
 import json
 import os
+import stat
 import sys
 import time
 from collections import Counter
@@ -31,7 +28,6 @@ from typing import Any, Final, NamedTuple, TextIO
 
 from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, StoreUnavailable
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
-from kvtier_connector.janitor.walk import find_tenants
 from kvtier_connector.store import fsck as checks
 from kvtier_connector.store import fsck as inspection
 from kvtier_connector.store.crypto import Keyring
@@ -41,6 +37,7 @@ from kvtier_connector.store.identity import find_generations, is_new_tier
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import (
     BLOCKS,
+    TENANTS,
     TIER_FILE,
     adapter_name_label,
     is_tenant,
@@ -51,19 +48,24 @@ from kvtier_connector.store.layout import (
 from kvtier_connector.store.purges import Purge, mark
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, Leftover, LeftoverKind, Progress, Tell, scan
 
+MOST_PROBLEMS: Final = 1000
+"""Problems listed in the document of a check; all are counted."""
+_TELL_SECONDS: Final = 0.2
+_KEEP_ALL: Final = 1 << 30
+_TENANT_FORM: Final = "1 to 32 of a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
 _FLUSH_EVERY = 4096
 _READ_AT_ONCE = 4096
 _MOST_PASSES = 10
 _NO_AGE_SECONDS = -1e9
-"""A partial file matches also where its time is ahead of this clock."""
+"""A partial file matches also if its time is ahead of this clock."""
 
-_UNTOLD = {Fault.OUTDATED, Fault.VERSION, Fault.ALGORITHM}
+_OTHER_RELEASES = frozenset({Fault.OUTDATED, Fault.VERSION, Fault.ALGORITHM})
 """Intact headers that this release cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criteria:
-    """Which blocks to remove: those that match every field that is not None."""
+    """Selects the blocks to remove: those that match every field that is not None."""
 
     generation: str | None = None
     tenant: str | None = None
@@ -81,7 +83,7 @@ class Purged:
     bytes: int = 0
     """Of all files counted here."""
     partials: int = 0
-    """Files that a writer had not finished; each may hold a whole block."""
+    """Unfinished files of writers; each may hold a whole block."""
     quarantined: int = 0
     failed: int = 0
     problem: str = ""
@@ -129,15 +131,20 @@ def purge_blocks(  # noqa: PLR0913 - keywords
 def _check_tenant(directory: Path, roots: Iterable[Path], tenant: str, *, fs: FileSystem) -> None:
     for root in roots:
         try:
-            if tenant in find_tenants(fs, str(root)):
+            if stat.S_ISDIR(fs.stat(f"{root}/{TENANTS}/{tenant}").st_mode):
                 return
+        except (FileNotFoundError, NotADirectoryError):
+            continue
         except OSError as error:
             raise StoreUnavailable(f"{root}: cannot be walked: {error}") from error
     raise ConfigInvalid(f"{directory}: holds no tenant {tenant}; kvtier inspect shows the largest there are")
 
 
 class _Purging:
-    """The purge of one generation. One thread, but for reading headers."""
+    """The purge of one generation. One thread, except for reading headers.
+
+    Engines may store meanwhile: a mark (see `store.purges`) keeps the blocks that they queued before from landing.
+    """
 
     def __init__(  # noqa: PLR0913 - keywords
         self,
@@ -175,12 +182,12 @@ class _Purging:
                 break
         else:
             self.result.problem = self.result.problem or (
-                "engines go on storing what is to go: they may run an earlier release; set the mode to Bypass, and "
+                "engines go on storing these blocks: they may run an earlier release; set the mode to Bypass, and "
                 "purge again"
             )
 
     def _pass(self) -> bool:
-        """Remove all that is there; return whether there were no more than partial files."""
+        """Remove all matching files; return whether only partial files were found."""
         unread: list[OSError] = []
         is_clean = True
         for entry in self._choose(unread):
@@ -220,7 +227,7 @@ class _Purging:
                 self._journal.flush()
 
     def _choose(self, unread: list[OSError]) -> Iterator[_Entry]:
-        """Yield the files that match; errors of those that cannot be read are added to `unread`."""
+        """Yield the matching files; errors of unreadable ones are added to `unread`."""
         found = scan(
             self._root,
             fs=self._fs,
@@ -242,7 +249,7 @@ class _Purging:
                         yield entry
 
     def _may_match(self, entry: _Entry) -> bool:
-        """Return whether a file holds a block, whole or in part, of the tenant."""
+        """Return whether a file holds a block of the tenant, whole or in part."""
         if isinstance(entry, Leftover):
             is_block = entry.kind is LeftoverKind.QUARANTINED or (
                 entry.kind is LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
@@ -255,7 +262,7 @@ class _Purging:
         """Return whether the header names the adapter; True for a partial or damaged file that does not tell."""
         path = f"{self._root}/{entry.path}"
         if isinstance(entry, BlockEntry) and parse_block_path(entry.path) is None:
-            return self._untold(path)
+            return self._of_other_release(path)
         try:
             fd = self._fs.open(path, READ_FLAGS)
             try:
@@ -270,12 +277,12 @@ class _Purging:
             return error
         if isinstance(header, Header):
             return header.lineage.adapter.startswith(self._adapter or "")
-        if isinstance(entry, Leftover) or header not in _UNTOLD:
+        if isinstance(entry, Leftover) or header not in _OTHER_RELEASES:
             # Nothing is lost: no engine reads such a file.
             return True
-        return self._untold(path)
+        return self._of_other_release(path)
 
-    def _untold(self, path: str) -> OSError:
+    def _of_other_release(self, path: str) -> OSError:
         return OSError(
             f"{path}: blocks of another release do not tell their adapter; purge this generation with --generation "
             f"{self._root.name}"
@@ -289,23 +296,16 @@ def _with_earlier(entry: _Entry) -> _Entry:
     return entry if key is None else BlockEntry(key, entry.path, entry.size, entry.mtime_ns)
 
 
-MOST_PROBLEMS: Final = 1000
-"""Problems listed in the document of a check; all are counted."""
-_TELL_SECONDS: Final = 0.2
-_KEEP_ALL: Final = 1 << 30
-_TENANT_FORM: Final = "1 to 32 of a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
-
-
-class Outcome(NamedTuple):
+class CommandResult(NamedTuple):
     """Result of a command."""
 
     status: int
-    """0: all is well; 1: something was found, or part of it could not be done."""
+    """0: no problem; 1: problems were found, or part of the command could not be done."""
     document: dict[str, Any]
 
 
-def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> Outcome:
-    """Count what lies below the directory."""
+def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> CommandResult:
+    """Count the files below the directory."""
     roots = _generations(directory)
     progress, now_ns = Progress(tell), time.time_ns()
     progress.begin(len(roots))
@@ -322,11 +322,11 @@ def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> Outcome:
         row = asdict(each)
         row["oldestSeconds"], row["newestSeconds"] = row.pop("oldest_seconds"), row.pop("newest_seconds")
         document["generations"].append(row)
-    return Outcome(1 if any(each.problem for each in generations) else 0, document)
+    return CommandResult(1 if any(each.problem for each in generations) else 0, document)
 
 
 def _volume(directory: Path) -> dict[str, int]:
-    """Return size and free bytes of the volume; of a directory that is not there yet, those of the one above it."""
+    """Return size and free bytes of the volume; a directory that does not exist yet counts as the one above it."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     volume = os.statvfs(directory)
@@ -340,7 +340,7 @@ def check(
     keys_dir: str = "",
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 4,
-) -> Outcome:
+) -> CommandResult:
     """Verify every byte below the directory."""
     _generations(directory)
     report = checks.inspect_all(
@@ -359,7 +359,7 @@ def check(
         "problemsByKind": dict(Counter(problem.kind for problem in report.problems)),
         "problems": [problem._asdict() for problem in report.problems[:MOST_PROBLEMS]],
     }
-    return Outcome(1 if report.problems else 0, document)
+    return CommandResult(1 if report.problems else 0, document)
 
 
 def purge(  # noqa: PLR0913 - keywords with defaults
@@ -371,14 +371,14 @@ def purge(  # noqa: PLR0913 - keywords with defaults
     lora: str | None = None,
     yes: bool = False,
     threads: int = 8,
-) -> Outcome:
-    """Remove the blocks that match every option given, all of them if there is none; without `yes` only count them."""
+) -> CommandResult:
+    """Remove the blocks that match every given option, all blocks without one; without `yes` only count them."""
     if tenant and not is_tenant(tenant):
         raise ConfigInvalid(f"{tenant!r} cannot be a tenant: must be {_TENANT_FORM}")
     criteria = Criteria(generation=generation, tenant=tenant, lora=lora)
     results = []
     if _generations(directory) or generation is not None:
-        # Nothing is removed through a link, but the directory itself may be named by one.
+        # Nothing is removed through a link, but the directory itself may be one.
         results = purge_blocks(directory.resolve(), criteria, is_dry=not yes, threads=threads, progress=Progress(tell))
     document = {
         "dryRun": not yes,
@@ -386,13 +386,13 @@ def purge(  # noqa: PLR0913 - keywords with defaults
         "bytes": sum(each.bytes for each in results),
         "generations": [asdict(each) for each in results],
     }
-    return Outcome(1 if any(each.problem for each in results) else 0, document)
+    return CommandResult(1 if any(each.problem for each in results) else 0, document)
 
 
 def gc(
     directory: Path, tell: Tell, *, limits: Mapping[str, Any], config: str | None = None, yes: bool = False
-) -> Outcome:
-    """Sweep a tier once; without `yes` only report what would go.
+) -> CommandResult:
+    """Sweep a tier once; without `yes` only report which blocks would go.
 
     Args:
         directory: The tier.
@@ -401,23 +401,23 @@ def gc(
         config: The janitor's document; without it only `limits` apply.
         yes: Whether to remove.
     """
-    from kvtier_connector.janitor.sweep import Keeper  # noqa: PLC0415 - a check or a purge needs no numpy
+    from kvtier_connector.janitor.sweep import Sweeper  # noqa: PLC0415 - a check or a purge needs no numpy
 
     document: dict[str, Any] = {"dryRun": not yes, "evicted": {}, "removedLeftovers": {}}
     if not _generations(directory):
-        return Outcome(0, {**document, "blocks": 0, "bytes": 0, "problems": []})
+        return CommandResult(0, {**document, "blocks": 0, "bytes": 0, "problems": []})
     settings = _settings(find_tier(directory), config, limits)
-    # Not lasting: a running janitor keeps its own brake and ledger.
-    keeper = Keeper(settings, is_lasting=False, may_act=lambda: yes)
-    keeper.open()
-    keeper.finish(tell)
-    report = keeper.report
+    # Not lasting: a running janitor keeps its own catalog and permit.
+    sweeper = Sweeper(settings, is_lasting=False, may_act=lambda: yes)
+    sweeper.open()
+    sweeper.finish(tell)
+    report = sweeper.report
     if report is None:
-        raise ConfigInvalid(f"{settings.tier_dir}: could not be looked at")
+        raise ConfigInvalid(f"{settings.tier_dir}: could not be read")
     if yes:
         evicted = dict(report.evicted_blocks)
     else:
-        choice = keeper.plan()
+        choice = sweeper.plan()
         evicted = Counter()
         for reason, begin, end in zip(choice.reasons, [0, *choice.ends], choice.ends, strict=False):
             evicted[reason.value] += end - begin
@@ -428,10 +428,10 @@ def gc(
         "bytes": report.usage.used_bytes,
         "problems": list(report.problems.values()),
     }
-    return Outcome(1 if report.problems else 0, document)
+    return CommandResult(1 if report.problems else 0, document)
 
 
-COMMANDS: Final[Mapping[str, Callable[..., Outcome]]] = {
+COMMANDS: Final[Mapping[str, Callable[..., CommandResult]]] = {
     "inspect": inspect,
     "check": check,
     "purge": purge,
@@ -439,7 +439,7 @@ COMMANDS: Final[Mapping[str, Callable[..., Outcome]]] = {
 }
 
 
-def do(verb: str, directory: Path, options: Mapping[str, Any], tell: Tell) -> Outcome:
+def do(verb: str, directory: Path, options: Mapping[str, Any], tell: Tell) -> CommandResult:
     """Run one command.
 
     Raises:
@@ -455,7 +455,7 @@ def do(verb: str, directory: Path, options: Mapping[str, Any], tell: Tell) -> Ou
 
 
 def find_tier(directory: Path) -> Path:
-    """Return the directory of the one tier that is meant: this one, that of this generation, or the only one below.
+    """Return the directory of a single tier: this one, that of this generation, or the only one below.
 
     Raises:
         ConfigInvalid: there is none, or several.
@@ -490,12 +490,12 @@ def _settings(tier: Path, config_file: str | None, limits: Mapping[str, Any]) ->
     roots = [root for root in find_generations(tier) if root.parent.resolve() == tier]
     current = limits.get("current")
     if current is not None and current not in {root.name for root in roots}:
-        # Otherwise the one that is in use would be taken for an old one.
+        # Otherwise the generation in use would count as an old one.
         raise ConfigInvalid(f"{tier}: holds no generation {current}; kvtier inspect shows which there are")
     if config_file is not None:
         settings = _read_config(Path(config_file))
     else:
-        # The one that was made last is most likely the one in use.
+        # The generation made last is most likely the one in use.
         newest = max(roots, key=lambda root: (root.stat().st_mtime_ns, root.name)).name
         settings = JanitorConfig(tier=tier.name, tier_dir=str(tier), current=newest, keep_previous=_KEEP_ALL)
     return replace(settings, tier_dir=str(tier), lease_name="", **limits)
@@ -515,15 +515,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request = json.loads(words[0])
         directory = _tier_directory(Path(request["config"]))
-        outcome = do(request["verb"], directory, request.get("options", {}), lines.tell)
+        result = do(request["verb"], directory, request.get("options", {}), lines.tell)
     except (ConnectorError, OSError) as error:
         lines.write({"status": 1, "error": str(error)})
         return 1
     except (LookupError, ValueError, TypeError) as error:
         lines.write({"status": 2, "error": f"not a request: {error!r}"})
         return 2
-    lines.write({"status": outcome.status, "document": outcome.document})
-    return outcome.status
+    lines.write({"status": result.status, "document": result.document})
+    return result.status
 
 
 def _tier_directory(config_file: Path) -> Path:
@@ -541,7 +541,7 @@ def _tier_directory(config_file: Path) -> Path:
 
 
 class Lines:
-    """Writes JSON objects, one a line; of progress, at most a few a second."""
+    """Writes JSON objects, one a line; progress at most a few times a second."""
 
     def __init__(self, to: TextIO | None = None) -> None:
         """Write to standard output by default."""

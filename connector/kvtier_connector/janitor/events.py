@@ -1,19 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of the volume as they go over the wire: vLLM's own (vllm.distributed.kv_events), field for field. Pure.
+"""Publishes KV events about the blocks on the volume, once for the whole tier, in vLLM's own format.
 
-Routers that read engines' events (llm-d, Dynamo, vllm-router) read these with the same decoder. A test holds both
-against each other.
-
-Tells routers what lies on the volume: BlockStored and BlockRemoved, once for the whole tier.
-
-The janitor alone knows of every block, whoever stored or removed it, so it is the one that tells. What it tells is what
-its ledger says: stored minus removed, since the last AllBlocksCleared, is what the ledger holds of the generation that
-engines use now. Owned by the keeper's thread.
-
-Publishes messages over ZeroMQ as vLLM's engines do: topic, number, payload; and repeats them to who asks.
-
-Whoever subscribes late missed what was published before. Each new subscription is therefore noticed, and everything is
-told anew; whoever finds a gap in the numbers asks the second port for the messages from a number on, as of an engine.
+Routers that read engines' events (llm-d, Dynamo, vllm-router) read these with the same decoder. Stored minus removed
+blocks since the last AllBlocksCleared are the catalog's blocks of the current generation.
 """
 
 from __future__ import annotations
@@ -32,31 +21,47 @@ import msgspec
 import numpy as np
 import zmq
 
-from kvtier_connector.janitor.catalog import Ledger
+from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.store.layout import find_home
 
+logger = logging.getLogger(__name__)
+
 MEDIUM = "STORAGE"
-"""vLLM's word for what lies on a volume."""
+"""vLLM's word for blocks on a volume."""
 REMOTE = "REMOTE"
-"""Relative to any engine: all of them read the volume, and it is on no node of theirs."""
+"""Relative to any engine: all of them read the volume."""
+BATCH = 512
+"""Events of one message."""
+BUFFERED = 1000
+"""Messages that can be repeated."""
+_QUEUED = 256
+_FULL_SECONDS = 5.0
+_POLL_MS = 50
+_LINGER_MS = 1000
+_END = (-1).to_bytes(8, "big", signed=True)
+"""Number of the message that ends a repetition."""
+_SUBSCRIBED = 1
+_REPEAT_SECONDS = 10.0
+"""All blocks are published again no more often than this, however many subscribers come and go."""
+
 BlockHash = bytes | int
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_only=True):
-    """A block is on the volume."""
+    """A block is on the volume. Fields as in vllm.distributed.kv_events; a test compares them."""
 
     block_hashes: list[BlockHash]
     """Of the last vLLM block in the chunk that the file holds."""
     parent_block_hash: BlockHash | None
-    """Of the chunk before it; None for the first of a prefix, and where it is not known."""
+    """Of the preceding chunk; None for the first of a prefix, and where it is not known."""
     token_ids: list[int]
-    """Always empty: the volume does not know them. Engines tell them with their own events of the same hashes."""
+    """Always empty: the volume does not know them. Engines publish them in their own events of the same hashes."""
     block_size: int
     """Tokens of a chunk."""
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    # vLLM's decoder asks for those above, and not for those below.
+    # vLLM's decoder requires the fields above, and not those below.
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
@@ -73,7 +78,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_on
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """What this publisher told so far is void; what there is follows."""
+    """All earlier events of this publisher are void; events of the existing blocks follow."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -95,24 +100,20 @@ def shown(block_hash: bytes, *, is_integer: bool) -> BlockHash:
     return int.from_bytes(block_hash, "big") & ((1 << 64) - 1) if is_integer else block_hash
 
 
-BATCH = 512
-"""Events of one message."""
-
-
 class Outlet(Protocol):
-    """Where messages go."""
+    """Takes messages."""
 
     def send(self, payload: bytes) -> bool:
-        """Take a message; say whether it will be published."""
+        """Take a message; return whether it will be published."""
         ...
 
     def wants_all(self) -> bool:
-        """Say, once, whether somebody has missed what was told before."""
+        """Return, once, whether a subscriber has missed earlier messages."""
         ...
 
 
-class Feed:
-    """The events of one tier."""
+class EventFeed:
+    """The events of one tier. Owned by the thread of the catalog."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Feed:
         """Store the settings.
 
         Args:
-            outlet: Where messages go.
+            outlet: Takes the messages.
             tier: ``<namespace>/<name>``, which each event names as its owner.
             block_tokens: Tokens of a chunk.
             is_integer: Whether hashes are numbers of 64 bits, as vLLM's by default, and not all their bytes.
@@ -137,21 +138,21 @@ class Feed:
         self._block_tokens = block_tokens
         self._is_integer = is_integer
         self._clock = clock
-        self._ledger = Ledger()
+        self._catalog = Catalog()
         self._current = ""
         self._is_whole = False
-        """Whether all that the ledger holds was told, but for what is pending."""
+        """Whether all blocks of the catalog were published, except the pending changes."""
         self._stored: dict[int, None] = {}
-        """Names of rows that are to be told of, in their order."""
+        """Names of new rows, in their order."""
         self._removed: list[BlockRemoved] = []
 
-    def begin(self, ledger: Ledger, current: str) -> None:
-        """Tell from now on of this ledger; all that was told before is void."""
-        self._ledger, self._current, self._is_whole = ledger, current, False
-        ledger.on_new, ledger.on_gone = self._note_new, self._note_gone
+    def begin(self, catalog: Catalog, current: str) -> None:
+        """Follow this catalog from now on; all earlier events are void."""
+        self._catalog, self._current, self._is_whole = catalog, current, False
+        catalog.on_new, catalog.on_gone = self._on_new, self._on_gone
 
     def publish(self, current: str) -> None:
-        """Tell what has changed; of another generation, and to whoever missed something, everything."""
+        """Publish the changes; or all blocks, if the generation changed or a subscriber missed something."""
         if current != self._current or self._outlet.wants_all():
             self._current, self._is_whole = current, False
         events = self._changes() if self._is_whole else self._everything()
@@ -163,50 +164,47 @@ class Feed:
         self._stored.clear()
         self._removed.clear()
 
-    def _note_new(self, row: int) -> None:
-        """Note a block by its name: rows are renumbered, and names stay."""
+    def _on_new(self, row: int) -> None:
+        """Record a block by its name: rows are renumbered, and names stay."""
         if self._is_whole:
-            self._stored[int(self._ledger.rows["name"][row])] = None
+            self._stored[int(self._catalog.rows["name"][row])] = None
 
-    def _note_gone(self, row: int) -> None:
+    def _on_gone(self, row: int) -> None:
         if not self._is_whole:
             return
-        name = int(self._ledger.rows["name"][row])
+        name = int(self._catalog.rows["name"][row])
         if name in self._stored:
-            del self._stored[name]  # nobody was told of it
-        elif self._is_told(int(self._ledger.rows["generation"][row])):
+            del self._stored[name]  # not published yet
+        elif self._is_published(row):
             self._removed.append(self._removed_event(row))
 
     def _changes(self) -> Iterator[Event]:
         yield from self._removed
         for name in self._stored:
-            row = self._ledger.find_name(name)
-            if row >= 0 and self._is_told(int(self._ledger.rows["generation"][row])):
+            row = self._catalog.find_name(name)
+            if row >= 0 and self._is_published(row):
                 yield self._stored_event(row)
 
     def _everything(self) -> Iterator[Event]:
         yield AllBlocksCleared()
-        for row in np.flatnonzero(self._ledger.rows["is_alive"]).tolist():
-            if self._is_told(int(self._ledger.rows["generation"][row])):
+        for row in np.flatnonzero(self._catalog.rows["is_alive"]).tolist():
+            if self._is_published(row):
                 yield self._stored_event(row)
 
-    def _is_told(self, generation: int) -> bool:
-        """Tell whether engines read these blocks: another generation may have other blocks of the same hash."""
-        home = find_home(self._ledger.generations[generation])
+    def _is_published(self, row: int) -> bool:
+        """Return whether engines read this block: another generation may have other blocks of the same hash."""
+        home = find_home(self._catalog.digest(row))
         return home is not None and home.digest == self._current
 
     def _owner(self, row: int) -> str:
-        """Return whose the block is: the tier, the directory of its weights, and its tenant if it has one."""
-        each = self._ledger.rows[row]
-        tenant = self._ledger.tenants[int(each["tenant"])]
-        return "/".join(filter(None, (self._tier, self._ledger.generations[int(each["generation"])], tenant)))
+        """Return the owner of a block: the tier, the directory of its generation, and its tenant if it has one."""
+        return "/".join(filter(None, (self._tier, self._catalog.digest(row), self._catalog.key(row).tenant)))
 
     def _stored_event(self, row: int) -> BlockStored:
-        key, parent = self._ledger.key(row), int(self._ledger.rows["parent"][row])
-        before = self._ledger.find_name(parent) if parent else -1
+        key, before = self._catalog.key(row), self._catalog.parent_of(row)
         return BlockStored(
             block_hashes=[self._shown(key.hash)],
-            parent_block_hash=self._shown(self._ledger.key(before).hash) if before >= 0 else None,
+            parent_block_hash=self._shown(self._catalog.key(before).hash) if before >= 0 else None,
             token_ids=[],
             block_size=self._block_tokens,
             lora_id=None,
@@ -218,7 +216,7 @@ class Feed:
         )
 
     def _removed_event(self, row: int) -> BlockRemoved:
-        key = self._ledger.key(row)
+        key = self._catalog.key(row)
         return BlockRemoved(
             block_hashes=[self._shown(key.hash)],
             medium=MEDIUM,
@@ -231,26 +229,13 @@ class Feed:
         return shown(block_hash, is_integer=self._is_integer)
 
 
-logger = logging.getLogger(__name__)
-
-BUFFERED = 1000
-"""Messages that can be repeated."""
-_QUEUED = 256
-_FULL_SECONDS = 5.0
-_POLL_MS = 50
-_LINGER_MS = 1000
-_END = (-1).to_bytes(8, "big", signed=True)
-"""Number of the message that ends a repetition."""
-_SUBSCRIBED = 1
-_AGAIN_SECONDS = 10.0
-"""Everything is told anew no more often than this, however many come and go."""
-
-
 class Publisher:
-    """A socket for subscribers and one for who missed something.
+    """Publishes messages over ZeroMQ as vLLM's engines do: topic, number, payload; and repeats them on request.
 
-    One thread owns the sockets and `_buffer`; `send` hands messages over through a queue, and `_has_missed` is an
-    event that one sets and the other takes back.
+    A late subscriber has missed earlier messages: each new subscription is noticed, and all blocks are published again.
+    A subscriber that finds a gap in the numbers asks the second port for the messages from a number on.
+    One thread owns the sockets and `_buffer`; `send` hands messages over through a queue, and `_has_missed` is an event
+    that one sets and the other clears.
     """
 
     def __init__(
@@ -262,12 +247,12 @@ class Publisher:
         topic: str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind; raises OSError (zmq.ZMQError) where a port is taken. Port 0 takes any that is free."""
+        """Bind; raises OSError (zmq.ZMQError) where a port is taken. Port 0 takes any free one."""
         self._topic = topic.encode()
         self._now = now
         self._context = zmq.Context()
         self._subscribers = self._context.socket(zmq.XPUB)
-        # Also of a topic that another one has subscribed to already.
+        # Report subscriptions also of a topic that has a subscriber already.
         self._subscribers.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._replay = self._context.socket(zmq.ROUTER)
         self.port, self.replay_port = (
@@ -277,7 +262,7 @@ class Publisher:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=BUFFERED)
         self._number = 0
         self._has_missed = threading.Event()
-        self._told_at = -_AGAIN_SECONDS
+        self._repeated_at = -_REPEAT_SECONDS
         self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
 
     def start(self) -> None:
@@ -285,27 +270,27 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is queued, and stop."""
+        """Publish the queued messages, and stop."""
         self._queue.put(None)
         self._thread.join(_FULL_SECONDS)
         self._context.destroy(linger=_LINGER_MS)
 
     def send(self, payload: bytes) -> bool:
-        """Queue a message; say whether it will be published."""
+        """Queue a message; return whether it will be published."""
         try:
             self._queue.put(payload, timeout=_FULL_SECONDS)
         except queue.Full:
-            logger.warning("events of the volume are not taken; everything is told anew later")
+            logger.warning("KV events of the volume are not taken; all blocks are published again later")
             self._has_missed.set()
             return False
         return True
 
     def wants_all(self) -> bool:
-        """Say, once, whether somebody has missed what was told before."""
-        if not self._has_missed.is_set() or self._now() - self._told_at < _AGAIN_SECONDS:
+        """Return, once, whether a subscriber has missed earlier messages."""
+        if not self._has_missed.is_set() or self._now() - self._repeated_at < _REPEAT_SECONDS:
             return False
         self._has_missed.clear()
-        self._told_at = self._now()
+        self._repeated_at = self._now()
         return True
 
     def _run(self) -> None:
@@ -315,7 +300,7 @@ class Publisher:
         while True:
             ready = dict(poller.poll(0 if self._queue.qsize() else _POLL_MS))
             if self._subscribers in ready:
-                self._meet()
+                self._subscribe()
             if self._replay in ready:
                 self._repeat()
             with contextlib.suppress(queue.Empty):
@@ -329,23 +314,23 @@ class Publisher:
         self._buffer.append((self._number, payload))
         self._number += 1
 
-    def _meet(self) -> None:
+    def _subscribe(self) -> None:
         wish = self._subscribers.recv()
         if wish[:1] == bytes([_SUBSCRIBED]) and self._topic.startswith(wish[1:]):
             self._has_missed.set()
 
     def _repeat(self) -> None:
         frames = self._replay.recv_multipart()
-        if len(frames) != 3:  # noqa: PLR2004 - who, nothing, from which number on
+        if len(frames) != 3:  # noqa: PLR2004 - sender, nothing, first number
             return
-        who, _, asked = frames
+        sender, _, asked = frames
         first = int.from_bytes(asked, "big")
         if first < self._number and (not self._buffer or first < self._buffer[0][0]):
             self._has_missed.set()
         for number, payload in self._buffer:
             if number >= first:
-                self._replay.send_multipart((who, b"", self._topic, number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((who, b"", b"", _END, b""))
+                self._replay.send_multipart((sender, b"", self._topic, number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((sender, b"", b"", _END, b""))
 
 
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:

@@ -1,39 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the journals of all generations, and tells engines in a journal of its own what the janitor removed."""
+"""Reads the journals that engines append to: which blocks they stored, used and removed.
+
+Only the janitor reads journals. Their records are hints: the caller looks at a block's file before it counts the block
+or forgets it. Each read continues at the place where the last one ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.janitor.catalog import Ledger
-from kvtier_connector.store.bell import Bell
-from kvtier_connector.store.filesystems import mount_of
-from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import JournalWriter, Op, Record
-from kvtier_connector.store.journal_reader import JournalReader
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem
+from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
+from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
-_MOST_DOUBTFUL = 1 << 16
+ACTIVE_SECONDS = 600.0
+"""A process that told of a block within this time counts as a writer."""
+_READ_BYTES = 4096 * RECORD_BYTES
+_MOST_READS = 512
+"""Journals opened in one call; the others are opened by the next calls."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 20.0
+"""A journal without new records is opened again after a pause that doubles up to this."""
+_MOST_STALLS = 3
+"""Reads after which a record that stays unreadable is skipped; before, it may be in the middle of being written."""
+_MISSING_SECONDS = 24 * 3600.0
+"""Places in journals that are not listed any more are kept so long: a server that is away hides its files."""
 _FLUSH_SECONDS = 60.0
-"""A record is written at most so long after what it tells of, unless the volume refused it."""
+"""Longest time between an event and its record, unless the volume refuses writes."""
 _LONGEST_RETENTION_SECONDS = 30 * 86_400.0
-_MOST_SILENT_ROUNDS = 20
-"""There is one janitor, so it can doubt a silent bell more often than engines do."""
+_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE})
 
 
-class News:
-    """The journals of one tier. Owned by one thread."""
+@dataclass(slots=True)
+class _Segment:
+    """Progress in one file."""
+
+    offset: int
+    listed_at: float
+    next_at: float = 0.0
+    pause: float = _FIRST_PAUSE_SECONDS
+    stalls: int = 0
+    is_over: bool = False
+    """Whether nothing will be added, since its writer has begun the next segment."""
+
+
+class JournalFollower:
+    """The journals of all generations of one tier. Owned by one thread."""
 
     def __init__(  # noqa: PLR0913 - keywords with defaults
         self,
         tier_dir: str,
-        ledger: Ledger,
         *,
         fs: FileSystem,
         clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
         places: Mapping[str, Mapping[str, int]] | None = None,
         taken_ns: int = 0,
     ) -> None:
@@ -41,140 +66,158 @@ class News:
 
         Args:
             tier_dir: Directory of the generations.
-            ledger: Learns what the journals tell.
             fs: The system calls.
             clock: The volume's time, in nanoseconds since 1970.
-            places: Up to where each journal was read; from its beginning without.
-            taken_ns: When that was, by the same clock.
+            now: Seconds that never go back.
+            places: Answer of `places` of an earlier process; without it journals are read from their beginning.
+            taken_ns: When that was, by `clock`.
         """
         self._tier_dir = tier_dir
-        self._ledger = ledger
         self._fs = fs
         self._clock = clock
+        self._now = now
         self._places = places or {}
         self._taken_ns = taken_ns
+        self._segments: dict[str, dict[JournalName, _Segment]] = {}
         self._read_ns: dict[str, int] = {}
-        """When everything in the journals of a generation had been read, by the volume's clock."""
-        self._readers: dict[str, JournalReader] = {}
-        self._writers: dict[str, JournalWriter] = {}
-        self._bells: dict[str, Bell] = {}
-        self._damaged = 0
-        """Of generations that were removed."""
-        self.doubtful: dict[tuple[str, BlockKey], int] = {}
-        """Blocks that an engine used and that were not in the ledger then, and when that was."""
+        """When all journals of a generation had been read, by the volume's clock."""
+        self._told_at: dict[str, float] = {}
+        """When each writer last told of a block."""
+        self.has_read_all = True
+        """Whether the last call read everything that was due."""
+        self.damaged = 0
+        """Records that could not be read."""
 
     @property
-    def damaged(self) -> int:
-        """Records that could not be read or applied."""
-        return self._ledger.damaged + self._damaged + sum(reader.damaged for reader in self._readers.values())
+    def writers(self) -> int:
+        """How many processes told of a block lately."""
+        since = self._now() - ACTIVE_SECONDS
+        self._told_at = {writer: at for writer, at in self._told_at.items() if at >= since}
+        return len(self._told_at)
 
-    @property
-    def tokens(self) -> set[str]:
-        """Names of the janitor's own journals."""
-        return {writer.writer for writer in self._writers.values()}
-
-    def follow(self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True) -> bool:
-        """Learn what engines did in these generations; say whether that was all: the next call goes on from there.
+    def read(
+        self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[str, list[Record]]]:
+        """Yield new records with their generation, in the order of each journal, while there is time.
 
         Raises:
             StoreUnavailable: at the end, if some journals could not be read; the others were.
         """
-        failed: StoreUnavailable | None = None
+        self.has_read_all = True
+        failed: OSError | None = None
+        reads = 0
         for digest in digests:
-            generation = self._ledger.generation(digest)
-            bell = self._bell(digest)
-            now_ns = self._clock()
             try:
-                reader = self._reader(digest)
-                if not bell.is_ringing() and reader.has_read_all:
-                    continue
-                for records in reader.read():
-                    for record in self._ledger.apply(generation, self._timed(digest, records)):
-                        if len(self.doubtful) < _MOST_DOUBTFUL:
-                            known = self.doubtful.get((digest, record.key), 0)
-                            self.doubtful[digest, record.key] = max(known, record.time_ns)
-                    if not has_time():
-                        return False
-                if reader.has_read_all:
-                    self._read_ns[digest] = now_ns
-            except StoreUnavailable as error:
-                failed = error
+                due = self._list_due(digest)
+            except OSError as error:
+                failed = failed or error
+                continue
+            began_ns = self._clock()
+            for name, segment, is_last in due:
+                if reads >= _MOST_READS or not has_time():
+                    self.has_read_all = False
+                    return
+                reads += 1
+                try:
+                    yield from ((digest, records) for records in self._read(digest, name, segment, is_last=is_last))
+                except OSError as error:
+                    failed = failed or (None if error.errno in _LOST else error)
+            self._read_ns[digest] = began_ns
         if failed is not None:
-            raise failed
-        return True
-
-    def ring(self) -> None:
-        """Have the engines look at what is not in a journal, as the brake."""
-        for bell in self._bells.values():
-            bell.ring()
-
-    def tell_gone(self, digest: str, key: BlockKey, payload_bytes: int) -> None:
-        """Note that a block was removed; `flush` writes it."""
-        self._writer(digest).append(Op.GONE, key, payload_bytes)
-
-    def flush(self) -> None:
-        """Write what was noted; raise StoreUnavailable if the volume does not take it: it is tried again next time."""
-        failed: StoreUnavailable | None = None
-        for writer in self._writers.values():
-            try:
-                # A journal without a record would make engines believe in one more writer.
-                if writer.is_due:
-                    writer.flush()
-            except StoreUnavailable as error:
-                failed = error
-        if failed is not None:
-            raise failed
+            raise StoreUnavailable(f"{self._tier_dir}: journals cannot be read: {failed}") from failed
 
     def forget(self, digest: str) -> None:
         """Stop following a generation that was removed."""
-        if (reader := self._readers.pop(digest, None)) is not None:
-            self._damaged += reader.damaged
-        self._bells.pop(digest, None)
+        self._segments.pop(digest, None)
         self._read_ns.pop(digest, None)
-        self._writers.pop(digest, None)
 
     def places(self) -> dict[str, dict[str, int]]:
-        """Return up to where each journal was read, by generation."""
-        return {digest: reader.places() for digest, reader in self._readers.items()}
+        """Return the position up to which each journal was read, by generation."""
+        return {
+            digest: {journal_path(name): segment.offset for name, segment in segments.items()}
+            for digest, segments in self._segments.items()
+        }
+
+    def _list_due(self, digest: str) -> list[tuple[JournalName, _Segment, bool]]:
+        """Return the segments to open now, the longest waiting first, and whether each is its writer's last."""
+        try:
+            entries = self._fs.scandir(f"{self._tier_dir}/{digest}/{JOURNAL}")
+        except (FileNotFoundError, NotADirectoryError):
+            entries = []
+        names = [name for entry in entries if (name := parse_journal_path(f"{JOURNAL}/{entry.name}")) is not None]
+        last: dict[str, int] = {}
+        for name in names:
+            last[name.writer] = max(name.number, last.get(name.writer, 0))
+        now, known, places = self._now(), self._segments.setdefault(digest, {}), self._places.get(digest, {})
+        for name in names:
+            if name not in known:
+                known[name] = _Segment(places.get(journal_path(name), 0), now)
+            known[name].listed_at = now
+        for name in [name for name, segment in known.items() if now - segment.listed_at > _MISSING_SECONDS]:
+            del known[name]
+        due = [
+            (name, known[name], name.number == last[name.writer])
+            for name in sorted(names)
+            if not known[name].is_over and known[name].next_at <= now
+        ]
+        return sorted(due, key=lambda item: item[1].next_at)
+
+    def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> Iterator[list[Record]]:
+        before = segment.offset
+        # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
+        fd = self._fs.open(f"{self._tier_dir}/{digest}/{journal_path(name)}", READ_FLAGS)
+        try:
+            buffer = memoryview(bytearray(_READ_BYTES))
+            while True:
+                count = self._fs.preadv(fd, [buffer], segment.offset)
+                records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
+                if any(record.op != Op.GONE for record in records):
+                    # A process that only removes needs no share of the room.
+                    self._told_at[name.writer] = self._now()
+                if records:
+                    yield self._timed(digest, records)
+                if count < _READ_BYTES or segment.stalls:
+                    break
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        has_moved = segment.offset > before
+        segment.is_over = not is_last and not segment.stalls
+        segment.pause = _FIRST_PAUSE_SECONDS if has_moved else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)
+        segment.next_at = 0.0 if has_moved else self._now() + segment.pause
+
+    def _decode(self, segment: _Segment, data: memoryview) -> list[Record]:
+        """Return the records before the first unreadable one; skip that if it stays unreadable."""
+        if segment.offset == 0 and data:
+            if not is_head(data):
+                # It is half written, or of a later release.
+                segment.stalls = min(segment.stalls + 1, _MOST_STALLS)
+                return []
+            segment.offset, segment.stalls = RECORD_BYTES, 0
+            data = data[RECORD_BYTES:]
+        records: list[Record] = []
+        is_skipping = segment.stalls >= _MOST_STALLS
+        for start in range(0, data.nbytes, RECORD_BYTES):
+            record = decode_record(data[start : start + RECORD_BYTES])
+            if record is None and not is_skipping:
+                segment.stalls += 1
+                return records
+            segment.offset += RECORD_BYTES
+            if record is None:
+                self.damaged += 1
+            else:
+                records.append(record)
+        segment.stalls = 0
+        return records
 
     def _timed(self, digest: str, records: list[Record]) -> list[Record]:
-        """Return the records with times between the last reading and now, whatever the clocks of their writers say."""
+        """Return the records with times between the last reading and now, whatever the clocks of writers say."""
         now_ns = self._clock()
         since_ns = self._read_ns.get(digest, self._taken_ns) - int(_FLUSH_SECONDS * 1e9)
         return [record._replace(time_ns=_bounded(record, since_ns, now_ns)) for record in records]
-
-    def _bell(self, digest: str) -> Bell:
-        bell = self._bells.get(digest)
-        if bell is None:
-            bell = self._bells[digest] = Bell(
-                Path(self._tier_dir, digest),
-                fs=self._fs,
-                is_cached=mount_of(self._tier_dir).is_nfs,
-                most_silent_rounds=_MOST_SILENT_ROUNDS,
-            )
-        return bell
-
-    def _reader(self, digest: str) -> JournalReader:
-        reader = self._readers.get(digest)
-        if reader is None:
-            # What the janitor itself wrote is left out, but not what an earlier one did: its removals are news.
-            reader = JournalReader(Path(self._tier_dir, digest), fs=self._fs, but=self._writer(digest).writer)
-            reader.start(self._places.get(digest, {}))
-            self._readers[digest] = reader
-        return reader
-
-    def _writer(self, digest: str) -> JournalWriter:
-        writer = self._writers.get(digest)
-        if writer is None:
-            writer = JournalWriter(Path(self._tier_dir, digest), fs=self._fs, clock=self._clock)
-            self._writers[digest] = writer
-        return writer
 
 
 def _bounded(record: Record, since_ns: int, now_ns: int) -> int:
     if record.op == Op.RETAINED:
         return min(record.time_ns, now_ns + int(_LONGEST_RETENTION_SECONDS * 1e9))
-    if record.op == Op.STORED:
-        # Its file says when it was written; until it is looked at, the earlier time is the safe one.
-        return min(record.time_ns, now_ns)
     return min(max(record.time_ns, since_ns), now_ns)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One active janitor per tier: by a Lease in a cluster, and always where there is none.
+"""Runs the janitor of one tier while it holds the Lease, on a thread that the volume may hold up.
 
-Runs the keeper on a thread that the volume may hold up, and watches it from one that nothing holds up.
-
-`Loop.run` is for the main thread. It follows the settings file and the election, and is alive as long as it says so;
-a volume that hangs is a problem that is stated, not a reason to start the process anew: the next one would hang, too.
+`Loop.run` is for the main thread, which never waits for the volume. A volume that hangs is a reported problem and no
+reason to restart the process: the next one would hang, too.
 """
 
 from __future__ import annotations
@@ -25,28 +23,36 @@ from kvtier_connector.contract.errors import ConfigInvalid, LeaseConflict, Lease
 from kvtier_connector.contract.janitor import FIXED_FIELDS, VLLM_FS_LAYOUT, JanitorConfig, decode
 from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
 from kvtier_connector.contract.usage import Usage
-from kvtier_connector.janitor.events import Feed
-from kvtier_connector.janitor.metrics import Report, usage_document
-from kvtier_connector.janitor.sweep import Keeper
-from kvtier_connector.janitor.vllm_files import FsKeeper
+from kvtier_connector.janitor.events import EventFeed
+from kvtier_connector.janitor.metrics import JanitorReport, usage_document
+from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_connector.janitor.vllm_files import VllmFilesSweeper
+
+logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 2.5
-"""For each request about the Lease: several must fit into its deadline."""
+"""Time-out of each request about the Lease: several must fit into its deadline."""
+TICK_SECONDS = 1.0
+HANG_SECONDS = 30.0
+"""A step that takes longer is reported as a hanging volume."""
+STUCK_SECONDS = 60.0
+"""A main loop that did not turn for so long is stuck."""
+_CONFLICT = frozenset({404, 409})
 
-_CONFLICT = {404, 409}
+AnySweeper = Sweeper | VllmFilesSweeper
 
 
 class Leader(Protocol):
-    """Says whether this process is the one that acts. Every method may be called from any thread."""
+    """Decides whether this process is the active janitor. Every method may be called from any thread."""
 
     def start(self) -> None:
         """Begin to campaign."""
 
     def is_leader(self) -> bool:
-        """Say so at this moment, without a request."""
+        """Return whether this process is active at this moment; makes no request."""
 
     def close(self) -> None:
-        """Give way to another one."""
+        """Give way to another process."""
 
 
 class Alone:
@@ -56,7 +62,7 @@ class Alone:
         """Do nothing."""
 
     def is_leader(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def close(self) -> None:
@@ -64,7 +70,7 @@ class Alone:
 
 
 def make_leader(config: JanitorConfig) -> Leader:
-    """Return who decides, as the settings say.
+    """Return the leader that the settings ask for.
 
     Raises:
         LeaseUnavailable: there is a Lease to hold, and no way to reach the cluster.
@@ -80,7 +86,7 @@ def make_leader(config: JanitorConfig) -> Leader:
 
 
 def lease_api(settings: LeaseSettings) -> LeaseApi:
-    """Return how the Lease is read and written, with the account of the pod or of the person."""
+    """Return access to the Lease with the account of the pod or of the user."""
     # A second and 25 MB that a laptop does without.
     from kubernetes import client  # noqa: PLC0415 - takes a second
     from kubernetes import config as kubernetes_config  # noqa: PLC0415 - takes a second
@@ -91,7 +97,7 @@ def lease_api(settings: LeaseSettings) -> LeaseApi:
         try:
             kubernetes_config.load_incluster_config()
         except ConfigException:
-            # Named here, since the library looks at the environment once only, when it is imported.
+            # Named here, since the library reads the environment only once, when it is imported.
             kubernetes_config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
     except ConfigException as error:
         raise LeaseUnavailable(f"lease_name={settings.name!r}: no cluster is configured: {error}") from error
@@ -123,26 +129,17 @@ def lease_api(settings: LeaseSettings) -> LeaseApi:
     )
 
 
-logger = logging.getLogger(__name__)
-
-TICK_SECONDS = 1.0
-HANG_SECONDS = 30.0
-"""A step that takes longer waits for the volume."""
-STUCK_SECONDS = 60.0
-"""A loop that did not turn for so long is stuck."""
-
-
-def keeper_of(config: JanitorConfig, may_act: Callable[[], bool]) -> Keeper | FsKeeper:
-    """Return the keeper that knows the files of the tier."""
-    kind = FsKeeper if config.layout == VLLM_FS_LAYOUT else Keeper
+def make_sweeper(config: JanitorConfig, may_act: Callable[[], bool]) -> AnySweeper:
+    """Return the sweeper for the layout of the tier's files."""
+    kind = VllmFilesSweeper if config.layout == VLLM_FS_LAYOUT else Sweeper
     return kind(config, may_act=may_act)
 
 
 class Loop:
     """The janitor of one tier.
 
-    `_keep` runs on its own thread and owns the keeper; `run` owns the rest. `_config`, `_step_began` and `_beat` are
-    replaced as a whole by one thread and read by others.
+    `_sweep` runs on its own thread and owns the sweeper; `run` owns the rest. `_config`, `_step_began` and `_turned_at`
+    are replaced as a whole by one thread and read by others.
     """
 
     def __init__(  # noqa: PLR0913 - keywords with defaults
@@ -151,8 +148,8 @@ class Loop:
         *,
         leader: Leader,
         config_file: Path | None = None,
-        feed: Feed | None = None,
-        make_keeper: Callable[[JanitorConfig, Callable[[], bool]], Keeper | FsKeeper] | None = None,
+        feed: EventFeed | None = None,
+        make: Callable[[JanitorConfig, Callable[[], bool]], AnySweeper] = make_sweeper,
         now: Callable[[], float] = time.monotonic,
         hang_seconds: float = HANG_SECONDS,
         tick_seconds: float = TICK_SECONDS,
@@ -161,26 +158,26 @@ class Loop:
 
         Args:
             config: The settings.
-            leader: Who says whether this janitor acts.
-            config_file: Read again and again; its changes are followed.
-            feed: Who tells routers what lies on the volume.
-            make_keeper: Makes the keeper of each term of office.
+            leader: Decides whether this janitor acts.
+            config_file: Read again and again, and followed.
+            feed: Publishes KV events.
+            make: Makes a sweeper for each term of office.
             now: Seconds that never go back.
-            hang_seconds: A step that takes longer is stated as a problem.
+            hang_seconds: A step that takes longer is reported as a problem.
             tick_seconds: How often the loop turns.
         """
         self._config = config
         self._leader = leader
         self._config_file = config_file
         self._feed = feed
-        self._make_keeper = make_keeper or keeper_of
+        self._make = make
         self._now = now
         self._hang_seconds = hang_seconds
         self._tick_seconds = tick_seconds
         self._stop = threading.Event()
-        self._beat = now()
+        self._turned_at = now()
         self._step_began: float | None = None
-        self._report: Report | None = None
+        self._report: JanitorReport | None = None
         self._failure = ""
         self._config_problem = ""
         self._config_version: tuple[int, ...] = ()
@@ -192,20 +189,20 @@ class Loop:
         self._stop.set()
 
     def run(self) -> bool:
-        """Keep the tier until told to stop; say whether the volume let go of the keeper."""
-        self._thread = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
+        """Keep the tier until told to stop; return whether the thread of the sweeper ended."""
+        self._thread = threading.Thread(target=self._sweep, name="kvtier-sweeper", daemon=True)
         self._thread.start()
         while not self._stop.wait(self._tick_seconds):
-            self._beat = self._now()
+            self._turned_at = self._now()
             self._follow_settings()
         self._thread.join(self._hang_seconds / 2)
         return not self._thread.is_alive()
 
-    def report(self) -> Report:
+    def report(self) -> JanitorReport:
         """Return the state as it is now."""
         report = self._report
         if report is None or not self._leader.is_leader():
-            report = Report(usage=Usage(tier=self._config.tier), max_bytes=self._config.max_bytes)
+            report = JanitorReport(usage=Usage(tier=self._config.tier), max_bytes=self._config.max_bytes)
         problems = dict(report.problems)
         began = self._step_began
         if began is not None and self._now() - began > self._hang_seconds:
@@ -222,12 +219,12 @@ class Loop:
         return usage_document(self.report())
 
     def health(self) -> str:
-        """Return why this process should be started anew, empty if it should not."""
-        silent = self._now() - self._beat
+        """Return why this process should be restarted, empty if it should not."""
+        silent = self._now() - self._turned_at
         if silent > STUCK_SECONDS:
             return f"the loop has not turned for {silent:.0f} s"
         if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
-            return "the keeper has ended"
+            return "the sweeper's thread has ended"
         return ""
 
     def _follow_settings(self) -> None:
@@ -235,7 +232,7 @@ class Loop:
             return
         try:
             status = self._config_file.stat()
-            # Which file it is, as well: a mounted ConfigMap changes by a link to another one.
+            # The inode as well: a mounted ConfigMap changes by a link to another file.
             version = (status.st_ino, status.st_mtime_ns, status.st_size)
             if version == self._config_version and not self._config_problem:
                 return
@@ -254,8 +251,8 @@ class Loop:
             return
         self._config = config
 
-    def _keep(self) -> None:
-        """Serve one term of office after the other, each with a keeper of its own."""
+    def _sweep(self) -> None:
+        """Serve one term of office after the other, each with a sweeper of its own."""
         while not self._stop.is_set():
             if not self._leader.is_leader():
                 self._stop.wait(self._tick_seconds)
@@ -263,37 +260,37 @@ class Loop:
             try:
                 self._serve()
             except Exception as error:
-                # A bug must not end the janitor of a volume that fills up; it is stated, logged and tried again.
+                # A bug must not end the janitor of a volume that fills up; it is reported, and tried again.
                 logger.exception("the janitor failed; it begins anew")
                 self._failure = f"the janitor failed: {type(error).__name__}: {error}"
                 self._stop.wait(self._config.sweep_seconds)
 
     def _serve(self) -> None:
-        keeper = self._make_keeper(self._config, self._leader.is_leader)
+        sweeper = self._make(self._config, self._leader.is_leader)
         self._step_began = self._now()
         try:
-            keeper.open()
-            # What the files of vLLM's own tier hold, their names do not say to anybody else.
-            feed = self._feed if isinstance(keeper, Keeper) else None
-            if feed is not None and isinstance(keeper, Keeper):
-                feed.begin(keeper.ledger, keeper.config.current)
+            sweeper.open()
+            # Names of files of vLLM's own tier do not say what they hold.
+            feed = self._feed if isinstance(sweeper, Sweeper) else None
+            if feed is not None and isinstance(sweeper, Sweeper):
+                feed.begin(sweeper.catalog, sweeper.config.current)
             while not self._stop.is_set() and self._leader.is_leader():
-                if keeper.config != self._config:
-                    keeper.configure(self._config)
+                if sweeper.config != self._config:
+                    sweeper.configure(self._config)
                 self._step_began = self._now()
-                pause = keeper.step()
+                pause = sweeper.step()
                 if feed is not None:
-                    feed.publish(keeper.config.current)
+                    feed.publish(sweeper.config.current)
                 self._step_began = None
-                self._report, self._failure = keeper.report, ""
-                self._wait(pause, keeper)
+                self._report, self._failure = sweeper.report, ""
+                self._wait(pause, sweeper)
         finally:
             self._step_began = self._now()
-            keeper.close()
+            sweeper.close()
             self._step_began = None
 
-    def _wait(self, seconds: float, keeper: Keeper | FsKeeper) -> None:
+    def _wait(self, seconds: float, sweeper: AnySweeper) -> None:
         ends = self._now() + seconds
-        while (rest := ends - self._now()) > 0 and self._leader.is_leader() and keeper.config == self._config:
+        while (rest := ends - self._now()) > 0 and self._leader.is_leader() and sweeper.config == self._config:
             if self._stop.wait(min(rest, self._tick_seconds)):
                 return

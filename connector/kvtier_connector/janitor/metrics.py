@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the volume refuses is stated, by what was tried, until trying it succeeds again; nothing ends because of it.
+"""Reports the janitor's work: problems, the report of each step, and a server with /metrics, /usage and /healthz.
 
-What the janitor tells of its work: one value that its thread replaces and any other may read.
-
-The janitor's metrics as data, and what serves them: samples come from the last report when they are asked for.
-
-Serves /metrics, /healthz and /usage on threads of their own; none of them ever waits for the volume.
+The janitor's thread replaces the report as a whole, and any other thread may read it. The server never waits for the
+volume.
 """
 
 from __future__ import annotations
@@ -22,26 +19,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, GenerationUsage, TenantUsage, Usage, encode
-from kvtier_connector.janitor.catalog import Ledger, Sum, sum_of
-from kvtier_connector.janitor.evict import Eviction
-from kvtier_connector.janitor.policy import Reason, Space
+from kvtier_connector.janitor.catalog import Catalog, Sum, sum_of
+from kvtier_connector.janitor.policy import EvictionReason, Space
 
 logger = logging.getLogger(__name__)
 
 FULL_SECONDS = 60.0
-"""For how long a volume that refused a write for want of room counts as full."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+"""A volume that refused a write for want of room counts as full for so long."""
+METRICS_PATH = "/metrics"
+HEALTH_PATH = "/healthz"
+MOST_TENANTS = 100
+"""Samples by tenant."""
+OTHER = "(other)"
+"""Stands for the other tenants; no tenant can have that name."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REQUEST_SECONDS = 10.0
 
 
 class Problems:
-    """Owned by one thread; `messages` may be copied by any."""
+    """Failures by the action that failed, each until the action succeeds. Owned by one thread; any may copy it."""
 
     def __init__(self, tier: str, *, now: Callable[[], float] = time.monotonic) -> None:
         """Start without any."""
@@ -56,11 +59,11 @@ class Problems:
         return self._now() < self._full_until
 
     def __contains__(self, what: str) -> bool:
-        """Say whether this failed when it was last tried."""
+        """Return whether this action failed when it was last tried."""
         return what in self.messages
 
     def state(self, what: str, message: str) -> None:
-        """State a problem, or with an empty message that there is none."""
+        """Set the message of an action; an empty one ends its problem."""
         if not message:
             self.messages.pop(what, None)
             return
@@ -70,7 +73,7 @@ class Problems:
 
     @contextlib.contextmanager
     def trying(self, what: str) -> Iterator[None]:
-        """State what the volume refuses, and go on without."""
+        """Turn an error of the volume into the problem of an action, and continue."""
         try:
             yield
         except (OSError, ConnectorError) as error:
@@ -82,38 +85,42 @@ class Problems:
             self.state(what, "")
 
 
-_NOTHING = Sum()
-
-
 @dataclass(slots=True)
 class Tallies:
-    """What was done since the process began. Owned by the janitor's thread."""
+    """Counters since the process began. Owned by the janitor's thread."""
 
-    evicted_blocks: Counter[Reason] = field(default_factory=Counter)
-    evicted_bytes: Counter[Reason] = field(default_factory=Counter)
+    evicted_blocks: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    evicted_bytes: Counter[str] = field(default_factory=Counter)
     spared_blocks: int = 0
     removed_leftovers: Counter[str] = field(default_factory=Counter)
-    """By kind: partial, quarantined, journal, generation."""
+    """By kind: partial, quarantined, journal, tenant, generation."""
     sweeps: int = 0
     sweep_seconds: float = 0.0
-    """Of the last decision, until all of it was carried out."""
+    """Duration of the last eviction."""
     last_sweep: float = 0.0
-    """When that was: seconds since 1970."""
+    """When it ended: seconds since 1970."""
 
-    def add_sweep(self, eviction: Eviction, *, seconds: float, ended: float) -> None:
-        """Add what a decision came to: how long it took, and when it ended."""
-        self.evicted_blocks += eviction.removed
-        self.evicted_bytes += eviction.freed_bytes
-        self.spared_blocks += eviction.spared
+    def end_sweep(self, *, seconds: float, ended: float) -> None:
+        """Count an eviction that has ended."""
         self.sweeps += 1
         self.sweep_seconds, self.last_sweep = seconds, ended
 
+    @property
+    def evicted_for_room(self) -> int:
+        """Blocks that were removed for another reason than their age."""
+        return sum(count for reason, count in self.evicted_blocks.items() if reason in _FOR_ROOM)
+
+
+_FOR_ROOM = frozenset(reason.value for reason in EvictionReason if reason is not EvictionReason.TTL)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class JanitorReport:
     """The state of the janitor at one moment."""
 
     usage: Usage
+    max_bytes: int = 0
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
     evicted_bytes: Mapping[str, int] = field(default_factory=dict)
     spared_blocks: int = 0
@@ -121,25 +128,40 @@ class Report:
     quarantined_bytes: int = 0
     damaged_records: int = 0
     tenants: int = 0
-    """How many have blocks; `usage` lists the largest."""
-    other_tenants: Sum = _NOTHING
-    """Blocks of those that are not listed."""
-    max_bytes: int = 0
+    """Number of tenants that have blocks; `usage` lists the largest."""
+    other_tenants: Sum = Sum()  # noqa: RUF009 - immutable
+    """Blocks of the tenants that are not listed."""
     sweeps: int = 0
     sweep_seconds: float = 0.0
     last_sweep: float = 0.0
     problems: Mapping[str, str] = field(default_factory=dict)
-    """By what was tried."""
+    """Messages by action."""
+
+
+def make_report(usage: Usage, tallies: Tallies, problems: Mapping[str, str], **more: Any) -> JanitorReport:
+    """Return a report with copies of the counters."""
+    return JanitorReport(
+        usage=usage,
+        evicted_blocks=dict(tallies.evicted_blocks),
+        evicted_bytes=dict(tallies.evicted_bytes),
+        spared_blocks=tallies.spared_blocks,
+        removed_leftovers=dict(tallies.removed_leftovers),
+        sweeps=tallies.sweeps,
+        sweep_seconds=tallies.sweep_seconds,
+        last_sweep=tallies.last_sweep,
+        problems=dict(problems),
+        **more,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """What is needed to report besides the ledger."""
+class SweepState:
+    """Input of a report besides catalog and counters."""
 
     tier: str
     is_counted: bool
     space: Space
-    brake: str
+    store_pause: str
     quarantined: Sum
     damaged_records: int
     created: Mapping[str, int]
@@ -148,17 +170,16 @@ class Look:
     max_bytes: int
     oldest_ns: int | None
     last_used_ns: Mapping[int, int]
-    """By generation, as a number of the ledger."""
+    """By number of the generation."""
 
 
-def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
-    """Return the state as it is now."""
-    sums = ledger.sums()
-    total = ledger.total
+def report_of(catalog: Catalog, state: SweepState, tallies: Tallies) -> JanitorReport:
+    """Return the report on a tier."""
+    sums = catalog.sums()
     by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
-    numbers = {digest: number for number, digest in enumerate(ledger.generations)}
+    numbers = {digest: number for number, digest in enumerate(catalog.generations)}
     generations = []
-    for digest, created_ns in sorted(look.created.items()):
+    for digest, created_ns in sorted(state.created.items()):
         number = numbers.get(digest, -1)
         each = by_generation.get(number, Sum())
         generations.append(
@@ -167,51 +188,45 @@ def make_report(ledger: Ledger, look: Look, tallies: Tallies) -> Report:
                 used_bytes=each.bytes,
                 blocks=each.blocks,
                 created=created_ns / 1e9,
-                last_used=look.last_used_ns.get(number, 0) / 1e9,
+                last_used=state.last_used_ns.get(number, 0) / 1e9,
             )
         )
-    # Clients may name as many tenants as they like.
+    # Clients may name any number of tenants.
     largest = heapq.nlargest(MOST_ENTRIES, by_tenant.items(), key=lambda item: (item[1].bytes, -item[0]))
-    listed = sum_of(each for _, each in largest)
+    total, listed = catalog.total, sum_of(each for _, each in largest)
     usage = Usage(
-        tier=look.tier,
+        tier=state.tier,
         is_active=True,
-        is_counted=look.is_counted,
+        is_counted=state.is_counted,
         used_bytes=total.bytes,
         blocks=total.blocks,
-        volume_bytes=look.space.total_bytes,
-        volume_free_bytes=look.space.free_bytes,
-        oldest=(look.oldest_ns or 0) / 1e9,
-        evicted_blocks=sum(count for reason, count in tallies.evicted_blocks.items() if reason is not Reason.TTL),
-        brake=look.brake,
-        quarantined=look.quarantined.blocks,
+        volume_bytes=state.space.total_bytes,
+        volume_free_bytes=state.space.free_bytes,
+        oldest=(state.oldest_ns or 0) / 1e9,
+        evicted_blocks=tallies.evicted_for_room,
+        brake=state.store_pause,
+        quarantined=state.quarantined.blocks,
         generations=tuple(generations),
         tenants=tuple(
-            TenantUsage(tenant=ledger.tenants[number], used_bytes=each.bytes, blocks=each.blocks)
+            TenantUsage(tenant=catalog.tenants[number], used_bytes=each.bytes, blocks=each.blocks)
             for number, each in largest
         ),
-        problems=tuple(look.problems.values()),
+        problems=tuple(state.problems.values()),
     )
-    return Report(
-        usage=usage,
-        evicted_blocks={reason.value: tallies.evicted_blocks[reason] for reason in Reason},
-        evicted_bytes={reason.value: tallies.evicted_bytes[reason] for reason in Reason},
-        spared_blocks=tallies.spared_blocks,
-        removed_leftovers=dict(tallies.removed_leftovers),
-        quarantined_bytes=look.quarantined.bytes,
-        damaged_records=look.damaged_records,
+    return make_report(
+        usage,
+        tallies,
+        state.problems,
+        max_bytes=state.max_bytes,
+        quarantined_bytes=state.quarantined.bytes,
+        damaged_records=state.damaged_records,
         tenants=len(by_tenant),
         other_tenants=Sum(total.blocks - listed.blocks, total.bytes - listed.bytes),
-        max_bytes=look.max_bytes,
-        sweeps=tallies.sweeps,
-        sweep_seconds=tallies.sweep_seconds,
-        last_sweep=tallies.last_sweep,
-        problems=dict(look.problems),
     )
 
 
-def usage_document(report: Report) -> str:
-    """Return the answer of /usage: what the operator reads, and under ``janitor`` what only people ask for."""
+def usage_document(report: JanitorReport) -> str:
+    """Return the answer of /usage: fields that the operator reads, and under ``janitor`` those for people only."""
     document = json.loads(encode(report.usage))
     document["janitor"] = {
         "max_bytes": report.max_bytes,
@@ -235,190 +250,203 @@ def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:
     return folded
 
 
-class Declared(NamedTuple):
+Samples = Mapping[str, float]
+"""By the value of the label."""
+
+
+class JanitorMetric(NamedTuple):
     """One metric. Prometheus appends ``_total`` to the name of a counter."""
 
     name: str
     documentation: str
+    value: Callable[[JanitorReport], float | Samples]
     label: str = ""
     is_gauge: bool = True
 
 
-ACTIVE = Declared("kvtier_janitor_active", "1 while this janitor holds the Lease and keeps the tier, else 0.")
-COUNTED = Declared("kvtier_janitor_counted", "1 once every block was seen, 0 while the first walk goes on.")
-USED_BYTES = Declared("kvtier_janitor_used_bytes", "What the blocks of a generation take on the volume.", "generation")
-BLOCKS = Declared("kvtier_janitor_blocks", "Blocks of a generation.", "generation")
-TENANT_BYTES = Declared(
-    "kvtier_janitor_tenant_used_bytes",
-    "What the blocks of a tenant take on the volume: of the 100 that take most, and of all others as `(other)`.",
-    "tenant",
-)
-TENANTS = Declared("kvtier_janitor_tenants", "Tenants that have blocks; those of nobody in particular count as one.")
-MAX_BYTES = Declared("kvtier_janitor_max_bytes", "The budget of the tier; 0 without one.")
-OLDEST = Declared("kvtier_janitor_oldest_timestamp_seconds", "When the oldest block was stored; 0 without one.")
-VOLUME_BYTES = Declared("kvtier_janitor_volume_bytes", "Size of the file system; 0 where it does not say.")
-FREE_BYTES = Declared("kvtier_janitor_volume_free_bytes", "What is free of it; 0 where it does not say.")
-BRAKED = Declared("kvtier_janitor_braked", "1 while engines are asked to stop storing, else 0.")
-QUARANTINED = Declared("kvtier_janitor_quarantined_files", "Damaged files that wait for a person to look at them.")
-QUARANTINED_BYTES = Declared("kvtier_janitor_quarantined_bytes", "What these take.")
-EVICTED = Declared(
-    "kvtier_janitor_evicted_blocks",
-    "Blocks removed, by reason: ttl (too old), quota (of a tenant), budget (of the tier), volume (too little free).",
-    "reason",
-    is_gauge=False,
-)
-EVICTED_BYTES = Declared("kvtier_janitor_evicted_bytes", "What these took.", "reason", is_gauge=False)
-SPARED = Declared(
-    "kvtier_janitor_spared_blocks", "Blocks chosen and then used or written anew, so that they stayed.", is_gauge=False
-)
-LEFTOVERS = Declared(
-    "kvtier_janitor_removed_leftovers",
-    "Things removed that are no block, by kind: partial, quarantined, journal, tenant (an empty tree), generation.",
-    "kind",
-    is_gauge=False,
-)
-DAMAGED_RECORDS = Declared(
-    "kvtier_janitor_damaged_records", "Records of journals that could not be read or applied.", is_gauge=False
-)
-SWEEPS = Declared("kvtier_janitor_sweeps", "Decisions to remove blocks that were carried out.", is_gauge=False)
-SWEEP_SECONDS = Declared("kvtier_janitor_sweep_seconds", "How long the last of them took.")
-LAST_SWEEP = Declared("kvtier_janitor_last_sweep_timestamp_seconds", "When the last of them ended; 0 before the first.")
-PROBLEM = Declared("kvtier_janitor_problem", "1 for each thing that the janitor cannot do now.", "what")
-
-METRICS = (
-    ACTIVE,
-    COUNTED,
-    USED_BYTES,
-    BLOCKS,
-    TENANT_BYTES,
-    TENANTS,
-    MAX_BYTES,
-    OLDEST,
-    VOLUME_BYTES,
-    FREE_BYTES,
-    BRAKED,
-    QUARANTINED,
-    QUARANTINED_BYTES,
-    EVICTED,
-    EVICTED_BYTES,
-    SPARED,
-    LEFTOVERS,
-    DAMAGED_RECORDS,
-    SWEEPS,
-    SWEEP_SECONDS,
-    LAST_SWEEP,
-    PROBLEM,
-)
-
-MOST_TENANTS = 100
-"""Samples by tenant."""
-OTHER = "(other)"
-"""Stands for the other tenants; none can have that name."""
-
-Samples = dict[str, float]
-"""By the value of the label; empty for a metric without one."""
-
-
-def samples(report: Report) -> dict[Declared, Samples]:
-    """Return every sample of a report."""
-    usage = report.usage
-    return {
-        ACTIVE: {"": float(usage.is_active)},
-        COUNTED: {"": float(usage.is_counted)},
-        USED_BYTES: {each.digest: each.used_bytes for each in usage.generations},
-        BLOCKS: {each.digest: each.blocks for each in usage.generations},
-        TENANT_BYTES: _by_tenant(report),
-        TENANTS: {"": report.tenants},
-        MAX_BYTES: {"": report.max_bytes},
-        OLDEST: {"": usage.oldest},
-        VOLUME_BYTES: {"": usage.volume_bytes},
-        FREE_BYTES: {"": usage.volume_free_bytes},
-        BRAKED: {"": float(bool(usage.brake))},
-        QUARANTINED: {"": usage.quarantined},
-        QUARANTINED_BYTES: {"": report.quarantined_bytes},
-        EVICTED: dict(report.evicted_blocks),
-        EVICTED_BYTES: dict(report.evicted_bytes),
-        SPARED: {"": report.spared_blocks},
-        LEFTOVERS: dict(report.removed_leftovers),
-        DAMAGED_RECORDS: {"": report.damaged_records},
-        SWEEPS: {"": report.sweeps},
-        SWEEP_SECONDS: {"": report.sweep_seconds},
-        LAST_SWEEP: {"": report.last_sweep},
-        PROBLEM: dict.fromkeys(report.problems, 1.0),
-    }
-
-
-def _by_tenant(report: Report) -> Samples:
-    """Return the bytes of the largest tenants, and of all others: clients may name as many as they like."""
+def _by_tenant(report: JanitorReport) -> Samples:
+    """Return the bytes of the largest tenants, and of all others together."""
     tenants = report.usage.tenants
-    largest: Samples = {each.tenant: each.used_bytes for each in tenants[:MOST_TENANTS]}
+    largest = {each.tenant: float(each.used_bytes) for each in tenants[:MOST_TENANTS]}
     rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + report.other_tenants.bytes
     return {**largest, OTHER: rest} if rest else largest
+
+
+METRICS = (
+    JanitorMetric(
+        "kvtier_janitor_active",
+        "1 while this janitor holds the Lease and keeps the tier, else 0.",
+        lambda report: report.usage.is_active,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_counted",
+        "1 once every block was seen, 0 while the first walk goes on.",
+        lambda report: report.usage.is_counted,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_used_bytes",
+        "Bytes of the blocks of a generation on the volume.",
+        lambda report: {each.digest: each.used_bytes for each in report.usage.generations},
+        "generation",
+    ),
+    JanitorMetric(
+        "kvtier_janitor_blocks",
+        "Blocks of a generation.",
+        lambda report: {each.digest: each.blocks for each in report.usage.generations},
+        "generation",
+    ),
+    JanitorMetric(
+        "kvtier_janitor_tenant_used_bytes",
+        "Bytes of the blocks of a tenant on the volume: one sample for each of the 100 largest, and `(other)`.",
+        _by_tenant,
+        "tenant",
+    ),
+    JanitorMetric(
+        "kvtier_janitor_tenants",
+        "Tenants that have blocks; all blocks without a tenant count as one.",
+        lambda report: report.tenants,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_max_bytes", "The budget of the tier; 0 without one.", lambda report: report.max_bytes
+    ),
+    JanitorMetric(
+        "kvtier_janitor_oldest_timestamp_seconds",
+        "When the oldest block was stored; 0 without one.",
+        lambda report: report.usage.oldest,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_volume_bytes",
+        "Size of the file system; 0 where it does not tell.",
+        lambda report: report.usage.volume_bytes,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_volume_free_bytes",
+        "Free bytes of the file system; 0 where it does not tell.",
+        lambda report: report.usage.volume_free_bytes,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_braked",
+        "1 while engines may not store, else 0.",
+        lambda report: bool(report.usage.brake),
+    ),
+    JanitorMetric(
+        "kvtier_janitor_quarantined_files",
+        "Damaged files that wait for a person to look at them.",
+        lambda report: report.usage.quarantined,
+    ),
+    JanitorMetric("kvtier_janitor_quarantined_bytes", "Bytes of these files.", lambda report: report.quarantined_bytes),
+    JanitorMetric(
+        "kvtier_janitor_evicted_blocks",
+        "Blocks removed, by reason: ttl (too old), quota (of a tenant), budget (of the tier), volume (little free).",
+        lambda report: report.evicted_blocks,
+        "reason",
+        is_gauge=False,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_evicted_bytes",
+        "Bytes of these blocks.",
+        lambda report: report.evicted_bytes,
+        "reason",
+        is_gauge=False,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_spared_blocks",
+        "Blocks chosen for removal and then used or written anew, so that they stayed.",
+        lambda report: report.spared_blocks,
+        is_gauge=False,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_removed_leftovers",
+        "Removed things that are no block, by kind: partial, quarantined, journal, tenant (an empty tree), generation.",
+        lambda report: report.removed_leftovers,
+        "kind",
+        is_gauge=False,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_damaged_records",
+        "Records of journals that could not be read.",
+        lambda report: report.damaged_records,
+        is_gauge=False,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_sweeps",
+        "Decisions to remove blocks that were carried out.",
+        lambda report: report.sweeps,
+        is_gauge=False,
+    ),
+    JanitorMetric("kvtier_janitor_sweep_seconds", "Duration of the last of them.", lambda report: report.sweep_seconds),
+    JanitorMetric(
+        "kvtier_janitor_last_sweep_timestamp_seconds",
+        "When the last of them ended; 0 before the first.",
+        lambda report: report.last_sweep,
+    ),
+    JanitorMetric(
+        "kvtier_janitor_problem",
+        "1 for each action that fails now.",
+        lambda report: dict.fromkeys(report.problems, 1.0),
+        "what",
+    ),
+)
 
 
 class ReportCollector:
     """Answers Prometheus from the last report."""
 
-    def __init__(self, report: Callable[[], Report]) -> None:
-        """Store where the reports come from; it may be called from any thread."""
+    def __init__(self, report: Callable[[], JanitorReport]) -> None:
+        """Store the source of the reports, which any thread may call."""
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their samples."""
         report = self._report()
         namespace, _, name = report.usage.tier.partition("/")
-        for declared, by_label in samples(report).items():
-            labels = ["namespace", "tier", *([declared.label] if declared.label else [])]
-            family = (GaugeMetricFamily if declared.is_gauge else CounterMetricFamily)(
-                declared.name, declared.documentation, labels=labels
+        for metric in METRICS:
+            labels = ["namespace", "tier", *([metric.label] if metric.label else [])]
+            family = (GaugeMetricFamily if metric.is_gauge else CounterMetricFamily)(
+                metric.name, metric.documentation, labels=labels
             )
-            for label, value in by_label.items():
-                family.add_metric([namespace, name, *([label] if declared.label else [])], value)
+            found = metric.value(report)
+            for label, value in found.items() if isinstance(found, Mapping) else [("", float(found))]:
+                family.add_metric([namespace, name, *([label] if metric.label else [])], value)
             yield family
 
 
-def exposition(report: Callable[[], Report]) -> Callable[[], bytes]:
-    """Return what renders the metrics as Prometheus reads them."""
+def exposition(report: Callable[[], JanitorReport]) -> Callable[[], bytes]:
+    """Return a function that renders the metrics in the text format of Prometheus."""
     registry = CollectorRegistry()
     registry.register(ReportCollector(report))
     ProcessCollector(registry=registry)
     return lambda: generate_latest(registry)
 
 
-_REQUEST_SECONDS = 10.0
-
-
-class Answer(NamedTuple):
-    """Of one path."""
+class Page(NamedTuple):
+    """The answer at one path."""
 
     status: int
     content_type: str
     body: bytes
 
 
-Pages = dict[str, Callable[[], Answer]]
-
-METRICS_PATH = "/metrics"
-HEALTH_PATH = "/healthz"
+Pages = Mapping[str, Callable[[], Page]]
 
 
 def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health: Callable[[], str]) -> Pages:
-    """Return what is served.
+    """Return the served pages.
 
     Args:
-        metrics: The exposition of Prometheus.
-        usage: The document of /usage.
-        health: Why this process should be started anew; empty if it should not.
+        metrics: Renders the metrics.
+        usage: Renders the document of /usage.
+        health: Returns why this process should be restarted; empty if it should not.
     """
 
-    def answer_health() -> Answer:
+    def show_health() -> Page:
         sickness = health()
-        return Answer(503 if sickness else 200, "text/plain; charset=utf-8", f"{sickness or 'ok'}\n".encode())
+        return Page(503 if sickness else 200, "text/plain; charset=utf-8", f"{sickness or 'ok'}\n".encode())
 
     return {
-        METRICS_PATH: lambda: Answer(200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
-        USAGE_PATH: lambda: Answer(200, "application/json", usage().encode()),
-        HEALTH_PATH: answer_health,
+        METRICS_PATH: lambda: Page(200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
+        USAGE_PATH: lambda: Page(200, "application/json", usage().encode()),
+        HEALTH_PATH: show_health,
     }
 
 
@@ -461,7 +489,7 @@ def _handler(pages: Pages) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
-            answer = Answer(404, "text/plain", b"not here\n") if page is None else page()
+            answer = Page(404, "text/plain", b"not here\n") if page is None else page()
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.content_type)
             self.send_header("Content-Length", str(len(answer.body)))
@@ -469,6 +497,6 @@ def _handler(pages: Pages) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(answer.body)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
-            """Say nothing: probes ask every few seconds."""
+            """Log nothing: probes come every few seconds."""
 
     return Handler

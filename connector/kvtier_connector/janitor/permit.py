@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the janitor what time it is on the volume, so that ages of files are never differences of two hosts' clocks.
-
-The volume stamps a file that the janitor touches once a minute; between two answers a monotonic clock goes on from the
-last. A volume whose clock jumps ahead would make everything look too old, so such an answer is believed after an hour.
-
-Asks the engines of a tier to stop storing, and lets them go again: the file is there before it is needed.
-
-A full volume has no room for a new file, so it is made at the start and overwritten in place. What it says runs out by
-itself, so it is renewed while the reason lasts.
-"""
+"""Pauses the stores of a tier's engines, and tells the time of the volume."""
 
 from __future__ import annotations
 
@@ -18,102 +9,24 @@ import os
 import time
 from collections.abc import Callable
 
+from kvtier_connector.janitor.catalog import CATALOG_FILE
 from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token
 from kvtier_connector.store.layout import partial_path
 from kvtier_connector.store.runtime_settings import BRAKE_FILE, RELEASED, Brake, Mode, encode_brake
 
+LEASE_SECONDS = 120.0
 JUMP_SECONDS = 300.0
-"""An answer that is ahead of the expected time by more is a jump."""
+"""A volume's time that is further ahead of the expected time is a jump."""
 HOLD_SECONDS = 3600.0
-"""How long a jump is not believed: time to set the clock right."""
-HELD = (
+"""A jump is used only after this: time to set the clock right."""
+TTL_HELD = (
     "ttl: nearly all blocks are too old at once, so they stay for an hour in case the clock is wrong: set it right, or "
-    "remove them now with kvtier purge --older-than"
+    "remove them now with kvtier purge"
 )
 _ASK_SECONDS = 60.0
 
 
-class Clocks:
-    """The volume's clock as one janitor knows it. Owned by its thread; `time_ns` may be called by any."""
-
-    def __init__(
-        self,
-        *,
-        ask: Callable[[], int | None],
-        is_starting: bool,
-        clock: Callable[[], int] = time.time_ns,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Store the settings; the volume is not asked yet.
-
-        Args:
-            ask: Asks the volume what time it is, in nanoseconds since 1970; None where it does not say.
-            is_starting: Whether to doubt the first answer for an hour: the clock may have jumped before.
-            clock: This host's time, likewise; it serves until the first answer, and never for an age.
-            now: Seconds that never go back or jump.
-        """
-        self._ask = ask
-        self._now = now
-        self._ask_at = now()
-        self._offset_ns = clock() - int(now() * 1e9)
-        self.is_known = False
-        """Whether the volume has answered; nothing may be removed by its age before."""
-        self._started_until = now() + HOLD_SECONDS if is_starting else -math.inf
-        self._jumped_until: float | None = None
-        self._jump_seconds = 0.0
-
-    def time_ns(self) -> int:
-        """Return the volume's time in nanoseconds since 1970; before the first answer, this host's."""
-        return self._offset_ns + int(self._now() * 1e9)
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the process began so lately that its first answer may be wrong."""
-        return self._now() < self._started_until
-
-    @property
-    def problem(self) -> str:
-        """Message about the volume's clock; empty without a problem."""
-        if not self.is_known:
-            return "clock: the volume does not say what time it is, so nothing is removed by its age"
-        if self._jumped_until is None:
-            return ""
-        return (
-            f"clock: the volume's jumped ahead by {_show(self._jump_seconds)}; ages are told without that for an hour"
-        )
-
-    def look(self) -> None:
-        """Ask the volume, once a minute."""
-        if self._now() < self._ask_at:
-            return
-        there_ns = self._ask()
-        if there_ns is None:
-            return
-        now = self._now()
-        self._ask_at = now + _ASK_SECONDS
-        offset_ns = there_ns - int(now * 1e9)
-        self._jump_seconds = (offset_ns - self._offset_ns) / 1e9
-        if self.is_known and self._jump_seconds > JUMP_SECONDS:
-            if self._jumped_until is None:
-                self._jumped_until = now + HOLD_SECONDS
-            if now < self._jumped_until:
-                return
-        self._offset_ns, self._jumped_until, self.is_known = offset_ns, None, True
-
-
-def _show(seconds: float) -> str:
-    """Return a time as people read it: clocks are off by minutes, or by days."""
-    for unit, length in (("days", 86_400), ("hours", 3600)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 60:.0f} minutes"
-
-
-LEASE_SECONDS = 120.0
-"""How long a brake holds that is not renewed; it is renewed after a third of that."""
-
-
-class BrakeWriter:
+class StorePauseWriter:
     """The brake of one tier. Owned by one thread."""
 
     def __init__(self, tier_dir: str, *, fs: FileSystem, clock: Callable[[], int] = time.time_ns) -> None:
@@ -127,24 +40,6 @@ class BrakeWriter:
     def reason(self) -> str:
         """Why the engines are braked, as far as the volume took it; empty if they are not."""
         return "" if self._written is None else self._written.reason
-
-    def ask_time_ns(self) -> int | None:
-        """Return the time that the volume gives the file when it is touched; None where it refuses.
-
-        Without the file, one is made for a moment.
-        """
-        with contextlib.suppress(OSError):
-            try:
-                self._fs.touch(self._path)
-                return self._fs.stat(self._path).st_mtime_ns
-            except FileNotFoundError:
-                path = partial_path(self._path, new_token())
-                self._fs.close(self._fs.open(path, CREATE_FLAGS))
-                try:
-                    return self._fs.stat(path).st_mtime_ns
-                finally:
-                    self._fs.unlink(path)
-        return None
 
     def set(self, reason: str) -> None:
         """Brake for this reason, or let go if it is empty; nothing is written while that is what the file says.
@@ -190,3 +85,97 @@ def make_tier_directory(fs: FileSystem, tier_dir: str) -> None:
     if os.path.dirname(tier_dir) != tier_dir:  # noqa: PTH120 - text in, text out
         with contextlib.suppress(FileExistsError):
             fs.mkdir(tier_dir)
+
+
+def ask_volume_ns(fs: FileSystem, tier_dir: str) -> int | None:
+    """Return the time that the volume gives a file, in nanoseconds since 1970; None where it refuses.
+
+    The permit is not touched for that: its time says until when it lasts.
+    """
+    path = f"{tier_dir}/{CATALOG_FILE}"
+    with contextlib.suppress(OSError):
+        try:
+            fs.touch(path)
+            return fs.stat(path).st_mtime_ns
+        except FileNotFoundError:
+            partial = partial_path(path, new_token())
+            fs.close(fs.open(partial, CREATE_FLAGS))
+            try:
+                return fs.stat(partial).st_mtime_ns
+            finally:
+                fs.unlink(partial)
+    return None
+
+
+class VolumeClock:
+    """The volume's time. Owned by one thread; `time_ns` may be called by any."""
+
+    def __init__(
+        self,
+        *,
+        ask: Callable[[], int | None],
+        is_starting: bool,
+        clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the settings; the volume is not asked yet.
+
+        Args:
+            ask: Asks the volume for its time, in nanoseconds since 1970; None where it does not tell.
+            is_starting: Whether to doubt the first answer for an hour, since the clock may have jumped before.
+            clock: This host's time, likewise; used until the first answer, and never for an age.
+            now: Seconds that never go back or jump.
+        """
+        self._ask = ask
+        self._now = now
+        self._ask_at = now()
+        self._offset_ns = clock() - int(now() * 1e9)
+        self.is_known = False
+        """Whether the volume has answered; nothing is removed by its age before."""
+        self._started_until = now() + HOLD_SECONDS if is_starting else -math.inf
+        self._jumped_until: float | None = None
+        self._jump_seconds = 0.0
+
+    def time_ns(self) -> int:
+        """Return the volume's time in nanoseconds since 1970; before the first answer, this host's."""
+        return self._offset_ns + int(self._now() * 1e9)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the process began so lately that its first answer may be wrong."""
+        return self._now() < self._started_until
+
+    @property
+    def problem(self) -> str:
+        """Message about the volume's clock; empty without a problem."""
+        if not self.is_known:
+            return "clock: the volume does not tell its time, so nothing is removed by its age"
+        if self._jumped_until is None:
+            return ""
+        return f"clock: the volume's jumped ahead by {_duration(self._jump_seconds)}; the jump is ignored for an hour"
+
+    def look(self) -> None:
+        """Ask the volume, once a minute."""
+        if self._now() < self._ask_at:
+            return
+        there_ns = self._ask()
+        if there_ns is None:
+            return
+        now = self._now()
+        self._ask_at = now + _ASK_SECONDS
+        offset_ns = there_ns - int(now * 1e9)
+        self._jump_seconds = (offset_ns - self._offset_ns) / 1e9
+        if self.is_known and self._jump_seconds > JUMP_SECONDS:
+            if self._jumped_until is None:
+                self._jumped_until = now + HOLD_SECONDS
+            if now < self._jumped_until:
+                return
+        self._offset_ns, self._jumped_until, self.is_known = offset_ns, None, True
+
+
+def _duration(seconds: float) -> str:
+    """Return a time with the unit that leaves few digits."""
+    for unit, length in (("days", 86_400), ("hours", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's own fs tier lays out its files below a generation: which are blocks, and which are leftovers. Pure.
+"""Keeps the files of vLLM's own fs tier within the budget, which vLLM never does itself.
 
-``<model>_<12 hex>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``, beside ``<model>_<12 hex>/config.json``; what is being
-written ends in ``_<number>.tmp``. Nothing else there is ever removed.
+The files are ``<model>_<12 hex>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin`` below a generation, beside
+``<model>_<12 hex>/config.json``; a file being written ends in ``_<number>.tmp``. Nothing else is ever removed.
 
-Keeps the files of vLLM's own fs tier within the budget, which vLLM never does itself.
-
-Nobody tells of these files: no journal, no header, no checksum. So they are walked again and again, a walk after about
-four times as long as the last one took, and the least recently used go first, by the times that the file system keeps:
-of writing, and of reading where it is mounted so that it notes that (``relatime`` once a day, ``noatime`` never).
-Engines hear of nothing either: what is gone when they come to read it is a miss for them, and is computed. They cannot
-be asked to stop storing, so between two walks the budget may be exceeded by what they write meanwhile.
+These files have no journal, header or checksum. So all of them are walked again and again, and the least recently used
+go first, by the times that the file system keeps: of writing, and of reading where the mount records it (``relatime``
+once a day, ``noatime`` never). An engine that reads a removed file has a miss. Engines cannot be paused, so between two
+walks they may exceed the budget.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -23,18 +19,22 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.evict import ActiveFileSystem
-from kvtier_connector.janitor.metrics import Problems, Report, Tallies
-from kvtier_connector.janitor.permit import BrakeWriter, Clocks
+from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, make_report
+from kvtier_connector.janitor.permit import VolumeClock, ask_volume_ns
 from kvtier_connector.janitor.policy import Space, make_limits, make_space
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
+STEP_SECONDS = 1.0
+"""How long one step works before it returns to its caller."""
+_REST = 4
+"""The next walk begins after this many times as long as the last one took."""
 _RANK = re.compile(r"^.+_[0-9a-f]{12}_r[0-9]+$")
 _FIRST = re.compile(r"^[0-9a-f]{3}$")
 _SECOND = re.compile(r"^[0-9a-f]{2}_g[0-9]+$")
@@ -51,26 +51,24 @@ class File(NamedTuple):
     size: int
     mtime_ns: int
     used_ns: int
-    """The later of written and, as far as the mount keeps that, read."""
+    """Time of writing or, as far as the mount records it, of reading; the later one."""
     is_partial: bool
 
 
 def is_generation(fs: FileSystem, root: str) -> bool:
-    """Tell whether a directory holds files of vLLM's tier; raises OSError if it cannot be looked at."""
+    """Return whether a directory holds files of vLLM's tier; raise OSError if it cannot be read."""
     return any(_RANK.match(entry.name) and entry.is_dir(follow_symlinks=False) for entry in _list(fs, root))
 
 
 def walk(fs: FileSystem, tier_dir: str, generation: str) -> Iterator[list[File]]:
-    """Yield the files of a generation, one directory of them after another; raises OSError where one is refused."""
-    for rank in _directories(fs, f"{tier_dir}/{generation}", _RANK):
-        for first in _directories(fs, f"{tier_dir}/{generation}/{rank}", _FIRST):
-            below = f"{generation}/{rank}/{first}"
-            for second in _directories(fs, f"{tier_dir}/{below}", _SECOND):
-                yield list(_files(fs, tier_dir, generation, f"{below}/{second}"))
+    """Yield the files of a generation, directory by directory; raise OSError where one cannot be read."""
+    for directory in directories(fs, tier_dir, generation):
+        if _SECOND.match(directory.rpartition("/")[2]):
+            yield list(_files(fs, tier_dir, generation, directory))
 
 
 def directories(fs: FileSystem, tier_dir: str, generation: str) -> Iterator[str]:
-    """Yield the directories of a generation that hold files or directories of vLLM's, the deepest first."""
+    """Yield the directories of a generation that vLLM makes, each after those in it."""
     for rank in _directories(fs, f"{tier_dir}/{generation}", _RANK):
         for first in _directories(fs, f"{tier_dir}/{generation}/{rank}", _FIRST):
             below = f"{generation}/{rank}/{first}"
@@ -95,7 +93,7 @@ def _files(fs: FileSystem, tier_dir: str, generation: str, directory: str) -> It
 
 
 def _directories(fs: FileSystem, path: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the names of directories, and of no link to one, that the tier makes."""
+    """Return the names of directories that vLLM makes; a link to one is none."""
     found = [each for each in _list(fs, path) if pattern.match(each.name) and each.is_dir(follow_symlinks=False)]
     return sorted(each.name for each in found)
 
@@ -107,25 +105,27 @@ def _list(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
         return []
 
 
-logger = logging.getLogger(__name__)
-
-STEP_SECONDS = 1.0
-"""How long one step works before it lets its caller look around."""
-_REST = 4
-"""So many times as long as a walk took, the next one waits."""
-
-
 @dataclass(slots=True)
-class _Seen:
-    """What a walk has met so far."""
+class _Walked:
+    """Files found by one walk."""
 
     files: list[File] = field(default_factory=list)
     partials: list[File] = field(default_factory=list)
     by_generation: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
     """Blocks, bytes and nanoseconds of the last use."""
 
+    def add(self, file: File) -> None:
+        if file.is_partial:
+            self.partials.append(file)
+            return
+        self.files.append(file)
+        each = self.by_generation[file.generation]
+        each[0] += 1
+        each[1] += file.size
+        each[2] = max(each[2], file.used_ns)
 
-class FsKeeper:
+
+class VllmFilesSweeper:
     """Owned by one thread, which may hang in the volume for as long as that does; `report` may be read by any."""
 
     def __init__(
@@ -144,14 +144,13 @@ class FsKeeper:
             fs: The system calls.
             clock: Nanoseconds since 1970.
             now: Seconds that never go back.
-            may_act: Asked before each removal: whether this is still the active janitor of the tier.
+            may_act: Called before each removal: whether this is still the active janitor of the tier.
         """
         self.config = config
         self._dir = str(Path(config.tier_dir))
-        self._fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
-        brake = BrakeWriter(self._dir, fs=self._fs)
-        self._clocks = Clocks(
-            ask=lambda: brake.ask_time_ns() if may_act() else None, is_starting=False, clock=clock, now=now
+        self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
+        self._clocks = VolumeClock(
+            ask=lambda: ask_volume_ns(fs, self._dir) if may_act() else None, is_starting=False, clock=clock, now=now
         )
         self._now = now
         self._may_act = may_act
@@ -160,18 +159,16 @@ class FsKeeper:
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
         self._spared: set[str] = set()
-        """Paths of files that stayed in the last sweep because they were used."""
+        """Paths of files that stayed in the last sweep because they were read meanwhile."""
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
-        self._evicted: defaultdict[str, int] = defaultdict(int)
-        self._evicted_bytes: defaultdict[str, int] = defaultdict(int)
         self._tallies = Tallies()
         self._usage = Usage(tier=config.tier)
-        self.report: Report | None = None
+        self.report: JanitorReport | None = None
         """The last one; None before the first step."""
 
     def open(self) -> None:
-        """Begin: nothing was kept of an earlier janitor."""
+        """Begin: an earlier janitor saved nothing."""
 
     def configure(self, config: JanitorConfig) -> None:
         """Follow other settings from the next step on."""
@@ -179,7 +176,7 @@ class FsKeeper:
         self._next_walk = 0.0
 
     def close(self) -> None:
-        """End; nothing is to be saved."""
+        """End; nothing is saved."""
         self._work = None
 
     def step(self) -> float:
@@ -202,26 +199,26 @@ class FsKeeper:
 
     def _sweep(self) -> Iterator[None]:
         """Walk everything, decide, and remove, with a pause after each directory and each file."""
-        began, seen = self._now(), _Seen()
+        began, walked = self._now(), _Walked()
         generations = self._generations()
         if generations:
             self._clocks.look()
             self._problems.state("clock", self._clocks.problem)
-        if generations:
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         for generation in generations:
             for files in walk(self._fs, self._dir, generation):
-                self._note(files, seen)
+                for file in files:
+                    walked.add(file)
                 yield
-        self._count(generations, seen)
-        walked = self._now() - began
-        self._stuck = {each.path for each in seen.files if each.path in self._stuck}
+        self._count(generations, walked)
+        seconds = self._now() - began
+        self._stuck = {each.path for each in walked.files if each.path in self._stuck}
         failures: list[OSError] = []
-        yield from self._remove(seen, failures)
-        yield from self._remove_leftovers(seen, failures)
-        self._count(generations, seen)
-        self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * walked)
+        yield from self._remove(walked, failures)
+        yield from self._remove_leftovers(walked, failures)
+        self._count(generations, walked)
+        self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * seconds)
         if failures:
             raise failures[0]
 
@@ -235,30 +232,18 @@ class FsKeeper:
         found = [name for name in names if is_generation(self._fs, f"{self._dir}/{name}")]
         return sorted(found, key=lambda name: (name != self.config.current, name))
 
-    @staticmethod
-    def _note(files: list[File], seen: _Seen) -> None:
-        for file in files:
-            if file.is_partial:
-                seen.partials.append(file)
-                continue
-            seen.files.append(file)
-            each = seen.by_generation[file.generation]
-            each[0] += 1
-            each[1] += file.size
-            each[2] = max(each[2], file.used_ns)
+    def _victims(self, walked: _Walked, removed: list[File]) -> Iterator[tuple[File, str]]:
+        """Yield files to remove with the reason: expired ones and those of old generations first.
 
-    def _victims(self, seen: _Seen, removed: list[File]) -> Iterator[tuple[File, str]]:
-        """Yield what is to go and why, the files that are too old or of no use first.
-
-        Then the least recently used ones, until what the caller adds to `removed` makes enough room.
+        Then the least recently used ones, until the files that the caller adds to `removed` make enough room.
         """
-        condemned = self._condemned(seen)
-        used = sum(each.size for each in seen.files)
+        condemned = self._condemned(walked)
+        used = sum(each.size for each in walked.files)
         limits = make_limits(
             self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=self._clocks.time_ns()
         )
         before_ns = limits.expire_before if limits.expire_before is not None and self._clocks.is_known else 0
-        for file in seen.files:
+        for file in walked.files:
             if file.generation in condemned:
                 yield file, "generation"
             elif file.mtime_ns < before_ns:
@@ -270,7 +255,7 @@ class FsKeeper:
         freed, count = sum(file.size for file in removed), len(removed)
         # Blocks of earlier generations before those of the current one, and among them the least recently used.
         order = sorted(
-            (each for each in seen.files if each.path not in gone),
+            (each for each in walked.files if each.path not in gone),
             key=lambda each: (each.path in self._stuck, each.generation == self.config.current, each.used_ns),
         )
         for file in order:
@@ -279,36 +264,34 @@ class FsKeeper:
             yield file, "budget" if freed < to_free else "volume"
             freed, count = freed + sum(file.size for file in removed[count:]), len(removed)
 
-    def _condemned(self, seen: _Seen) -> set[str]:
+    def _condemned(self, walked: _Walked) -> set[str]:
         """Return the generations that are neither current, nor among the previous ones to keep, nor in use."""
-        others = [name for name in seen.by_generation if name != self.config.current]
-        others.sort(key=lambda name: -seen.by_generation[name][2])
+        others = [name for name in walked.by_generation if name != self.config.current]
+        others.sort(key=lambda name: -walked.by_generation[name][2])
         idle_ns = int(self.config.generation_idle_seconds * 1e9)
-        gone = others[self.config.keep_previous :]
         now_ns = self._clocks.time_ns() if self._clocks.is_known else 0
-        return {name for name in gone if now_ns - seen.by_generation[name][2] > idle_ns}
+        gone = others[self.config.keep_previous :]
+        return {name for name in gone if now_ns - walked.by_generation[name][2] > idle_ns}
 
-    def _remove(self, seen: _Seen, failures: list[OSError]) -> Iterator[None]:
+    def _remove(self, walked: _Walked, failures: list[OSError]) -> Iterator[None]:
         began, removed = self._now(), list[File]()
         spared_before, self._spared = self._spared, set()
-        for file, reason in self._victims(seen, removed):
+        for file, reason in self._victims(walked, removed):
             if not self._may_act():
                 return
             if self._may_go(file, reason, spared_before) and self._is_unlinked(file, failures):
                 removed.append(file)
-                each = seen.by_generation[file.generation]
+                each = walked.by_generation[file.generation]
                 each[0] -= 1
                 each[1] -= file.size
-                self._evicted[reason] += 1
-                self._evicted_bytes[reason] += file.size
+                self._tallies.evicted_blocks[reason] += 1
+                self._tallies.evicted_bytes[reason] += file.size
             yield
         if removed:
-            self._tallies.sweeps += 1
-            self._tallies.sweep_seconds = self._now() - began
-            self._tallies.last_sweep = self._clocks.time_ns() / 1e9
+            self._tallies.end_sweep(seconds=self._now() - began, ended=self._clocks.time_ns() / 1e9)
 
     def _may_go(self, file: File, reason: str, spared_before: set[str]) -> bool:
-        """Say whether a file is as it was when it was chosen; a read spares it from making room, once in a row."""
+        """Return whether a file is unchanged since it was chosen; a read spares it from making room, once in a row."""
         try:
             found = self._fs.stat(f"{self._dir}/{file.path}")
         except FileNotFoundError:
@@ -321,11 +304,11 @@ class FsKeeper:
         return False
 
     def _is_unlinked(self, file: File, failures: list[OSError]) -> bool:
-        """Remove one file; one that cannot be is noted, and keeps no other from going."""
+        """Remove one file; a refused one keeps no other from going."""
         try:
             self._fs.unlink(f"{self._dir}/{file.path}")
         except FileNotFoundError:
-            return False  # somebody else was quicker
+            return False
         except OSError as error:
             self._stuck.add(file.path)
             failures.append(error)
@@ -333,34 +316,34 @@ class FsKeeper:
         self._stuck.discard(file.path)
         return True
 
-    def _remove_leftovers(self, seen: _Seen, failures: list[OSError]) -> Iterator[None]:
-        """Remove what was being written by an engine that is gone, and empty directories of condemned generations."""
+    def _remove_leftovers(self, walked: _Walked, failures: list[OSError]) -> Iterator[None]:
+        """Remove partial files of engines that are gone, and empty directories of condemned generations."""
         age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
         before_ns = self._clocks.time_ns() - int(age_seconds * 1e9) if self._clocks.is_known else 0
-        for file in seen.partials:
+        for file in walked.partials:
             if file.mtime_ns < before_ns and self._may_act() and self._is_unlinked(file, failures):
                 self._tallies.removed_leftovers["partial"] += 1
             yield
-        for generation in sorted(self._condemned(seen)):
+        for generation in sorted(self._condemned(walked)):
             for directory in list(directories(self._fs, self._dir, generation)):
                 if not self._may_act():
                     return
                 try:
                     self._fs.rmdir(f"{self._dir}/{directory}")
                 except OSError:
-                    break  # something is in it, and the next walk sees what
+                    break  # it is not empty, and the next walk sees why
                 yield
-            seen.by_generation.pop(generation, None)
+            walked.by_generation.pop(generation, None)
             self._tallies.removed_leftovers["generation"] += 1
 
-    def _count(self, generations: list[str], seen: _Seen) -> None:
-        """Take over what a whole walk has met."""
+    def _count(self, generations: list[str], walked: _Walked) -> None:
+        """Take over the sums of a whole walk."""
         each = [
             GenerationUsage(digest=name, blocks=blocks, used_bytes=size, last_used=used_ns / 1e9)
             for name in generations
-            for blocks, size, used_ns in [seen.by_generation.get(name, (0, 0, 0))]
+            for blocks, size, used_ns in [walked.by_generation.get(name, (0, 0, 0))]
         ]
-        oldest = min((file.mtime_ns for file in seen.files), default=0)
+        oldest = min((file.mtime_ns for file in walked.files), default=0)
         self._usage = Usage(
             tier=self.config.tier,
             is_counted=True,
@@ -371,27 +354,10 @@ class FsKeeper:
         )
 
     def _publish(self) -> None:
-        usage = self._usage
-        usage = Usage(
-            tier=usage.tier,
-            is_counted=usage.is_counted,
-            used_bytes=usage.used_bytes,
-            blocks=usage.blocks,
+        usage = replace(
+            self._usage,
             volume_bytes=self._space.total_bytes,
             volume_free_bytes=self._space.free_bytes,
-            oldest=usage.oldest,
-            evicted_blocks=sum(count for reason, count in self._evicted.items() if reason in {"budget", "volume"}),
-            generations=usage.generations,
+            evicted_blocks=self._tallies.evicted_blocks["budget"] + self._tallies.evicted_blocks["volume"],
         )
-        self.report = Report(
-            usage=usage,
-            evicted_blocks=dict(self._evicted),
-            evicted_bytes=dict(self._evicted_bytes),
-            spared_blocks=self._tallies.spared_blocks,
-            removed_leftovers=dict(self._tallies.removed_leftovers),
-            max_bytes=self.config.max_bytes,
-            sweeps=self._tallies.sweeps,
-            sweep_seconds=self._tallies.sweep_seconds,
-            last_sweep=self._tallies.last_sweep,
-            problems=dict(self._problems.messages),
-        )
+        self.report = make_report(usage, self._tallies, self._problems.messages, max_bytes=self.config.max_bytes)
