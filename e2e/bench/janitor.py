@@ -206,7 +206,7 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
     assert process.usage()["blocks"] == blocks, process.usage()
     result["first_count_rss_mib"] = process.memory_mib("VmHWM")
     result["stop_seconds"] = process.stop()
-    result["ledger_bytes"] = (tier_dir / "janitor.ledger").stat().st_size
+    result["ledger_bytes"] = (tier_dir / "janitor.catalog").stat().st_size
 
     process = Process(config_file, data / "second.log")
     result["restart_seconds"] = process.wait(lambda: process.usage()["is_counted"], 600)

@@ -4,7 +4,7 @@
 ``make stress-netfs``. Four engines, two a mount, move blocks with real movers, two of them compressed. Engines, the
 janitor and servers are ended with SIGKILL at random, and servers come back; half-way all servers stop for 30 s. What
 must hold: no row gets a byte that its block does not have; no engine ends by itself; at the end, with all servers back,
-every engine reads again, each block that an engine heard was stored and that is pinned is there, no name is on two
+every engine reads again, each block that an engine heard was stored and that is retained is there, no name is on two
 servers, the blocks take no more than the budget, and `kvtier check` finds nothing. Exit code 1 says what did not hold,
 77 that this machine cannot mount it.
 """
@@ -33,7 +33,6 @@ from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import Movers
 from kvtier_connector.io_workers.tasks import Done, Lane, Task
 from kvtier_connector.io_workers.worker import MoversSettings
-from kvtier_connector.janitor.pins import write_pins
 from kvtier_connector.store import fsck
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.header import HEADER_BYTES
@@ -53,8 +52,8 @@ CHAINS = 120
 BUDGET_BLOCKS = 300
 """Fewer than there are: the janitor has to evict all the time."""
 _DEADLINE_SECONDS = 3.0
-PINNED = 12
-"""Chains that the janitor may not evict."""
+RETAINED = 12
+"""Chains that engines ask the janitor to keep."""
 ENGINES = 4
 STALL_SECONDS = 30.0
 RECOVERY_SECONDS = 180.0
@@ -131,6 +130,8 @@ class Engine:
                     self._note("loaded", each)
             if loaded and isinstance(loaded[-1].outcome, Hit):
                 self._store.note_used(keys[-1], ROW_BYTES)
+            if chain < RETAINED:
+                self._store.note_retained(keys[-1], ROW_BYTES, 86_400.0)
             for row in missing:
                 self._memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content(keys[row])
             parents = [b"", *(each.hash for each in keys)]
@@ -180,7 +181,7 @@ class Run:
     stalls: int = 0
     loads: int = 0
     stores: int = 0
-    pinned_stores: int = 0
+    retained_stores: int = 0
     blocks_at_end: int = 0
     compressed_at_end: int = 0
     bytes_at_end: int = 0
@@ -193,14 +194,13 @@ class Stress:
     """One run on one volume. One thread."""
 
     def __init__(self, volume: SharedVolume, data: Path, run: Run, seed: int) -> None:
-        """Claim the directory of a tier, and pin what must stay."""
+        """Claim the directory of a tier."""
         self.result = run
         self._volume = volume
         self._data = data
         self._source = random.Random(seed)
         self._roots = [mount / "ns.stress" / "aa" for mount in (volume.a, volume.b)]
         claim(self._roots[0], {"bench": "stress"}, "aa")
-        write_pins(self._roots[0].parent, {f"p{chain}": key(chain, CHAIN - 1).hash for chain in range(PINNED)})
         run.max_bytes = BUDGET_BLOCKS * BLOCK_BYTES
         self._config = data / "janitor.json"
         self._config.write_text(
@@ -302,10 +302,10 @@ class Stress:
         run.loads = sum(text.count("loaded ") for text in notes)
         run.stores = sum(text.count("stored ") for text in notes)
         run.problems += [f"a wrong byte was read: {line}" for text in notes for line in _lines(text, "wrong")]
-        pinned = {key(chain, position) for chain in range(PINNED) for position in range(CHAIN)}
+        retained = {key(chain, position) for chain in range(RETAINED) for position in range(CHAIN)}
         heard = {line for text in notes for line in _lines(text, "stored")}
-        kept = [each for each in pinned if each.hash.hex() in heard]
-        run.pinned_stores = len(kept)
+        kept = [each for each in retained if each.hash.hex() in heard]
+        run.retained_stores = len(kept)
         reader, buffer = BlockStore(self._roots[0]), memoryview(mmap.mmap(-1, ROW_BYTES))
         deadline = time.monotonic() + RECOVERY_SECONDS
         for each in kept:
@@ -315,7 +315,7 @@ class Stress:
             if not isinstance(found, Hit):
                 on_server = "" if Path(block_path(each)).name in self._copies() else "not "
                 run.problems.append(
-                    f"{block_path(each)} was stored and pinned, and is lost: {found}, {on_server}on a server"
+                    f"{block_path(each)} was stored and retained, and is lost: {found}, {on_server}on a server"
                 )
             elif bytes(buffer) != content(each):
                 run.problems.append(f"{block_path(each)} is not what was stored")

@@ -355,18 +355,16 @@ class Catalog:
             path: Relative to its root.
         """
         living = self.rows
-        is_below: NDArray[np.bool_] = living["is_alive"] & (living["generation"] == self.generation(digest))
-        tree, _, name = path.rpartition("/")
+        rows = np.flatnonzero(living["is_alive"] & (living["generation"] == self.generation(digest)))
         if path == TENANTS:
-            is_below &= living["tenant"] != 0
-        else:
-            is_piece = name != BLOCKS
-            tenant = self._tenant_numbers.get(tenant_of(f"{tree}/" if is_piece else f"{path}/"), -1)
-            is_below &= living["tenant"] == np.int64(tenant)
-            if is_piece:
-                digits = living["hash"].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :2].astype(np.uint32)
-                is_below &= (digits[:, 0] << 4 | digits[:, 1] >> 4) == int(name, 16)
-        return np.flatnonzero(is_below)
+            return rows[np.flatnonzero(living["tenant"][rows])]
+        tree, _, name = path.rpartition("/")
+        tenant = self._tenant_numbers.get(tenant_of(f"{path}/" if name == BLOCKS else f"{tree}/"), -1)
+        rows = rows[np.flatnonzero(living["tenant"][rows] == np.int64(tenant))]
+        if name == BLOCKS or not rows.size:
+            return rows
+        digits = living["hash"][rows].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :2].astype(np.uint32)
+        return rows[np.flatnonzero((digits[:, 0] << 4 | digits[:, 1] >> 4) == int(name, 16))]
 
     def _append(self, name: int, generation: int, key: BlockKey, size: int) -> int:
         if self._count == self._rows.size:

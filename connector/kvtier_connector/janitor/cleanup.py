@@ -181,9 +181,11 @@ class Cleanup:
                 failed = failed or error
         before_ns = self._clock() - int(config.generation_idle_seconds * 1e9)
         latest = sorted(self._active_ns, key=lambda digest: (-self._active_ns[digest], digest))
+        # Directories of weights that replaced the model's own are no previous generations: no edit leads back to them.
+        kept = [digest for digest in latest if (home := find_home(digest)) and not home.epoch][: config.keep_previous]
         is_all_gone = True
-        for digest in latest[config.keep_previous :]:
-            if self._active_ns[digest] >= before_ns:
+        for digest in latest:
+            if digest in kept or self._active_ns[digest] >= before_ns:
                 continue
             try:
                 is_gone = self._remove(digest, may_go_on)
@@ -202,14 +204,17 @@ class Cleanup:
         if failed is not None:
             raise failed
 
+    @property
+    def is_leftover_due(self) -> bool:
+        """Whether it is time for `remove_leftovers`."""
+        return self._now() >= self._leftovers_at
+
     def remove_leftovers(self, config: JanitorConfig) -> None:
-        """Remove files and directories that are no blocks, once an hour.
+        """Remove files and directories that are no blocks.
 
         Raises:
             OSError: at the end, if the volume refused some of it; the rest was done.
         """
-        if self._now() < self._leftovers_at:
-            return
         self._leftovers_at = self._now() + _RETRY_SECONDS
         now_ns, longest = self._clock(), config.ttl_seconds or math.inf
         quarantine_seconds = min(config.quarantine_age_seconds, longest)

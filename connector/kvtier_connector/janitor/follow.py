@@ -24,7 +24,7 @@ _READ_BYTES = 4096 * RECORD_BYTES
 _MOST_READS = 512
 """Journals opened in one call; the others are opened by the next calls."""
 _FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 20.0
+_LONGEST_PAUSE_SECONDS = 10.0
 """A journal without new records is opened again after a pause that doubles up to this."""
 _MOST_STALLS = 3
 """Reads after which a record that stays unreadable is skipped; before, it may be in the middle of being written."""
@@ -84,7 +84,9 @@ class JournalFollower:
         self._told_at: dict[str, float] = {}
         """When each writer last told of a block."""
         self.has_read_all = True
-        """Whether the last call read everything that was due."""
+        """Whether a pass over all journals is complete; otherwise the next call continues it."""
+        self._pass_at = now()
+        """When the current pass began."""
         self.damaged = 0
         """Records that could not be read."""
 
@@ -103,6 +105,8 @@ class JournalFollower:
         Raises:
             StoreUnavailable: at the end, if some journals could not be read; the others were.
         """
+        if self.has_read_all:
+            self._pass_at = self._now()
         self.has_read_all = True
         failed: OSError | None = None
         reads = 0
@@ -118,10 +122,15 @@ class JournalFollower:
                     self.has_read_all = False
                     return
                 reads += 1
-                try:
-                    yield from ((digest, records) for records in self._read(digest, name, segment, is_last=is_last))
-                except OSError as error:
-                    failed = failed or (None if error.errno in _LOST else error)
+                is_more = True
+                while is_more:
+                    try:
+                        records, is_more = self._read(digest, name, segment, is_last=is_last)
+                    except OSError as error:
+                        failed = failed or (None if error.errno in _LOST else error)
+                        break
+                    if records:
+                        yield digest, self._timed(digest, records)
             self._read_ns[digest] = began_ns
         if failed is not None:
             raise StoreUnavailable(f"{self._tier_dir}: journals cannot be read: {failed}") from failed
@@ -158,33 +167,30 @@ class JournalFollower:
         due = [
             (name, known[name], name.number == last[name.writer])
             for name in sorted(names)
-            if not known[name].is_over and known[name].next_at <= now
+            if not known[name].is_over and known[name].next_at <= self._pass_at
         ]
         return sorted(due, key=lambda item: item[1].next_at)
 
-    def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> Iterator[list[Record]]:
+    def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> tuple[list[Record], bool]:
+        """Return the next records of a journal, and whether there are more of them."""
         before = segment.offset
+        buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
         fd = self._fs.open(f"{self._tier_dir}/{digest}/{journal_path(name)}", READ_FLAGS)
         try:
-            buffer = memoryview(bytearray(_READ_BYTES))
-            while True:
-                count = self._fs.preadv(fd, [buffer], segment.offset)
-                records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
-                if any(record.op != Op.GONE for record in records):
-                    # A process that only removes needs no share of the room.
-                    self._told_at[name.writer] = self._now()
-                if records:
-                    yield self._timed(digest, records)
-                if count < _READ_BYTES or segment.stalls:
-                    break
+            count = self._fs.preadv(fd, [buffer], before)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
-        has_moved = segment.offset > before
-        segment.is_over = not is_last and not segment.stalls
+        records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
+        if any(record.op != Op.GONE for record in records):
+            # A process that only removes needs no share of the room.
+            self._told_at[name.writer] = self._now()
+        has_moved, is_more = segment.offset > before, count == _READ_BYTES and not segment.stalls
+        segment.is_over = not is_last and not segment.stalls and not is_more
         segment.pause = _FIRST_PAUSE_SECONDS if has_moved else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)
-        segment.next_at = 0.0 if has_moved else self._now() + segment.pause
+        segment.next_at = self._now() + (0.0 if has_moved else segment.pause)
+        return records, is_more
 
     def _decode(self, segment: _Segment, data: memoryview) -> list[Record]:
         """Return the records before the first unreadable one; skip that if it stays unreadable."""

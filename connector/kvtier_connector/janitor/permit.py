@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses the stores of a tier's engines, and tells the time of the volume."""
+"""Renews the store permit of a tier, and tells the time of the volume.
+
+Engines store only while they hold a permit that is not expired, so a janitor that cannot count, hangs or lost its Lease
+stops them by doing nothing. The file has one length and is overwritten in place, since a full volume has no room for a
+new file. Ages of files are never differences of two hosts' clocks: the volume stamps a file once a minute, and a
+monotonic clock continues from that.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,20 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE
+from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token
 from kvtier_connector.store.layout import partial_path
+from kvtier_connector.store.permit import PERMIT_FILE, UNLIMITED_BYTES, Permit, encode_permit
 from kvtier_connector.store.runtime_settings import BRAKE_FILE, RELEASED, Brake, Mode, encode_brake
 
 LEASE_SECONDS = 120.0
+PERMIT_SECONDS = 60.0
+"""How long a permit lasts."""
+RENEW_SECONDS = 20.0
+"""A permit is renewed so often, and at once when its answer changes."""
 JUMP_SECONDS = 300.0
 """A volume's time that is further ahead of the expected time is a jump."""
 HOLD_SECONDS = 3600.0
@@ -24,6 +36,86 @@ TTL_HELD = (
     "remove them now with kvtier purge"
 )
 _ASK_SECONDS = 60.0
+_UNHEARD_PERMITS = 4
+"""Permits under which engines may write before their journals tell of the first: so long a record may take."""
+
+
+def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
+    """Return how many bytes each engine may write under one permit.
+
+    Each permit gives away a quarter of the room, so that engines cannot exceed it before their journals are read; but
+    always at least one block, as long as the room holds one.
+    """
+    if room.bytes is None:
+        return UNLIMITED_BYTES
+    if room.bytes <= 0 or room.bytes < largest_bytes:
+        return 0
+    return max(room.bytes // (_UNHEARD_PERMITS * max(1, writers)), largest_bytes)
+
+
+class PermitWriter:
+    """The permit of one tier. Owned by one thread."""
+
+    def __init__(self, tier_dir: str, *, fs: FileSystem, now: Callable[[], float] = time.monotonic) -> None:
+        """Store the settings; nothing is written yet."""
+        self._path = f"{tier_dir}/{PERMIT_FILE}"
+        self._fs = fs
+        self._now = now
+        self._renewed_at = -math.inf
+        self._share = 0
+        self._writers = 0
+        self._used_bytes = 0
+        self.tenants: frozenset[str] = frozenset()
+        """Tenants over their quota, in the last permit that the volume took."""
+        self.reason = ""
+        """Why engines may not store, in the last permit that the volume took; empty while they may."""
+
+    def renew(self, room: Room, *, used_bytes: int, writers: int, largest_bytes: int, tenants: Collection[str]) -> None:
+        """Write a new permit if it is time to, if half of the last one is used up, or if its answer changes.
+
+        Args:
+            room: How much engines may still write.
+            used_bytes: Bytes of all blocks.
+            writers: How many engines store.
+            largest_bytes: Bytes of the largest block file.
+            tenants: Those over their quota.
+
+        Raises:
+            OSError: the volume does not take it.
+        """
+        share = share_of(room, writers=writers, largest_bytes=largest_bytes)
+        refused = frozenset(tenants)
+        is_same = (share > 0, refused) == (self._share > 0, self.tenants) and writers <= self._writers
+        half_bytes = self._share * max(1, self._writers) // 2
+        is_used_up = 0 < half_bytes <= used_bytes - self._used_bytes
+        if is_same and not is_used_up and self._now() - self._renewed_at < RENEW_SECONDS:
+            return
+        reason = "" if share else room.reason or f"the volume has room for {room.bytes} more bytes, less than a block"
+        permit = Permit(number=new_token(), seconds=PERMIT_SECONDS, bytes=share, tenants=refused, reason=reason)
+        self._write(encode_permit(permit))
+        self._share, self._writers, self._used_bytes, self.tenants = share, writers, used_bytes, refused
+        self._renewed_at, self.reason = self._now(), reason
+
+    def _write(self, content: bytes) -> None:
+        try:
+            self._overwrite(content)
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            # A link or pipe stands in its place, through which no permit would reach the engines.
+            self._fs.unlink(self._path)
+            self._overwrite(content)
+
+    def _overwrite(self, content: bytes) -> None:
+        fd = self._fs.open(self._path, FIRST_WRITE_FLAGS)
+        try:
+            # One call, so that a reader sees one text or the other.
+            self._fs.pwritev(fd, [memoryview(content)], 0)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+            raise
+        self._fs.close(fd)
 
 
 class StorePauseWriter:
@@ -107,7 +199,7 @@ def ask_volume_ns(fs: FileSystem, tier_dir: str) -> int | None:
     return None
 
 
-class VolumeClock:
+class VolumeTime:
     """The volume's time. Owned by one thread; `time_ns` may be called by any."""
 
     def __init__(

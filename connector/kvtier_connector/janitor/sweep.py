@@ -22,8 +22,9 @@ from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.metrics import JanitorReport, Problems, SweepState, Tallies, report_of
 from kvtier_connector.janitor.permit import (
     TTL_HELD,
+    PermitWriter,
     StorePauseWriter,
-    VolumeClock,
+    VolumeTime,
     ask_volume_ns,
     make_tier_directory,
 )
@@ -37,6 +38,7 @@ from kvtier_connector.janitor.policy import (
     make_limits,
     make_room,
     make_space,
+    quota_of,
 )
 from kvtier_connector.janitor.walk import Scrub
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -85,7 +87,7 @@ class Sweeper:
         # A dry run writes nothing to the volume, and removes nothing by this host's time.
         refused = clock if not is_lasting else lambda: None
         ask = ask_volume or (lambda: ask_volume_ns(fs, self._dir) if may_act() else refused())
-        self._clocks = VolumeClock(ask=ask, is_starting=is_lasting, clock=clock, now=now)
+        self._clocks = VolumeTime(ask=ask, is_starting=is_lasting, clock=clock, now=now)
         self._clock = clock = self._clocks.time_ns
         self._now = now
         self._may_act = may_act
@@ -100,6 +102,7 @@ class Sweeper:
         removed = self._tallies.removed_leftovers
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
         self._pause = StorePauseWriter(self._dir, fs=fs, clock=clock)
+        self._permit = PermitWriter(self._dir, fs=fs, now=now)
         self._problems = Problems(config.tier, now=now)
         self._space = Space()
         self._is_hurried = False
@@ -226,18 +229,12 @@ class Sweeper:
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
 
     def _read_journals(self, has_time: Callable[[], bool] = lambda: True) -> None:
-        failed: OSError | None = None
         with self._problems.trying("journals"):
             for digest, records in self._journals.read(self._cleanup.digests, has_time):
-                try:
-                    self._scrub.apply(digest, records)
-                except OSError as error:
-                    failed = error
-        with self._problems.trying("look"):
-            if failed is not None:
-                raise failed
+                self._scrub.apply(digest, records)
         self._has_read_all = self._journals.has_read_all
         self._scrub.resolve(has_time)
+        self._problems.state("look", self._scrub.look_problem)
 
     def _walk(self, has_time: Callable[[], bool]) -> None:
         """Walk on, once all journals were read: a block that a journal names need not be opened for its header."""
@@ -249,9 +246,9 @@ class Sweeper:
 
     def _recount(self, has_time: Callable[[], bool]) -> None:
         """Look at every file; those that cannot be looked at hold up no decision about the others."""
-        with self._problems.trying("look"):
+        with self._problems.trying("recount"):
             self._is_recounting = not self._scrub.recount(has_time)
-        if "look" in self._problems:
+        if "recount" in self._problems:
             self._is_recounting = False
         if not self._is_recounting:
             self._is_recounted = self._is_hurried = True
@@ -349,18 +346,44 @@ class Sweeper:
         room = make_room(
             self.config,
             self._space,
-            used_bytes=self.catalog.total.bytes + self._other_bytes(),
-            is_paused=bool(self._pause.reason),
+            used_bytes=self.catalog.total.bytes + self._other_bytes() + self._scrub.unseen_bytes,
+            is_paused=bool(self._permit.reason or self._pause.reason),
             is_full=self._problems.is_full,
         )
         before = self._pause.reason
         with self._problems.trying("pause"):
             make_tier_directory(self._fs, self._dir)
             self._pause.set(room.reason)
+        # Where the janitor cannot count, it does not renew the permit, and engines stop.
+        is_limited = room.bytes is not None or bool(self.config.quotas or self.config.default_quota_bytes)
+        if is_limited and not (self._scrub.is_counted and self._has_read_all and not self._cannot_count):
+            return
+        with self._problems.trying("permit"):
+            self._permit.renew(
+                room,
+                used_bytes=self.catalog.total.bytes,
+                writers=self._journals.writers,
+                largest_bytes=self.catalog.largest_bytes,
+                tenants=self._tenants_over_quota(),
+            )
         if bool(before) != bool(self._pause.reason):
             logger.warning("%s: %s", self.config.tier, self._pause.reason or "engines may store again")
             with contextlib.suppress(OSError):
                 self._fs.touch(f"{self._dir}/{self.config.current}/journal")
+
+    @property
+    def _cannot_count(self) -> bool:
+        return any(what in self._problems for what in ("volume", "journals"))
+
+    def _tenants_over_quota(self) -> list[str]:
+        """Return the tenants that may not store; one stays refused until it is below the high mark."""
+        config, refused, found = self.config, self._permit.tenants, []
+        for number, used in self.catalog.used_by_tenant().items():
+            tenant = self.catalog.tenants[number]
+            quota = quota_of(config, tenant)
+            if quota and used > quota * (config.high_watermark if tenant in refused else 1.0):
+                found.append(tenant)
+        return found
 
     def _remove_others(self, may_go_on: Callable[[], bool]) -> None:
         """Remove generations and files that are no blocks of a generation in use."""
@@ -374,8 +397,9 @@ class Sweeper:
             age_seconds = min(config.partial_age_seconds, config.ttl_seconds or config.partial_age_seconds)
             before_ns = self._clock() - int(age_seconds * 1e9)
             self._tallies.removed_leftovers["partial"] += self._scrub.remove_partials(before_ns, may_go_on)
-        with self._problems.trying("tidy"):
-            self._cleanup.remove_leftovers(config)
+        if self._cleanup.is_leftover_due:
+            with self._problems.trying("tidy"):
+                self._cleanup.remove_leftovers(config)
 
     def _save_if_due(self) -> None:
         is_first = self._scrub.is_counted and self._saved_changes == 0 and self.catalog.changes > 0

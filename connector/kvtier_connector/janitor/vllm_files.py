@@ -27,7 +27,7 @@ from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.evict import ActiveFileSystem
 from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, make_report
-from kvtier_connector.janitor.permit import VolumeClock, ask_volume_ns
+from kvtier_connector.janitor.permit import VolumeTime, ask_volume_ns
 from kvtier_connector.janitor.policy import Space, make_limits, make_space
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
@@ -149,7 +149,7 @@ class VllmFilesSweeper:
         self.config = config
         self._dir = str(Path(config.tier_dir))
         self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
-        self._clocks = VolumeClock(
+        self._clocks = VolumeTime(
             ask=lambda: ask_volume_ns(fs, self._dir) if may_act() else None, is_starting=False, clock=clock, now=now
         )
         self._now = now

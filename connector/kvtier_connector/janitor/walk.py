@@ -181,6 +181,16 @@ def stat_block(fs: FileSystem, root: str, key: BlockKey) -> os.stat_result | OSE
     return status if stat.S_ISREG(status.st_mode) else None
 
 
+class _Doubt(NamedTuple):
+    """A block named by a journal and not seen."""
+
+    look_at: float
+    """When to look for it."""
+    used_ns: int
+    size: int = 0
+    """Bytes of its file according to the journal, if the volume did not let the janitor look; else 0."""
+
+
 class Scrub:
     """Keeps the catalog of a tier true to the files. Owned by the catalog's thread."""
 
@@ -217,8 +227,10 @@ class Scrub:
         """Directories that could not be read, pieces or trees, with the system's message."""
         self.walked_ns = 0
         """When the last complete walk began; 0 before the first."""
-        self._doubtful: dict[Place, tuple[float, int]] = {}
-        """Blocks named by a journal and not seen: when to look for them, and when they were used."""
+        self._doubtful: dict[Place, _Doubt] = {}
+        """Blocks named by a journal and not seen."""
+        self._look_error = ""
+        """Why the last of them could not be looked at."""
         self._recounted: NDArray[np.uint64] | None = None
         """Names of the blocks that `recount` has still to look at; None while it does not run."""
         self._refused: OSError | None = None
@@ -252,24 +264,32 @@ class Scrub:
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
         return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
 
+    @property
+    def unseen_bytes(self) -> int:
+        """Bytes of blocks that journals say were stored and that the volume did not let the janitor look at."""
+        largest = self._catalog.largest_bytes or math.inf
+        return int(sum(min(doubt.size, largest) for doubt in self._doubtful.values()))
+
+    @property
+    def look_problem(self) -> str:
+        """Message about such blocks; empty without any."""
+        count = sum(doubt.size > 0 for doubt in self._doubtful.values())
+        return f"look: {count} blocks that journals name cannot be looked at: {self._look_error}" if count else ""
+
     def resume(self, walked_ns: int) -> None:
         """Continue for an earlier process, whose catalog this is."""
         self.walked_ns = walked_ns
 
     def apply(self, digest: str, records: Sequence[Record]) -> None:
-        """Take in records of a journal, after a look at each file that they say was stored or removed.
-
-        Raises:
-            OSError: at the end, if some files could not be looked at; they are tried again.
-        """
+        """Take in records of a journal, after a look at each file that they say was stored or removed."""
         generation = self._catalog.generation(digest)
         named = self._sort_out(digest, generation, records)
-        failed: OSError | None = None
         for key, found in self._stat(digest, list(named)):
             record, row = named[key], self._catalog.find(generation, key)
             if isinstance(found, OSError):
-                failed = failed or found
-                self._look_later(digest, key, used_ns=record.time_ns, after_seconds=_RETRY_SECONDS)
+                self._look_error = str(found)
+                size = 0 if row >= 0 else HEADER_BYTES + record.payload_bytes
+                self._look_later(digest, key, used_ns=record.time_ns, after_seconds=_RETRY_SECONDS, size=size)
             elif found is not None:
                 self._take(generation, record, found)
             else:
@@ -280,8 +300,6 @@ class Scrub:
             before = record.key._replace(hash=record.lineage.parent)
             if before.hash and self._catalog.find(generation, before) < 0:
                 self._look_later(digest, before, used_ns=0)
-        if failed is not None:
-            raise failed
 
     def _sort_out(self, digest: str, generation: int, records: Sequence[Record]) -> dict[BlockKey, Record]:
         """Take in the uses of known blocks; return the records whose files must be looked at."""
@@ -305,8 +323,8 @@ class Scrub:
         """Open the due blocks that journals named and that were not seen, and the unknown blocks before them."""
         now = self._now()
         due: dict[str, list[BlockKey]] = {}
-        for (digest, key), (at, _) in self._doubtful.items():
-            if at <= now:
+        for (digest, key), doubt in self._doubtful.items():
+            if doubt.look_at <= now:
                 due.setdefault(digest, []).append(key)
         for digest, keys in due.items():
             for some in _parts(keys):
@@ -316,7 +334,7 @@ class Scrub:
 
     def _resolve(self, digest: str, keys: Sequence[BlockKey], may_go_on: Callable[[], bool]) -> None:
         generation = self._catalog.generation(digest)
-        uses = {key: self._doubtful.pop((digest, key))[1] for key in keys}
+        doubts = {key: self._doubtful.pop((digest, key)) for key in keys}
         wanted = [key for key in keys if self._catalog.find(generation, key) < 0]
         while wanted:
             opened = self._open(digest, wanted)
@@ -326,9 +344,11 @@ class Scrub:
                 for key in wanted:
                     self._look_later(digest, key, used_ns=0)
                 break
-        for key, used_ns in uses.items():
+        for key, doubt in doubts.items():
             if (row := self._catalog.find(generation, key)) >= 0:
-                self._catalog.use(row, used_ns)
+                self._catalog.use(row, doubt.used_ns)
+            elif doubt.size and BlockDirectory(digest, block_path(key).rpartition("/")[0]) in self.unread:
+                self._doubtful[digest, key] = doubt._replace(look_at=self._now() + _RETRY_SECONDS)
 
     def recount(self, may_go_on: Callable[[], bool]) -> bool:
         """Look at the file of every block once more; return whether that is done.
@@ -492,10 +512,14 @@ class Scrub:
         self._retry_at = min(self._retry_at, self._now() + self._retry_pause)
         self._catalog.see(self._catalog.rows_below(*piece))
 
-    def _look_later(self, digest: str, key: BlockKey, *, used_ns: int, after_seconds: float = 0.0) -> None:
+    def _look_later(
+        self, digest: str, key: BlockKey, *, used_ns: int, after_seconds: float = 0.0, size: int = 0
+    ) -> None:
         if len(self._doubtful) < _MOST_DOUBTFUL:
-            _, known_ns = self._doubtful.get((digest, key), (0.0, 0))
-            self._doubtful[digest, key] = (self._now() + after_seconds, max(known_ns, used_ns))
+            known = self._doubtful.get((digest, key), _Doubt(0.0, 0))
+            self._doubtful[digest, key] = _Doubt(
+                self._now() + after_seconds, max(known.used_ns, used_ns), max(known.size, size)
+            )
 
     def _stat(
         self, digest: str, keys: Sequence[BlockKey]

@@ -27,7 +27,7 @@ TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
 PURGES_FILE = "purges.jsonl"
 """The file at the root that tells writers what was purged."""
-BESIDE_GENERATIONS = frozenset({"brake.json", "permit.json", "volume.json", "janitor.ledger", "pins.json"})
+BESIDE_GENERATIONS = frozenset({"brake.json", "permit.json", "volume.json", "janitor.catalog"})
 """Files that kvtier keeps beside the generations of a tier."""
 
 MIN_HASH_BYTES = 3

@@ -15,10 +15,9 @@ from store_contract import BLOCK_BYTES, key, payload
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.loop import Alone, Loop
-from kvtier_connector.store.blockstore import Stored
+from kvtier_connector.store.blockstore import BlockStore, Stored
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.shared import SharedStore
 
 
 @contextmanager
@@ -26,10 +25,9 @@ def janitor(volume: FaultyVolume, fault: AbstractContextManager[None]) -> Iterat
     """Run a janitor on a volume with ten blocks, of which five have room, with a fault from its beginning."""
     root = volume.path / "ns.llama" / "aa"
     claim(root, {}, "aa")
-    store = SharedStore(root)
+    store = BlockStore(root)
     for number in range(10):
         assert store.put(key(number), payload(number)) == Stored(BLOCK_BYTES)
-    assert store.synchronize().problem == ""
     config = JanitorConfig(
         tier="ns/llama",
         tier_dir=str(root.parent),

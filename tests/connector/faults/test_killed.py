@@ -14,14 +14,15 @@ import pytest
 from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload
 
-from kvtier_connector.janitor.permit import BrakeWriter
+from kvtier_connector.janitor.permit import PermitWriter
+from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
-from kvtier_connector.store.runtime_settings import BRAKE_FILE, BrakeFile, Mode
+from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 from kvtier_connector.store.scan import LeftoverKind
 from kvtier_connector.store.shared import SharedStore
 
@@ -32,7 +33,8 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1:]
-from kvtier_connector.janitor.permit import BrakeWriter
+from kvtier_connector.janitor.permit import PermitWriter
+from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.shared import SharedStore
 from store_contract import key, payload
@@ -51,8 +53,9 @@ class Kills(WatchedFs):
 def act(action, root, fs):
     if action == "claim":
         claim(Path(root), {"model": "test"}, "d1gest", fs=fs)
-    elif action == "brake":
-        BrakeWriter(root, fs=fs).set("the volume is nearly full")
+    elif action == "permit":
+        room = Room(0, "the volume is nearly full")
+        PermitWriter(root, fs=fs).renew(room, used_bytes=0, writers=0, largest_bytes=0, tenants=())
     else:
         store = SharedStore(Path(root), fs=fs, direct=False)
         if action == "put":
@@ -172,21 +175,19 @@ def test_a_process_killed_at_any_system_call_of_a_claim_leaves_a_directory_that_
     assert step > 5
 
 
-def test_a_janitor_killed_at_any_system_call_of_a_brake_leaves_one_that_the_engines_understand(
+def test_a_janitor_killed_at_any_system_call_of_a_permit_leaves_one_that_the_engines_understand(
     tmp_path: Path, killer: Killer
 ) -> None:
-    modes = []
+    sizes = []
     for step in itertools.count():
         directory = tmp_path / str(step)
         directory.mkdir()
-        BrakeWriter(str(directory), fs=LOCAL).set("")
-        was_killed = killer.run("brake", directory, step)
-        read = BrakeFile(f"{directory}/{BRAKE_FILE}")
-        modes.append(read.refresh())
-        assert read.problem == ""
+        PermitWriter(str(directory), fs=LOCAL).renew(Room(100), used_bytes=0, writers=1, largest_bytes=1, tenants=())
+        was_killed = killer.run("permit", directory, step)
+        sizes.append(decode_permit((directory / PERMIT_FILE).read_bytes()).bytes)
         if not was_killed:
             break
-    assert (modes[0], modes[-1]) == (Mode.READ_WRITE, Mode.READ_ONLY)
+    assert (sizes[0], sizes[-1]) == (25, 0)
 
 
 WRITES = """

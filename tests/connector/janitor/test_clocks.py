@@ -7,21 +7,22 @@ import os
 from dataclasses import replace
 
 import pytest
-from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Clock, Rig, key
+from tier_dir import BLOCK_BYTES, Clock, Rig, key
 from waiting import until_the_next_tick
 
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import new_token
+from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import JOURNAL, block_path, partial_path
 
 HOUR, DAY = 3600.0, 86_400.0
 
 
-def look_on(rig: Rig, keeper: Keeper, seconds: float) -> None:
+def look_on(rig: Rig, sweeper: Sweeper, seconds: float) -> None:
     ends = rig.clock.seconds + seconds
     while rig.clock.seconds < ends:
         rig.clock.move(300)
-        rig.sweep(keeper)
+        rig.sweep(sweeper)
 
 
 def jump(rig: Rig, seconds: float) -> None:
@@ -29,78 +30,78 @@ def jump(rig: Rig, seconds: float) -> None:
     rig.clock.ns += int(seconds * 1e9)
 
 
-def problems(keeper: Keeper) -> str:
-    assert keeper.report is not None
-    return "; ".join(keeper.report.usage.problems)
+def problems(sweeper: Sweeper) -> str:
+    assert sweeper.report is not None
+    return "; ".join(sweeper.report.usage.problems)
 
 
 def test_a_clock_that_jumps_ahead_and_back_removes_nothing(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(ttl_seconds=DAY)
-    look_on(rig, keeper, 2 * HOUR)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    look_on(rig, sweeper, 2 * HOUR)
     jump(rig, 30 * DAY)
-    look_on(rig, keeper, HOUR / 2)
+    look_on(rig, sweeper, HOUR / 2)
     assert len(engine.there(range(10))) == 10
-    assert "clock: the volume's jumped ahead by 30 days" in problems(keeper)
+    assert "clock: the volume's jumped ahead by 30 days" in problems(sweeper)
     jump(rig, -30 * DAY)
-    look_on(rig, keeper, 2 * HOUR)
-    assert (len(engine.there(range(10))), problems(keeper)) == (10, "")
+    look_on(rig, sweeper, 2 * HOUR)
+    assert (len(engine.there(range(10))), problems(sweeper)) == (10, "")
 
 
 def test_a_clock_that_stays_ahead_is_believed_after_an_hour(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(ttl_seconds=DAY)
-    look_on(rig, keeper, 2 * HOUR)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    look_on(rig, sweeper, 2 * HOUR)
     jump(rig, 30 * DAY)
-    look_on(rig, keeper, 2 * HOUR)
-    assert (engine.there(range(10)), problems(keeper)) == ([], "")
+    look_on(rig, sweeper, 2 * HOUR)
+    assert (engine.there(range(10)), problems(sweeper)) == ([], "")
 
 
 def test_a_clock_that_jumped_keeps_no_rule_but_the_time_to_live_from_making_room(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(ttl_seconds=DAY, max_bytes=100 * BLOCK_BYTES)
-    look_on(rig, keeper, 2 * HOUR)
+    sweeper = rig.sweeper(ttl_seconds=DAY, max_bytes=100 * BLOCK_BYTES)
+    look_on(rig, sweeper, 2 * HOUR)
     jump(rig, 30 * DAY)
-    keeper.configure(rig.keeper(ttl_seconds=DAY, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5).config)
-    look_on(rig, keeper, HOUR / 2)
+    sweeper.configure(rig.sweeper(ttl_seconds=DAY, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5).config)
+    look_on(rig, sweeper, HOUR / 2)
     assert engine.there(range(10)) == [6, 7, 8, 9]
 
 
 def test_what_grows_old_day_by_day_goes_in_time(rig: Rig) -> None:
     engine = rig.engine()
-    keeper = rig.keeper(ttl_seconds=2 * DAY)
+    sweeper = rig.sweeper(ttl_seconds=2 * DAY)
     for number in range(6):
         # The days go by within a second, and some volumes tell no shorter times.
         until_the_next_tick(engine.root / JOURNAL)
         engine.put(number)
-        look_on(rig, keeper, HOUR)
+        look_on(rig, sweeper, HOUR)
         rig.clock.move(DAY - HOUR)
-    look_on(rig, keeper, HOUR)
-    assert (engine.there(range(6)), problems(keeper)) == ([5], "")
+    look_on(rig, sweeper, HOUR)
+    assert (engine.there(range(6)), problems(sweeper)) == ([5], "")
 
 
 def test_everything_goes_in_time_once_all_of_it_is_old(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(ttl_seconds=DAY)
-    look_on(rig, keeper, 2 * HOUR)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    look_on(rig, sweeper, 2 * HOUR)
     rig.clock.move(DAY - HOUR)
-    rig.sweep(keeper)
-    assert (engine.there(range(10)), problems(keeper)) == ([], "")
+    rig.sweep(sweeper)
+    assert (engine.there(range(10)), problems(sweeper)) == ([], "")
 
 
 def test_a_new_janitor_does_not_believe_for_an_hour_that_all_is_old(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
     jump(rig, 30 * DAY)
-    keeper = rig.keeper(ttl_seconds=DAY)
-    look_on(rig, keeper, HOUR / 2)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    look_on(rig, sweeper, HOUR / 2)
     assert len(engine.there(range(10))) == 10
-    assert "kvtier purge --older-than" in problems(keeper)
-    look_on(rig, keeper, HOUR)
+    assert "kvtier purge" in problems(sweeper)
+    look_on(rig, sweeper, HOUR)
     assert engine.there(range(10)) == []
 
 
@@ -109,10 +110,10 @@ def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig) -> None:
     engine.put(*range(10))
     jump(rig, 30 * DAY)
     rig.ahead_ns = int(30 * DAY * 1e9)
-    keeper = rig.keeper(ttl_seconds=DAY)
-    look_on(rig, keeper, DAY - 2 * HOUR)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    look_on(rig, sweeper, DAY - 2 * HOUR)
     assert len(engine.there(range(10))) == 10
-    look_on(rig, keeper, 3 * HOUR)
+    look_on(rig, sweeper, 3 * HOUR)
     assert engine.there(range(10)) == []
 
 
@@ -126,27 +127,27 @@ def test_a_host_of_another_time_than_the_volume_removes_nothing_that_is_young(ri
     journals = sorted(engine.root.glob("journal/*.kvj"))
     # The files have the real time, and so has this volume.
     jump(rig, ahead_seconds)
-    keeper = Keeper(replace(rig.config, ttl_seconds=DAY), clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
-    keeper.open()
-    rig.sweep(keeper)
+    sweeper = Sweeper(replace(rig.config, ttl_seconds=DAY), clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
+    sweeper.open()
+    rig.sweep(sweeper)
     rig.clock.move(60)
-    rig.sweep(keeper)
+    rig.sweep(sweeper)
     assert partial.exists()
     assert sorted(engine.root.glob("journal/*.kvj"))[: len(journals)] == journals
-    assert (engine.there(range(5)), problems(keeper)) == (list(range(5)), "")
-    assert sorted(path.name for path in rig.dir.iterdir()) == ["aa", "brake.json", "janitor.ledger"]
+    assert (engine.there(range(5)), problems(sweeper)) == (list(range(5)), "")
+    assert sorted(path.name for path in rig.dir.iterdir()) == ["aa", "brake.json", "janitor.catalog", "permit.json"]
 
 
 def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(5))
     rig.clock.move(400 * DAY)
-    keeper = rig.keeper(ttl_seconds=DAY)
-    silent = Keeper(keeper.config, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds, ask_volume=lambda: None)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    silent = Sweeper(sweeper.config, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds, ask_volume=lambda: None)
     silent.open()
     look_on(rig, silent, 2 * HOUR)
     assert len(engine.there(range(5))) == 5
-    assert "does not say what time it is" in problems(silent)
+    assert "does not tell its time" in problems(silent)
 
 
 @pytest.mark.parametrize("ahead_seconds", [120.0, -120.0, 60.0, -60.0, -2 * DAY, 2 * DAY])
@@ -156,16 +157,16 @@ def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_c
     engine = rig.engine()
     engine.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     engine.put(*range(10))
-    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)
+    rig.sweep(sweeper)
     gone = [number for number in range(10) if not engine.has(number)]
     assert len(gone) == 5
     other = rig.engine()
     other.clock = engine.clock
     other.put(*gone[:3])
-    look_on(rig, keeper, HOUR)
-    assert keeper.ledger.total.blocks == len(engine.there(range(10))) == 8
-    look_on(rig, keeper, DAY)
+    look_on(rig, sweeper, HOUR)
+    assert sweeper.catalog.total.blocks == len(engine.there(range(10))) == 8
+    look_on(rig, sweeper, DAY)
     assert engine.there(range(10)) == []
 
 
@@ -173,16 +174,16 @@ def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_c
 def test_the_order_of_uses_is_that_in_which_they_were_heard(rig: Rig, ahead_seconds: float) -> None:
     engine, other = rig.engine(), rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(max_bytes=20 * BLOCK_BYTES)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES)
+    rig.sweep(sweeper)
     rig.clock.move(100)
     other.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     for user, number in ((other, 0), (engine, 1)):
         user.use(number)
-        rig.sweep(keeper)
+        rig.sweep(sweeper)
         rig.clock.move(100)
-    keeper.configure(replace(keeper.config, max_bytes=2 * BLOCK_BYTES, high_watermark=0.6, low_watermark=0.5))
-    rig.sweep(keeper)
+    sweeper.configure(replace(sweeper.config, max_bytes=2 * BLOCK_BYTES, high_watermark=0.6, low_watermark=0.5))
+    rig.sweep(sweeper)
     assert engine.there(range(10)) == [1]
 
 
@@ -193,17 +194,17 @@ def test_no_leftover_and_no_generation_goes_while_a_jump_is_doubted(rig: Rig, *,
     quarantined = engine.root / "quarantine" / "x"
     quarantined.parent.mkdir()
     quarantined.write_bytes(b"1")
-    keeper = rig.keeper(keep_previous=0)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(keep_previous=0)
+    rig.sweep(sweeper)
     for path in [quarantined, old.root / "tier.json", *old.root.glob("journal/*")]:
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns))
     jump(rig, 30 * DAY)
-    look_on(rig, keeper, HOUR / 2)
+    look_on(rig, sweeper, HOUR / 2)
     assert quarantined.exists()
     assert old.has(1)
     if is_back:
         jump(rig, -30 * DAY)
-    look_on(rig, keeper, 2 * HOUR)
+    look_on(rig, sweeper, 2 * HOUR)
     assert (quarantined.exists(), old.has(1)) == (is_back, False)
 
 
@@ -211,28 +212,26 @@ def test_an_engine_whose_clock_is_far_ahead_costs_no_block_of_another(rig: Rig) 
     engine, ahead = rig.engine(), rig.engine()
     ahead.clock = type(rig.clock)(ns=rig.clock.ns + int(30 * DAY * 1e9))
     engine.put(*range(5))
-    keeper = rig.keeper(ttl_seconds=DAY)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(ttl_seconds=DAY)
+    rig.sweep(sweeper)
     ahead.put(*range(5, 10))
     ahead.use(0)
-    ahead.store.rescan()
-    look_on(rig, keeper, 2 * HOUR)
+    look_on(rig, sweeper, 2 * HOUR)
     assert engine.there(range(10)) == list(range(10))
     rig.clock.move(DAY)
-    rig.sweep(keeper)
+    rig.sweep(sweeper)
     assert engine.there(range(10)) == []
 
 
 def test_nobody_retains_a_block_for_longer_than_a_month(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(0, 1)
-    engine.store.note_retained(key(0), PAYLOAD_BYTES, 1e9)
-    engine.store.synchronize()
-    keeper = rig.keeper(max_bytes=100 * BLOCK_BYTES)
-    rig.sweep(keeper)
+    engine.note(Op.RETAINED, 0, ahead_seconds=1e9)
+    sweeper = rig.sweeper(max_bytes=100 * BLOCK_BYTES)
+    rig.sweep(sweeper)
     rig.clock.move(31 * DAY)
     engine.put(2)
     engine.use(1)
-    keeper.configure(replace(keeper.config, max_bytes=3 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
-    rig.sweep(keeper)
+    sweeper.configure(replace(sweeper.config, max_bytes=3 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
+    rig.sweep(sweeper)
     assert engine.there(range(3)) == [1, 2]

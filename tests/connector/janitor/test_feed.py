@@ -16,8 +16,9 @@ from waiting import until
 
 from kvtier_cli.app import main
 from kvtier_connector.janitor import events as kv_events
-from kvtier_connector.janitor.events import Feed, Publisher
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.events import EventFeed, Publisher
+from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import block_path, find_home, parse_block_path
 
 TOPIC = "kv@llama-volume@model"
@@ -82,20 +83,20 @@ class Stage:
         )
         self.port, self.replay_port = self.publisher.port, self.publisher.replay_port
         self.publisher.start()
-        self.feed = Feed(self.publisher, tier="ns/llama", block_tokens=64, is_integer=False)
-        self.keeper: Keeper = self.rig.keeper(**config)
-        self.feed.begin(self.keeper.ledger, self.keeper.config.current)
+        self.feed = EventFeed(self.publisher, tier="ns/llama", block_tokens=64, is_integer=False)
+        self.sweeper: Sweeper = self.rig.sweeper(**config)
+        self.feed.begin(self.sweeper.catalog, self.sweeper.config.current)
 
     def stop(self) -> None:
-        self.keeper.close()
+        self.sweeper.close()
         self.publisher.close()
 
     def agrees(self, current: str = "aa") -> Held:
         """Work until the subscriber knows what lies on the volume, and return that."""
 
         def is_so() -> bool:
-            self.rig.sweep(self.keeper)
-            self.feed.publish(self.keeper.config.current)
+            self.rig.sweep(self.sweeper)
+            self.feed.publish(self.sweeper.config.current)
             self.seconds += 10
             self.subscriber.drain()
             return self.subscriber.held == self.there(current)
@@ -147,7 +148,7 @@ def test_what_engines_write_is_told_once_with_what_it_continues(rig: Rig, stage:
 def test_what_is_evicted_is_told(rig: Rig, stage: Stage, engine: Engine) -> None:
     engine.put(*range(20))
     assert len(stage.agrees()) == 20
-    stage.keeper.configure(replace(rig.config, max_bytes=10 * BLOCK_BYTES))
+    stage.sweeper.configure(replace(rig.config, max_bytes=10 * BLOCK_BYTES))
     assert 0 < len(stage.agrees()) < 10
 
 
@@ -157,7 +158,7 @@ def test_what_is_quarantined_is_told(stage: Stage, engine: Engine) -> None:
     path = engine.root / block_path(key(1))
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     engine.store.get(key(1), memoryview(bytearray(PAYLOAD_BYTES)))
-    engine.store.synchronize()
+    engine.note(Op.GONE, 1)
     assert not path.exists()
     assert {block[2] for block in stage.agrees()} == {key(2).hash}
 
@@ -202,7 +203,7 @@ def test_another_generation_replaces_what_was_told(rig: Rig, stage: Stage, engin
     engine.put(1, 2)
     stage.agrees()
     rig.engine("bb").put(1)
-    stage.keeper.configure(replace(rig.config, current="bb"))
+    stage.sweeper.configure(replace(rig.config, current="bb"))
     assert stage.agrees("bb") == {("ns/llama/bb", 0, key(1).hash)}
     engine.put(9)
     assert len(stage.agrees("bb")) == 1

@@ -41,5 +41,5 @@ class Small(FileSystem):
 def test_blocks_go_until_as_much_as_was_asked_for_is_free(rig: Rig, settings: dict[str, Any], left: int) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    rig.sweep(rig.keeper(Small(rig, others=80), **settings))
+    rig.sweep(rig.sweeper(Small(rig, others=80), **settings))
     assert engine.there(range(10)) == list(range(10 - left, 10))

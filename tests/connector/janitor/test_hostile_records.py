@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import FileSystem, new_token
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, RECORD_BYTES, Op, Record, encode_head, encode_record
 from kvtier_connector.store.layout import JournalName, Lineage, journal_path
@@ -39,9 +39,9 @@ def raw(op: int, number: int, *, payload_bytes: int = PAYLOAD_BYTES, time_ns: in
     return bytes(fields) + zlib.crc32(fields).to_bytes(4, "little")
 
 
-def sweep(rig: Rig, keeper: Keeper) -> None:
+def sweep(rig: Rig, sweeper: Sweeper) -> None:
     for _ in range(8):
-        rig.sweep(keeper)
+        rig.sweep(sweeper)
 
 
 @pytest.mark.parametrize("payload_bytes", [1 << 50, 2**64 - 1, 1 << 63, MAX_PAYLOAD_BYTES])
@@ -50,61 +50,61 @@ def sweep(rig: Rig, keeper: Keeper) -> None:
 def test_a_wrong_length_evicts_nothing(rig: Rig, payload_bytes: int, number: int, *, is_restarted: bool) -> None:
     engine = rig.engine()
     engine.put(*range(BLOCKS))
-    keeper = rig.keeper(**LIMITS)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(**LIMITS)
+    rig.sweep(sweeper)
     plant(engine, raw(Op.STORED, number, payload_bytes=payload_bytes, time_ns=rig.clock.ns))
     if is_restarted:
-        keeper = rig.keeper(**LIMITS)
-    sweep(rig, keeper)
+        sweeper = rig.sweeper(**LIMITS)
+    sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert keeper.report is not None
-    assert (keeper.report.usage.used_bytes, keeper.report.usage.brake) == (BLOCKS * BLOCK_BYTES, "")
-    assert keeper.report.usage.problems == ()
+    assert sweeper.report is not None
+    assert (sweeper.report.usage.used_bytes, sweeper.report.usage.brake) == (BLOCKS * BLOCK_BYTES, "")
+    assert sweeper.report.usage.problems == ()
 
 
 def test_blocks_that_are_only_told_of_do_not_make_room_for_themselves(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(BLOCKS))
-    keeper = rig.keeper(**LIMITS)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(**LIMITS)
+    rig.sweep(sweeper)
     plant(engine, *(raw(Op.STORED, number, time_ns=rig.clock.ns) for number in range(1000, 1500)))
-    sweep(rig, keeper)
+    sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert keeper.ledger.total.blocks == BLOCKS
+    assert sweeper.catalog.total.blocks == BLOCKS
 
 
 def test_a_time_long_ago_makes_no_block_too_old(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(BLOCKS))
-    keeper = rig.keeper(ttl_seconds=86_400.0)
+    sweeper = rig.sweeper(ttl_seconds=86_400.0)
     for _ in range(30):
         rig.clock.move(300)
-        rig.sweep(keeper)
+        rig.sweep(sweeper)
     plant(engine, raw(Op.STORED, 0), raw(Op.STORED, BLOCKS, time_ns=0))
     engine.put(BLOCKS)
-    sweep(rig, keeper)
+    sweep(rig, sweeper)
     assert engine.there(range(BLOCKS + 1)) == list(range(BLOCKS + 1))
 
 
 def test_what_others_say_is_gone_counts_until_it_is(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(BLOCKS))
-    keeper = rig.keeper(**LIMITS)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(**LIMITS)
+    rig.sweep(sweeper)
     plant(engine, *(raw(Op.GONE, number, time_ns=2**62) for number in range(BLOCKS)))
-    sweep(rig, keeper)
-    assert keeper.ledger.total.blocks == BLOCKS
+    sweep(rig, sweeper)
+    assert sweeper.catalog.total.blocks == BLOCKS
 
 
 def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(BLOCKS))
-    keeper = rig.keeper(**LIMITS)
-    rig.sweep(keeper)
-    keeper.ledger.confirm(0, size=1 << 50, created_ns=rig.clock.ns)
-    sweep(rig, keeper)
+    sweeper = rig.sweeper(**LIMITS)
+    rig.sweep(sweeper)
+    sweeper.catalog.update(0, size=1 << 50, created_ns=rig.clock.ns)
+    sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert keeper.ledger.total.bytes == BLOCKS * BLOCK_BYTES
+    assert sweeper.catalog.total.bytes == BLOCKS * BLOCK_BYTES
 
 
 class CountingFs(FileSystem):
@@ -122,27 +122,12 @@ class CountingFs(FileSystem):
 def test_a_large_sweep_looks_at_every_file_anew(rig: Rig, low: float, looks: int) -> None:
     engine, fs = rig.engine(), CountingFs()
     engine.put(*range(100))
-    keeper = rig.keeper(fs, **{**LIMITS, "low_watermark": low})
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(fs, **{**LIMITS, "low_watermark": low})
+    rig.sweep(sweeper)
     left = len(engine.there(range(100)))
     assert left == int(100 * low)
     # Before anything is decided by what journals tell, and once more at each removal.
     assert fs.looked == 100 * looks + (100 - left)
-
-
-def test_what_cannot_be_applied_is_counted_and_the_next_records_are_heard(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put(0)
-    keeper = rig.keeper()
-    rig.sweep(keeper)
-    generation = keeper.ledger.generation("aa")
-    bad = Record(Op.STORED, key(1), 2**64, 1)
-    assert keeper.ledger.apply(generation, [bad, Record(Op.STORED, key(2), 1, 1)]) == []
-    rig.clock.move(60)
-    rig.sweep(keeper)
-    assert keeper.report is not None
-    assert keeper.report.damaged_records == 1
-    assert keeper.ledger.find(generation, key(2)) >= 0
 
 
 numbers = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 1 << 50]))
@@ -169,13 +154,13 @@ def test_no_record_removes_a_block_or_ends_the_janitor(records: list[bytes], is_
         for number in range(BLOCKS):
             engine.put(number, lineage=Lineage(parent, number))
             parent = key(number).hash
-        keeper = rig.keeper(**LIMITS, ttl_seconds=86_400.0, default_quota_bytes=1 << 20)
+        sweeper = rig.sweeper(**LIMITS, ttl_seconds=86_400.0, default_quota_bytes=1 << 20)
         if not is_first:
-            rig.sweep(keeper)
+            rig.sweep(sweeper)
         plant(engine, *records)
-        sweep(rig, keeper)
+        sweep(rig, sweeper)
         assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-        assert keeper.ledger.total.blocks >= BLOCKS
+        assert sweeper.catalog.total.blocks >= BLOCKS
         engine.put(BLOCKS + 50)
-        rig.sweep(keeper)
-        assert keeper.ledger.find(keeper.ledger.generation("aa"), key(BLOCKS + 50)) >= 0
+        rig.sweep(sweeper)
+        assert sweeper.catalog.find(sweeper.catalog.generation("aa"), key(BLOCKS + 50)) >= 0

@@ -17,10 +17,8 @@ from planted import KINDS, TOO_DEEP, plant
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key
 
-from kvtier_connector.janitor.catalog import LEDGER_FILE, ROW, Ledger, load
-from kvtier_connector.janitor.permit import BrakeWriter
-from kvtier_connector.janitor.pins import PINS_FILE, write_pins
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
+from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.layout import block_path
@@ -46,17 +44,17 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
     engine = rig.engine()
     engine.put_chain(*range(10))
     fs = Refusing(number, *calls)
-    keeper = rig.keeper(fs, **LIMITS)
+    sweeper = rig.sweeper(fs, **LIMITS)
     for _ in range(3):
-        keeper.step()
+        sweeper.step()
         rig.clock.move(10)
-    assert keeper.report is not None
-    assert any(os.strerror(number) in problem for problem in keeper.report.usage.problems)
+    assert sweeper.report is not None
+    assert any(os.strerror(number) in problem for problem in sweeper.report.usage.problems)
     fs.calls = ()
     rig.clock.move(100)
-    usage = rig.sweep(keeper)
+    usage = rig.sweep(sweeper)
     rig.clock.move(4000)
-    usage = rig.sweep(keeper)
+    usage = rig.sweep(sweeper)
     assert usage.problems == ()
     assert engine.there(range(10)) == list(range(5))
     assert engine.check() == []
@@ -65,15 +63,15 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
 def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -> None:
     rig.engine().put_chain(*range(3))
     fs = Refusing(errno.EIO, "scandir")
-    keeper = rig.keeper(fs, **LIMITS)
-    assert [keeper.step() > 0 for _ in range(3)] == [True, True, True]
+    sweeper = rig.sweeper(fs, **LIMITS)
+    assert [sweeper.step() > 0 for _ in range(3)] == [True, True, True]
     fs.calls = ()
-    rig.sweep(keeper)
+    rig.sweep(sweeper)
     fs.calls = ("scandir",)
     # Long enough for the next walk, too.
     for _ in range(3):
         rig.clock.move(86_400)
-        assert keeper.step() > 0
+        assert sweeper.step() > 0
 
 
 class RefusesOne(WatchedFs):
@@ -89,35 +87,35 @@ def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(5))
     engine.put_chain(*range(5, 10))
-    keeper = rig.keeper(RefusesOne(key(2).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.05)
+    sweeper = rig.sweeper(RefusesOne(key(2).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.05)
     for _ in range(4):
-        keeper.step()
+        sweeper.step()
     assert {0, 1, 2} <= set(engine.there(range(10)))
 
 
 def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    keeper = rig.keeper(RefusesOne(key(0).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
+    sweeper = rig.sweeper(RefusesOne(key(0).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
     for _ in range(4):
-        keeper.step()
+        sweeper.step()
     assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
 
 
 def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: Rig) -> None:
     rig.engine().put(1)
-    first = rig.keeper()
+    first = rig.sweeper()
     rig.sweep(first)
     fs = Refusing(errno.ENOSPC, "rename")
-    keeper = rig.keeper(fs)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(fs)
+    rig.sweep(sweeper)
     rig.engine().put(2)
     rig.clock.move(700)
-    keeper.step()
+    sweeper.step()
     rig.clock.move(10)
-    keeper.step()
-    assert keeper.report is not None
-    assert keeper.report.usage.brake == "the volume has no room left"
+    sweeper.step()
+    assert sweeper.report is not None
+    assert sweeper.report.usage.brake == "the volume has no room left"
     assert BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns).refresh() is Mode.READ_ONLY
 
 
@@ -151,18 +149,18 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         shutil.rmtree(rig.dir)
         shutil.copytree(before, rig.dir, copy_function=shutil.copy2)
         try:
-            keeper = rig.keeper(Dying(step), keep_previous=0, **LIMITS)
+            sweeper = rig.sweeper(Dying(step), keep_previous=0, **LIMITS)
             for _ in range(8):
-                keeper.step()
+                sweeper.step()
                 rig.clock.move(10)
-            keeper.close()
+            sweeper.close()
             has_died = False
         except CrashError:
             step += 1
         assert check(engine.root) == [] or quarantined.exists()
         there = engine.there(range(10))
         assert there == list(range(len(there)))
-        usage = rig.sweep(rig.keeper(keep_previous=0, **LIMITS))
+        usage = rig.sweep(rig.sweeper(keep_previous=0, **LIMITS))
         there = engine.there(range(10))
         assert there == list(range(len(there)))
         assert 5 <= len(there) == usage.blocks <= 9
@@ -176,11 +174,11 @@ def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig) -> No
     # More than one thread takes at a time.
     engine.put_chain(*range(100))
     engine.put_chain(*range(100, 110))
-    keeper = rig.keeper(RefusesOne(key(90).hash.hex()), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
-    keeper.step()
+    sweeper = rig.sweeper(RefusesOne(key(90).hash.hex()), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
+    sweeper.step()
     for _ in range(5):
         rig.clock.move(10)
-        keeper.step()
+        sweeper.step()
     assert engine.there(range(100)) == list(range(91))
     assert engine.there(range(100, 110)) == []
 
@@ -203,8 +201,8 @@ def test_what_was_written_anew_keeps_all_before_it(rig: Rig) -> None:
     engine.put_chain(*range(5))
     rig.clock.move(60)
     fs = RewritesBeforeTheFirstRemoval(engine.root / block_path(key(3)), written_ns=rig.clock.ns - 1)
-    keeper = rig.keeper(fs, max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
-    while keeper.step() == 0.0:
+    sweeper = rig.sweeper(fs, max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
+    while sweeper.step() == 0.0:
         pass
     assert engine.there(range(5)) == list(range(4))
 
@@ -227,7 +225,7 @@ def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more
     engine = rig.engine()
     engine.put(*range(200))
     fs = LosesTheLease(after=10)
-    keeper = Keeper(
+    sweeper = Sweeper(
         replace(rig.config, max_bytes=200 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1),
         fs=fs,
         clock=lambda: rig.clock.ns,
@@ -235,10 +233,10 @@ def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more
         ask_volume=rig.volume_ns,
         may_act=fs.may_act,
     )
-    keeper.open()
+    sweeper.open()
     for _ in range(20):
         rig.clock.move(10)
-        keeper.step()
+        sweeper.step()
     # Each of the threads may be in the middle of one.
     assert 200 - len(engine.there(range(200))) <= 10 + rig.config.threads - 1
 
@@ -249,27 +247,16 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, ki
     engine.put_chain(*range(10))
     plant(kind, engine.root / block_path(key(77)))
     plant(kind, engine.root / block_path(key(3)).replace(key(3).hash.hex(), key(78).hash.hex()))
-    for name in (BRAKE_FILE, LEDGER_FILE):
+    for name in (BRAKE_FILE, CATALOG_FILE):
         plant(kind, engine.root.parent / name)
 
-    keeper = rig.keeper(**LIMITS)
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(**LIMITS)
+    rig.sweep(sweeper)
     rig.clock.move(4000)
-    plant(kind, engine.root.parent / PINS_FILE)
-    usage = rig.sweep(keeper)
+    usage = rig.sweep(sweeper)
 
     assert engine.there(range(10)) == list(range(5))
     assert usage.blocks == 5
-    assert any(problem.startswith("pins:") for problem in usage.problems)
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "socket"])
-def test_a_brake_replaces_what_is_no_file(tmp_path: Path, kind: str) -> None:
-    plant(kind, tmp_path / BRAKE_FILE)
-    BrakeWriter(str(tmp_path), fs=LOCAL).set("full")
-    brake = BrakeFile(str(tmp_path / BRAKE_FILE))
-    assert brake.refresh() is Mode.READ_ONLY
-    assert brake.reason == "full"
 
 
 EMPTY: dict[str, object] = {
@@ -279,26 +266,25 @@ EMPTY: dict[str, object] = {
     "taken_ns": 0,
     "walked_ns": 0,
     "places": {},
-    "unread": [],
 }
 
 
 def plant_ledger(tier_dir: Path, document: bytes, rows: bytes = b"") -> None:
     """Write a ledger that is whole, whatever it says."""
     checksum = zlib.crc32(rows, zlib.crc32(document))
-    head = struct.pack("<4sIQQII", b"KVTL", 4, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
-    (tier_dir / LEDGER_FILE).write_bytes(head + document + rows)
+    head = struct.pack("<4sIQQII", b"KVTL", 5, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
+    (tier_dir / CATALOG_FILE).write_bytes(head + document + rows)
 
 
 def test_a_ledger_that_says_what_one_must_is_taken(tmp_path: Path) -> None:
     plant_ledger(tmp_path, json.dumps(EMPTY).encode())
-    assert load(Ledger(), tmp_path, fs=LOCAL) is not None
+    assert load(Catalog(), tmp_path, fs=LOCAL) is not None
 
 
 @pytest.mark.parametrize("document", [TOO_DEEP, b"[]", b"{}", b'{"generations": 1}', b"\xff"])
 def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: bytes) -> None:
     plant_ledger(tmp_path, document)
-    assert load(Ledger(), tmp_path, fs=LOCAL) is None
+    assert load(Catalog(), tmp_path, fs=LOCAL) is None
 
 
 @pytest.mark.parametrize(
@@ -306,7 +292,6 @@ def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: byt
     [
         {"taken_ns": None},
         {"walked_ns": "5"},
-        {"unread": [[1, 2, 3]]},
         {"places": {"d1gest": {"journal": "1"}}},
         {"places": []},
         {"tenants": []},
@@ -318,27 +303,9 @@ def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: byt
 )
 def test_a_ledger_with_something_of_another_type_is_none(tmp_path: Path, change: dict[str, object]) -> None:
     plant_ledger(tmp_path, json.dumps({**EMPTY, **change}).encode())
-    assert load(Ledger(), tmp_path, fs=LOCAL) is None
+    assert load(Catalog(), tmp_path, fs=LOCAL) is None
 
 
 def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
     plant_ledger(tmp_path, json.dumps(EMPTY).encode(), bytes(ROW.itemsize))
-    assert load(Ledger(), tmp_path, fs=LOCAL) is None
-
-
-def test_a_list_of_pins_that_vanishes_lets_nothing_go_not_even_at_a_restart(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put_chain(*range(5))
-    write_pins(rig.dir, {"system": key(2).hash})
-    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES)
-    rig.sweep(keeper)
-    keeper.close()
-    (rig.dir / "pins.json").unlink()
-    engine.put_chain(*range(5, 10))
-    keeper = rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.4)
-    assert "is gone, and 1 pins" in rig.sweep(keeper).problems[0]
-    assert engine.there(range(10)) == [0, 1, 2, 5]
-    write_pins(rig.dir, {})
-    keeper.close()
-    rig.sweep(rig.keeper(max_bytes=2 * BLOCK_BYTES))
-    assert len(engine.there(range(10))) <= 2
+    assert load(Catalog(), tmp_path, fs=LOCAL) is None

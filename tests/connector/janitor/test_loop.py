@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process around the keeper: it follows settings and election, and a hanging volume does not hold it up."""
+"""The process around the sweeper: it follows settings and election, and a hanging volume does not hold it up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtier_connector.contract.janitor import encode
 from kvtier_connector.contract.usage import decode
 from kvtier_connector.janitor.loop import Alone, Loop
 from kvtier_connector.janitor.metrics import METRICS, Server, exposition, make_pages
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.sweep import Sweeper
 
 DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
@@ -108,7 +108,7 @@ def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -
     loop = Loop(
         rig.config,
         leader=Alone(),
-        make_keeper=lambda config, may_act: Keeper(config, fs=fs, may_act=may_act),
+        make=lambda config, may_act: Sweeper(config, fs=fs, may_act=may_act),
         hang_seconds=0.1,
         tick_seconds=0.05,
     )
@@ -129,20 +129,20 @@ def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
 
 def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) -> None:
     rig.engine()
-    made: list[Keeper] = []
+    made: list[Sweeper] = []
 
-    class Broken(Keeper):
+    class Broken(Sweeper):
         def step(self) -> float:
             if len(made) < 2:
                 raise ZeroDivisionError("a bug")
             return super().step()
 
-    def make(config: object, may_act: Callable[[], bool]) -> Keeper:
+    def make(config: object, may_act: Callable[[], bool]) -> Sweeper:
         made.append(Broken(replace(rig.config, sweep_seconds=0.05), may_act=may_act))
         return made[-1]
 
     config = replace(rig.config, sweep_seconds=0.05)
-    with running(Loop(config, leader=Alone(), make_keeper=make, tick_seconds=0.05)) as loop:
+    with running(Loop(config, leader=Alone(), make=make, tick_seconds=0.05)) as loop:
         wait_for(lambda: loop.report().usage.is_counted, "the second one")
         assert loop.health() == ""
 

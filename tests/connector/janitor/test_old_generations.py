@@ -11,7 +11,7 @@ import pytest
 from tier_dir import BLOCK_BYTES, Engine, Rig
 
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.journal import JournalWriter
 
 DAY = 86_400.0
 
@@ -20,7 +20,7 @@ def test_older_generations_go_before_the_current_one(rig: Rig) -> None:
     old, new = rig.engine("bb"), rig.engine("aa")
     new.put(*range(5))
     old.put(*range(5))
-    rig.sweep(rig.keeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6))
+    rig.sweep(rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6))
     assert (len(old.there(range(5))), len(new.there(range(5)))) == (1, 5)
 
 
@@ -30,7 +30,7 @@ def test_a_generation_beyond_those_to_keep_is_removed_when_nobody_uses_it(rig: R
         engine.put(*range(3))
         for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
             os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    usage = rig.sweep(rig.keeper(keep_previous=1))
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
     assert not oldest.root.exists()
     assert older.root.exists()
     assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
@@ -43,7 +43,7 @@ def test_a_directory_of_updated_weights_goes_when_no_engine_uses_it_and_takes_no
         engine.put(*range(3))
         for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
             os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    usage = rig.sweep(rig.keeper(keep_previous=1))
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
     assert not idle.root.exists()
     assert {generation.digest for generation in usage.generations} == {"aa", "aa.p2", "bb"}
 
@@ -58,7 +58,7 @@ def test_a_directory_that_no_generation_can_have_is_none_whatever_it_holds(rig: 
     trying = rig.dir / f".preflight-{'0' * 32}"
     trying.mkdir()
     (trying / "journal").write_bytes(b"")
-    usage = rig.sweep(rig.keeper(keep_previous=1))
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
     assert previous.there(range(3)) == [0, 1, 2]
     assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
     assert usage.problems == ()
@@ -69,7 +69,7 @@ def test_a_generation_in_use_is_not_removed(rig: Rig) -> None:
     used = rig.engine("bb")
     rig.engine("aa")
     used.put(1)
-    rig.sweep(rig.keeper(keep_previous=0))
+    rig.sweep(rig.sweeper(keep_previous=0))
     assert used.has(1)
 
 
@@ -78,7 +78,7 @@ def test_a_generation_with_somebody_elses_file_in_it_is_not_removed_but_stated(r
     rig.engine("aa")
     (old.root / "notes.txt").write_text("mine")
     rig.clock.move(DAY)
-    usage = rig.sweep(rig.keeper(keep_previous=0))
+    usage = rig.sweep(rig.sweeper(keep_previous=0))
     assert (old.root / "notes.txt").exists()
     assert "notes.txt" in usage.problems[0]
 
@@ -90,7 +90,7 @@ def test_somebody_elses_file_in_one_generation_does_not_keep_the_others(rig: Rig
     for engine, age in ((older, 3 * DAY), (old, 2 * DAY)):
         for path in [*engine.root.glob("journal/*"), engine.root / "tier.json"]:
             os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    usage = rig.sweep(rig.keeper(keep_previous=0))
+    usage = rig.sweep(rig.sweeper(keep_previous=0))
     assert (old.root / "notes.txt").exists()
     assert not older.root.exists()
     assert "notes.txt" in usage.problems[0]
@@ -109,7 +109,7 @@ def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig
     (old.root / place).parent.mkdir(exist_ok=True)
     (old.root / place).symlink_to(other.parent if place.startswith("tenants") else other)
     rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper(keep_previous=0))
+    rig.sweep(rig.sweeper(keep_previous=0))
     assert (other / "precious").exists()
     assert not old.root.exists()
 
@@ -121,7 +121,7 @@ def test_a_link_planted_in_the_place_of_the_quarantine_takes_nothing_else_with_i
     (other / "precious").write_text("mine")
     (engine.root / "quarantine").symlink_to(other)
     rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper())
+    rig.sweep(rig.sweeper())
     assert (other / "precious").exists()
 
 
@@ -133,7 +133,7 @@ def test_a_link_planted_among_the_blocks_is_not_walked(rig: Rig) -> None:
         (engine.root / "blocks" / directory.name).symlink_to(directory)
     shutil.rmtree(other.root / "journal")
     rig.clock.move(DAY)
-    usage = rig.sweep(rig.keeper(ttl_seconds=3600.0))
+    usage = rig.sweep(rig.sweeper(ttl_seconds=3600.0))
     assert usage.blocks == 0
     assert other.there(range(4)) == [0, 1, 2, 3]
 
@@ -142,7 +142,7 @@ def test_the_current_generation_is_never_removed(rig: Rig) -> None:
     engine = rig.engine("aa")
     engine.put(1)
     rig.clock.move(30 * DAY)
-    rig.sweep(rig.keeper(keep_previous=0))
+    rig.sweep(rig.sweeper(keep_previous=0))
     assert engine.has(1)
 
 
@@ -163,16 +163,15 @@ def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there
     for path in [*old.root.glob("journal/*"), old.root / "tier.json"]:
         os.utime(path, (0, 0))
     fs = Stamping(rig)
-    reading = SharedStore(old.root, fs=fs, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
-    keeper = rig.keeper(keep_previous=0)
+    reading = JournalWriter(old.root, fs=fs, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
+    sweeper = rig.sweeper(keep_previous=0)
     for _ in range(18):
-        reading.synchronize(may_write=False)
         reading.show_life()
-        rig.sweep(keeper)
+        rig.sweep(sweeper)
         rig.clock.move(600)
     assert old.has(1)
     rig.clock.move(3600)
-    rig.sweep(keeper)
+    rig.sweep(sweeper)
     assert not old.root.exists()
 
 
@@ -181,10 +180,10 @@ def test_as_many_generations_as_updates_of_the_weights_leave_in_an_hour_are_coun
     for number in range(300):
         rig.engine(f"aa.p{number:030x}").put(number)
     engine.put(1000)
-    keeper = rig.keeper(generation_idle_seconds=3600)
-    usage = rig.sweep(keeper)
+    sweeper = rig.sweeper(generation_idle_seconds=3600)
+    usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.problems) == (301, ())
     rig.clock.move(7200)
     engine.put(1001)
-    usage = rig.sweep(keeper)
+    usage = rig.sweep(sweeper)
     assert (usage.blocks, [each.digest for each in usage.generations]) == (2, ["aa"])

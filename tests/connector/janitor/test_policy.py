@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_connector.janitor.policy import Blocks, Choice, Limits, Reason, choose, link, spread
+from kvtier_connector.janitor.policy import BlockColumns, Choice, EvictionReason, Limits, choose, link, spread
 
 
 @dataclass
@@ -22,15 +22,14 @@ class Tree:
     size: list[int]
     tenant: list[int]
     age: list[int]
-    pinned: list[bool]
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockColumns:
         positions: list[int] = []
         for parent in self.parents:
             positions.append(0 if parent < 0 else positions[parent] + 1)
         names = np.arange(1, len(self.parents) + 1, dtype=np.uint64)
         parents = np.array([parent + 1 for parent in self.parents], np.uint64)
-        return Blocks(
+        return BlockColumns(
             before=link(names, parents, np.array(positions, np.int64)),
             position=np.array(positions, np.int64),
             size=np.array(self.size, np.int64),
@@ -38,7 +37,6 @@ class Tree:
             used=np.array(self.used, np.int64),
             tenant=np.array(self.tenant, np.int64),
             age=np.array(self.age, np.int64),
-            is_pinned=np.array(self.pinned, np.bool_),
         )
 
     def before(self, row: int) -> list[int]:
@@ -63,8 +61,7 @@ def trees(draw: st.DrawFn) -> Tree:
         age.append(draw(st.integers(0, 2)) if parent < 0 else age[parent])
     numbers = st.lists(st.integers(0, 100), min_size=count, max_size=count)
     sizes = st.lists(st.integers(1, 20), min_size=count, max_size=count)
-    pinned = [draw(st.integers(0, 9)) == 0 for _ in range(count)]
-    return Tree(parents, draw(numbers), draw(numbers), draw(sizes), tenant, age, pinned)
+    return Tree(parents, draw(numbers), draw(numbers), draw(sizes), tenant, age)
 
 
 limits = st.builds(
@@ -85,7 +82,7 @@ limits = st.builds(
 )
 
 
-def taken(choice: Choice, *reasons: Reason) -> set[int]:
+def taken(choice: Choice, *reasons: EvictionReason) -> set[int]:
     return {int(row) for index, row in enumerate(choice.rows) if not reasons or choice.reason(index) in reasons}
 
 
@@ -109,26 +106,13 @@ def test_at_any_moment_of_the_removal_there_is_no_hole(tree: Tree, limits: Limit
 
 @given(trees(), limits)
 @settings(max_examples=60, deadline=None)
-def test_a_pinned_block_and_all_before_it_stay(tree: Tree, limits: Limits) -> None:
-    gone = taken(choose(tree.blocks(), limits))
-    for row, is_pinned in enumerate(tree.pinned):
-        if is_pinned:
-            assert not gone & {row, *tree.before(row)}
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_what_is_over_the_budget_is_brought_down_to_the_low_mark_unless_pins_hold_it(
-    tree: Tree, limits: Limits
-) -> None:
+def test_blocks_above_the_budget_are_brought_down_to_the_low_mark(tree: Tree, limits: Limits) -> None:
     choice = choose(tree.blocks(), limits)
     gone = taken(choice)
     left = sum(size for row, size in enumerate(tree.size) if row not in gone) + limits.other_bytes
     if limits.high_bytes and left > limits.high_bytes:
-        held = {row for pin, is_pinned in enumerate(tree.pinned) if is_pinned for row in (pin, *tree.before(pin))}
-        assert choice.missing_bytes > 0
-        assert set(range(len(tree.parents))) - gone <= held
-    if taken(choice, Reason.BUDGET) and not choice.missing_bytes:
+        assert gone == set(range(len(tree.parents)))
+    if taken(choice, EvictionReason.BUDGET) and gone != set(range(len(tree.parents))):
         assert left <= limits.low_bytes
 
 
@@ -148,7 +132,7 @@ def test_nothing_more_goes_than_what_is_needed(tree: Tree, limits: Limits) -> No
 @settings(max_examples=60, deadline=None)
 def test_the_volume_never_takes_the_blocks_below_the_floor(tree: Tree, limits: Limits) -> None:
     choice = choose(tree.blocks(), limits)
-    for_volume = taken(choice, Reason.VOLUME)
+    for_volume = taken(choice, EvictionReason.VOLUME)
     left = sum(size for row, size in enumerate(tree.size) if row not in taken(choice))
     assert not for_volume or left >= limits.floor_bytes
 
@@ -157,7 +141,7 @@ def test_the_volume_never_takes_the_blocks_below_the_floor(tree: Tree, limits: L
 @settings(max_examples=60, deadline=None)
 def test_a_quota_touches_its_tenant_only(tree: Tree, limits: Limits) -> None:
     choice = choose(tree.blocks(), limits)
-    assert {tree.tenant[row] for row in taken(choice, Reason.QUOTA)} <= {1}
+    assert {tree.tenant[row] for row in taken(choice, EvictionReason.QUOTA)} <= {1}
 
 
 @given(trees(), limits)
@@ -165,15 +149,14 @@ def test_a_quota_touches_its_tenant_only(tree: Tree, limits: Limits) -> None:
 def test_an_older_generation_goes_before_a_younger_one(tree: Tree, limits: Limits) -> None:
     choice = choose(tree.blocks(), limits)
     gone = taken(choice)
-    held = {row for pin, is_pinned in enumerate(tree.pinned) if is_pinned for row in (pin, *tree.before(pin))}
-    for victim in taken(choice, Reason.BUDGET, Reason.VOLUME):
+    for victim in taken(choice, EvictionReason.BUDGET, EvictionReason.VOLUME):
         older = {row for row in range(len(tree.parents)) if tree.age[row] > tree.age[victim]}
-        assert older - held <= gone
+        assert older <= gone
 
 
 @given(trees(), st.integers(0, 100))
 @settings(max_examples=40, deadline=None)
-def test_what_has_outlived_its_time_goes_pinned_or_used_or_not(tree: Tree, before: int) -> None:
+def test_an_expired_block_goes_used_or_not(tree: Tree, before: int) -> None:
     choice = choose(tree.blocks(), Limits(expire_before=before))
     assert taken(choice) == {row for row, created in enumerate(tree.created) if created < before}
 
@@ -193,10 +176,10 @@ def test_links_in_a_circle_are_no_links() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    tree = Tree([-1, -1, -1], [30, 10, 20], [0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [False] * 3)
+    tree = Tree([-1, -1, -1], [30, 10, 20], [0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0])
     assert choose(tree.blocks(), Limits(high_bytes=2, low_bytes=1)).rows.tolist() == [1, 2]
 
 
 def test_no_block_at_all_is_no_problem() -> None:
-    tree = Tree([], [], [], [], [], [], [])
+    tree = Tree([], [], [], [], [], [])
     assert choose(tree.blocks(), Limits(high_bytes=1, expire_before=5)).rows.size == 0

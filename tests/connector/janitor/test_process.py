@@ -29,10 +29,10 @@ wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
 import kvtier_connector.janitor.commands
-from kvtier_connector.janitor import election
+from kvtier_connector.janitor import loop
 from kvtier_connector.contract.lease import LeaseSettings
 try:
-    election.lease_api(LeaseSettings(namespace="ns", name="x", identity="i"))
+    loop.lease_api(LeaseSettings(namespace="ns", name="x", identity="i"))
 except Exception as error:
     assert type(error).__name__ == "LeaseUnavailable", error
 from kvtier_connector.janitor.__main__ import main
@@ -89,7 +89,7 @@ def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: 
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
-    assert (rig.dir / "janitor.ledger").exists()
+    assert (rig.dir / "janitor.catalog").exists()
     assert engine.check() == []
 
 

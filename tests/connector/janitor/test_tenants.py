@@ -7,35 +7,35 @@ import json
 from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
-from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Rig
 
-from kvtier_connector.janitor.catalog import Ledger, Sum
+from kvtier_connector.janitor.catalog import Catalog, Sum
 from kvtier_connector.janitor.metrics import (
     MOST_TENANTS,
     OTHER,
-    Look,
-    Report,
+    JanitorReport,
+    SweepState,
     Tallies,
     exposition,
-    make_report,
+    report_of,
     usage_document,
 )
 from kvtier_connector.janitor.policy import Space, make_limits
-from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import BlockKey
 
 
-def report_of(count: int) -> Report:
+def report_on(count: int) -> JanitorReport:
     """Return the report on so many tenants, of which each has a few bytes more than the one before."""
-    ledger = Ledger()
-    generation = ledger.generation("aa")
-    keys = [BlockKey(number.to_bytes(8, "big"), 0, f"t{number}") for number in range(count)]
-    ledger.apply(generation, [Record(Op.STORED, key, number, 1) for number, key in enumerate(keys)])
-    look = Look(
+    catalog = Catalog()
+    generation = catalog.generation("aa")
+    for number in range(count):
+        key = BlockKey(number.to_bytes(8, "big"), 0, f"t{number}")
+        catalog.add(generation, key, size=4096 + number, created_ns=1, used_ns=1)
+    look = SweepState(
         tier="ns/llama",
         is_counted=True,
         space=Space(),
-        brake="",
+        store_pause="",
         quarantined=Sum(),
         damaged_records=0,
         created={"aa": 1},
@@ -44,10 +44,10 @@ def report_of(count: int) -> Report:
         oldest_ns=None,
         last_used_ns={},
     )
-    return make_report(ledger, look, Tallies())
+    return report_of(catalog, look, Tallies())
 
 
-def samples_of(report: Report, name: str) -> dict[str, float]:
+def samples_of(report: JanitorReport, name: str) -> dict[str, float]:
     text = exposition(lambda: report)().decode()
     return {
         sample.labels.get("tenant", ""): sample.value
@@ -58,7 +58,7 @@ def samples_of(report: Report, name: str) -> dict[str, float]:
 
 
 def test_the_largest_tenants_have_a_sample_each_and_the_others_one_together() -> None:
-    report = report_of(3000)
+    report = report_on(3000)
     samples = samples_of(report, "kvtier_janitor_tenant_used_bytes")
     assert len(samples) == MOST_TENANTS + 1
     assert OTHER in samples
@@ -68,12 +68,12 @@ def test_the_largest_tenants_have_a_sample_each_and_the_others_one_together() ->
 
 
 def test_few_tenants_have_a_sample_each_and_no_other() -> None:
-    samples = samples_of(report_of(3), "kvtier_janitor_tenant_used_bytes")
+    samples = samples_of(report_on(3), "kvtier_janitor_tenant_used_bytes")
     assert samples.keys() == {"t0", "t1", "t2"}
 
 
 def test_the_document_lists_the_largest_tenants_and_sums_up_the_rest() -> None:
-    report = report_of(3000)
+    report = report_on(3000)
     document = json.loads(usage_document(report))
     assert (len(document["tenants"]), document["tenants"][0]["tenant"]) == (1000, "t2999")
     rest = document["janitor"]["other_tenants"]
@@ -82,7 +82,7 @@ def test_the_document_lists_the_largest_tenants_and_sums_up_the_rest() -> None:
 
 
 def limited(rig: Rig, used: dict[int, int], default_quota_bytes: int) -> dict[int, tuple[int, int]]:
-    config = rig.keeper(default_quota_bytes=default_quota_bytes).config
+    config = rig.sweeper(default_quota_bytes=default_quota_bytes).config
     tenants = ["", *(f"t{number}" for number in used)]
     return dict(make_limits(config, Space(), tenants=tenants, used=used, other_bytes=0, now_ns=0).quotas)
 
@@ -97,18 +97,17 @@ def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig) -> N
     engine = rig.engine()
     for number in range(20):
         engine.put(number, tenant=f"t{number}")
-    keeper = rig.keeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
-    rig.sweep(keeper)
-    keeper.close()
-    document = (rig.dir / "janitor.ledger").read_bytes()
+    sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
+    rig.sweep(sweeper)
+    sweeper.close()
+    document = (rig.dir / "janitor.catalog").read_bytes()
     assert [f't{number}"'.encode() in document for number in range(20)] == [False] * 16 + [True] * 4
 
 
 def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig) -> None:
     engine = rig.engine()
     for number in range(300):
-        engine.store.put(BlockKey(number.to_bytes(4, "big"), 0, f"t{number}"), memoryview(bytes(PAYLOAD_BYTES)))
-    engine.store.synchronize()
-    keeper = rig.keeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
-    done: Callable[[], bool] = lambda: rig.sweep(keeper).blocks == 0  # noqa: E731 - asked again and again
+        engine.put(number, tenant=f"t{number}")
+    sweeper = rig.sweeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
+    done: Callable[[], bool] = lambda: rig.sweep(sweeper).blocks == 0  # noqa: E731 - asked again and again
     assert any(done() for _ in range(5))

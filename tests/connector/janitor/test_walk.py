@@ -11,9 +11,7 @@ import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
-from kvtier_connector.janitor.catalog import Ledger, Snapshot, load, save
 from kvtier_connector.janitor.commands import Criteria, purge_blocks
-from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import block_path
 
 DAY = 86_400.0
@@ -53,13 +51,13 @@ def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(rig: Rig, number:
     fill(engine)
     shutil.rmtree(engine.root / "journal")
     fs = Unreadable(f"{engine.root}/{place}", number)
-    keeper = rig.keeper(fs)
-    usage = rig.sweep(keeper)
+    sweeper = rig.sweeper(fs)
+    usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.is_counted) == (30 - count, True)
     assert all(word in "".join(usage.problems) for word in (place.rpartition(".")[0], os.strerror(number)))
     fs.path = ""
     rig.clock.move(700)
-    usage = rig.sweep(keeper)
+    usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.problems) == (30, ())
 
 
@@ -68,18 +66,18 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str,
     engine = rig.engine()
     fill(engine)
     fs = Unreadable("")
-    keeper = rig.keeper(fs, verify_seconds=100.0)
-    assert rig.sweep(keeper).blocks == 30
+    sweeper = rig.sweeper(fs, verify_seconds=100.0)
+    assert rig.sweep(sweeper).blocks == 30
     fs.path = f"{engine.root}/{place}"
     for tenant in ("", "alice", "bob"):
         (engine.root / block_path(key(5, tenant))).unlink()
     for _ in range(60):
         rig.clock.move(10)
-        keeper.step()
-    assert keeper.report is not None
+        sweeper.step()
+    assert sweeper.report is not None
     hidden = {1: 0, 10: 1, 20: 2}[count]
-    assert keeper.report.usage.blocks == 27 + hidden
-    assert [problem for problem in keeper.report.usage.problems if place in problem] or place == ALICE
+    assert sweeper.report.usage.blocks == 27 + hidden
+    assert [problem for problem in sweeper.report.usage.problems if place in problem] or place == ALICE
 
 
 @pytest.mark.parametrize("name", ["xyz", "ABC", "0300", "030/03"])
@@ -87,26 +85,9 @@ def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, name:
     engine = rig.engine()
     fill(engine)
     (engine.root / "blocks" / name).mkdir(parents=True)
-    keeper = rig.keeper(Unreadable(f"{engine.root}/blocks/{name}"))
-    usage = rig.sweep(keeper)
+    sweeper = rig.sweeper(Unreadable(f"{engine.root}/blocks/{name}"))
+    usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.problems) == (30, ())
-
-
-def test_what_an_earlier_janitor_names_as_unread_may_be_nothing_of_ours(rig: Rig) -> None:
-    engine = rig.engine()
-    fill(engine)
-    first = rig.keeper()
-    rig.sweep(first)
-    stray = f"{engine.root}/blocks/xyz"
-    planted = Snapshot(
-        taken_ns=rig.clock.ns, walked_ns=1, unread=[(engine.root.name, "blocks/xyz", "no"), ("", "/", "no")]
-    )
-    ledger = Ledger()
-    load(ledger, engine.root.parent, fs=LOCAL)
-    save(ledger, planted, engine.root.parent, fs=LOCAL)
-    (engine.root / "blocks" / "xyz").mkdir()
-    usage = rig.sweep(rig.keeper(Unreadable(stray)))
-    assert usage.blocks == 30
 
 
 def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> None:
@@ -114,7 +95,7 @@ def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> Non
     engine.put(*range(10))
     shutil.rmtree(engine.root / "journal")
     fs = Unreadable(f"{engine.root}/{block_path(key(9)).rpartition('/')[0]}")
-    rig.sweep(rig.keeper(fs, max_bytes=9 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5))
+    rig.sweep(rig.sweeper(fs, max_bytes=9 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5))
     assert engine.there(range(10)) == [5, 6, 7, 8, 9]
 
 
@@ -129,11 +110,11 @@ def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig) -> None:
                 tried.append(rig.clock.seconds)
             super().before(call, path)
 
-    keeper = rig.keeper(Counted(f"{engine.root}/tenants/alice/blocks/030"))
-    rig.sweep(keeper)
+    sweeper = rig.sweeper(Counted(f"{engine.root}/tenants/alice/blocks/030"))
+    rig.sweep(sweeper)
     for _ in range(2 * 360):
         rig.clock.move(10)
-        keeper.step()
+        sweeper.step()
     assert 5 <= len(tried) <= 10
 
 
@@ -144,7 +125,7 @@ def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Ri
     fs = Unreadable(str(locked.root))
     for path in [*old.root.glob("journal/*"), old.root / "tier.json"]:
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(3 * DAY * 1e9)))
-    usage = rig.sweep(rig.keeper(fs, keep_previous=0, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5))
+    usage = rig.sweep(rig.sweeper(fs, keep_previous=0, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5))
     assert not old.root.exists()
     assert engine.there(range(10)) == [6, 7, 8, 9]
     assert len(locked.there(range(10))) == 10
@@ -158,7 +139,7 @@ def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig:
         quarantined.parent.mkdir()
         quarantined.write_bytes(b"1")
         os.utime(quarantined, (0, 0))
-    usage = rig.sweep(rig.keeper(Unreadable(f"{rig.dir}/aa/quarantine")))
+    usage = rig.sweep(rig.sweeper(Unreadable(f"{rig.dir}/aa/quarantine")))
     assert [(rig.dir / digest / "quarantine" / "x").exists() for digest in ("aa", "bb")] == [True, False]
     assert any("aa/quarantine" in problem for problem in usage.problems)
 
@@ -166,13 +147,13 @@ def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig:
 def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(5))
-    first = rig.keeper()
+    first = rig.sweeper()
     rig.sweep(first)
     first.close()
     rig.clock.move(60)
     fs = Unreadable(str(rig.dir))
     fs.path = ""
-    second = rig.keeper(fs)
+    second = rig.sweeper(fs)
     fs.path = str(rig.dir)
     for _ in range(3):
         second.step()
@@ -186,15 +167,17 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
     assert (usage.blocks, usage.problems) == (5, ())
 
 
-def test_what_an_earlier_janitor_could_not_read_is_still_stated_and_kept(rig: Rig) -> None:
+def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_the_next_walk(rig: Rig) -> None:
     engine = rig.engine()
     fill(engine)
     place = f"{engine.root}/tenants/alice/blocks/030"
-    first = rig.keeper(Unreadable(place))
+    first = rig.sweeper(Unreadable(place))
     rig.sweep(first)
     first.close()
-    second = rig.keeper(Unreadable(place))
-    second.step()
+    second = rig.sweeper(Unreadable(place), verify_seconds=100.0)
+    for _ in range(60):
+        second.step()
+        rig.clock.move(10)
     assert second.report is not None
     assert any("alice/blocks/030" in problem for problem in second.report.usage.problems)
     assert second.report.usage.blocks == 30

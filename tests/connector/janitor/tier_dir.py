@@ -12,13 +12,14 @@ from typing import Any
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import Usage
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_connector.store.blockstore import BlockStore, Stored
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import claim
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
-from kvtier_connector.store.shared import SharedStore
 
 PAYLOAD_BYTES = 4096
 BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
@@ -45,25 +46,28 @@ class Clock:
 
 
 class Engine:
-    """One engine of one generation, as far as the volume sees it."""
+    """One engine of one generation, as far as the volume sees it: it writes blocks and a journal."""
 
     def __init__(self, tier_dir: Path, digest: str, clock: Clock, volume_ns: Callable[[], int] | None = None) -> None:
         self.root = tier_dir / digest
         self.volume_ns = volume_ns or (lambda: clock.ns)
         claim(self.root, {"model": "test"}, digest)
         self.clock = clock
-        self.store = SharedStore(self.root, direct=False, clock=lambda: clock.ns, now=lambda: clock.seconds)
-        self.store.synchronize()
+        self.store = BlockStore(self.root, direct=False, clock=lambda: self.clock.ns)
+        self.journal = JournalWriter(self.root, clock=lambda: self.clock.ns, now=lambda: self.clock.seconds)
+        self.journal.flush()
 
-    def put(self, *numbers: int, tenant: str = "", lineage: Lineage = NO_LINEAGE) -> None:
+    def put(self, *numbers: int, tenant: str = "", lineage: Lineage = NO_LINEAGE, is_telling: bool = True) -> None:
+        """Store blocks; with `is_telling` False the engine dies before its journal tells of them."""
         for number in numbers:
             self.clock.move(0.001)
-            path, is_new = self.root / block_path(key(number, tenant)), not self.has(number, tenant)
-            self.store.put(key(number, tenant), payload(number), lineage)
-            if is_new and path.exists():
+            path = self.root / block_path(key(number, tenant))
+            if isinstance(self.store.put(key(number, tenant), payload(number), lineage), Stored):
                 # As the volume stamps it.
                 os.utime(path, ns=(self.volume_ns(), self.volume_ns()))
-        self.store.synchronize()
+                if is_telling:
+                    self.journal.append(Op.STORED, key(number, tenant), PAYLOAD_BYTES, lineage)
+        self.journal.flush()
 
     def put_chain(self, *numbers: int, tenant: str = "") -> None:
         """Store a prefix: each block continues the one before it."""
@@ -72,12 +76,15 @@ class Engine:
             self.put(number, tenant=tenant, lineage=Lineage(parent, position))
             parent = key(number).hash
 
-    def use(self, number: int, tenant: str = "") -> None:
-        # Another process: the one that stored it does not note a use soon afterwards.
-        other = SharedStore(self.root, direct=False, clock=lambda: self.clock.ns, now=lambda: self.clock.seconds)
+    def note(self, op: Op, number: int, tenant: str = "", *, ahead_seconds: float = 0.0) -> None:
+        """Write a record as another process, since one that stored a block does not note a use soon afterwards."""
+        journal = JournalWriter(self.root, clock=lambda: self.clock.ns, now=lambda: self.clock.seconds)
         self.clock.move(0.001)
-        other.note_used(key(number, tenant), PAYLOAD_BYTES)
-        other.synchronize()
+        journal.append(op, key(number, tenant), PAYLOAD_BYTES, ahead_seconds=ahead_seconds)
+        journal.flush()
+
+    def use(self, number: int, tenant: str = "") -> None:
+        self.note(Op.USED, number, tenant)
 
     def has(self, number: int, tenant: str = "") -> bool:
         return (self.root / block_path(key(number, tenant))).exists()
@@ -108,8 +115,8 @@ class Rig:
         """What time it is on the volume."""
         return self.clock.ns - self.ahead_ns
 
-    def keeper(self, fs: FileSystem | None = None, **changes: Any) -> Keeper:
-        keeper = Keeper(
+    def sweeper(self, fs: FileSystem | None = None, **changes: Any) -> Sweeper:
+        sweeper = Sweeper(
             replace(self.config, **changes),
             fs=fs or FileSystem(),
             clock=lambda: self.clock.ns,
@@ -117,14 +124,14 @@ class Rig:
             # The files have the real time.
             ask_volume=self.volume_ns,
         )
-        keeper.open()
-        return keeper
+        sweeper.open()
+        return sweeper
 
-    def sweep(self, keeper: Keeper) -> Usage:
+    def sweep(self, sweeper: Sweeper) -> Usage:
         """Let the janitor do all that is to be done now."""
         for _ in range(1000):
-            self.clock.move(keeper.config.sweep_seconds if keeper.is_idle else 0.0)
-            if keeper.step() > 0 and keeper.is_idle:
+            self.clock.move(sweeper.config.sweep_seconds if sweeper.is_idle else 0.0)
+            if sweeper.step() > 0 and sweeper.is_idle:
                 break
-        assert keeper.report is not None
-        return keeper.report.usage
+        assert sweeper.report is not None
+        return sweeper.report.usage

@@ -20,7 +20,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from kvtier_connector.contract.janitor import JanitorConfig
-from kvtier_connector.janitor.sweep import Keeper
+from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.journal import RECORD_BYTES
 
 CHUNKS = len(PROMPT) // BLOCK_TOKENS
@@ -200,10 +200,10 @@ def janitor_leaves(engines: Engines, engine: SimulatedEngine, most_blocks: int) 
         high_watermark=0.9999,
         low_watermark=0.9998,
     )
-    keeper = Keeper(config, is_lasting=False, ask_volume=lambda: None)
-    keeper.open()
-    keeper.finish()
-    keeper.close()
+    sweeper = Sweeper(config, is_lasting=False, ask_volume=lambda: None)
+    sweeper.open()
+    sweeper.finish()
+    sweeper.close()
     return engines.assert_volume_holds(engine, PROMPT), engines.assert_volume_holds(engine, LATER)
 
 

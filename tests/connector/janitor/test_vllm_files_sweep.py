@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig
-from kvtier_connector.janitor.loop import keeper_of
-from kvtier_connector.janitor.vllm_files import FsKeeper
+from kvtier_connector.janitor.loop import make_sweeper
+from kvtier_connector.janitor.vllm_files import VllmFilesSweeper
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 CURRENT, OLD, OLDER = "0123456789abcdef", "1111111111111111", "2222222222222222"
@@ -54,24 +54,24 @@ def volume(tmp_path: Path) -> Volume:
     return Volume(directory)
 
 
-def sweep(keeper: FsKeeper) -> None:
-    keeper._next_walk = 0.0
-    while keeper.step() == 0:
+def sweep(sweeper: VllmFilesSweeper) -> None:
+    sweeper._next_walk = 0.0
+    while sweeper.step() == 0:
         pass
 
 
 def test_files_of_vllms_tier_get_the_keeper_that_knows_them(volume: Volume) -> None:
-    assert isinstance(keeper_of(volume.config(), lambda: True), FsKeeper)
+    assert isinstance(make_sweeper(volume.config(), lambda: True), VllmFilesSweeper)
 
 
 def test_what_lies_there_is_counted_by_generation(volume: Volume) -> None:
     for number in range(3):
         volume.store(number, age=10)
     volume.store(7, age=20, generation=OLD)
-    keeper = FsKeeper(volume.config())
-    sweep(keeper)
-    assert keeper.report is not None
-    usage = keeper.report.usage
+    sweeper = VllmFilesSweeper(volume.config())
+    sweep(sweeper)
+    assert sweeper.report is not None
+    usage = sweeper.report.usage
     assert (usage.is_counted, usage.blocks, usage.used_bytes) == (True, 4, 4 * SIZE)
     assert [(each.digest, each.blocks) for each in usage.generations] == [(CURRENT, 3), (OLD, 1)]
     assert usage.volume_bytes > usage.volume_free_bytes > 0
@@ -81,34 +81,34 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
     files = [volume.store(number, age=1000 - number) for number in range(20)]
     # Written first of all, and read a moment ago.
     files.append(volume.store(99, age=5000, read=1))
-    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5))
+    sweep(sweeper)
     left = [path for path in files if path.exists()]
     assert left == files[-10:]
-    assert keeper.report is not None
-    assert keeper.report.evicted_blocks == {"budget": 11}
-    assert keeper.report.usage.used_bytes == 10 * SIZE
+    assert sweeper.report is not None
+    assert sweeper.report.evicted_blocks == {"budget": 11}
+    assert sweeper.report.usage.used_bytes == 10 * SIZE
 
 
 def test_within_the_budget_nothing_goes(volume: Volume) -> None:
     files = [volume.store(number, age=1000 - number) for number in range(10)]
-    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE))
+    sweep(sweeper)
     assert all(path.exists() for path in files)
 
 
 def test_what_is_too_old_goes_however_often_it_is_read(volume: Volume) -> None:
     old, young = volume.store(1, age=7200, read=1), volume.store(2, age=60)
-    keeper = FsKeeper(volume.config(ttl_seconds=3600.0))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=3600.0))
+    sweep(sweeper)
     assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_earlier_generations_go_before_the_current_one(volume: Volume) -> None:
     current = [volume.store(number, age=5000) for number in range(5)]
     earlier = [volume.store(number, age=10, generation=OLD) for number in range(5)]
-    keeper = FsKeeper(volume.config(max_bytes=8 * SIZE, high_watermark=0.9, low_watermark=0.7))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(max_bytes=8 * SIZE, high_watermark=0.9, low_watermark=0.7))
+    sweep(sweeper)
     assert all(path.exists() for path in current)
     assert not any(path.exists() for path in earlier)
 
@@ -118,8 +118,8 @@ def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idl
     volume.store(2, age=4000, generation=OLD)
     volume.store(3, age=9000, generation=OLDER)
     (volume.dir / "notes").mkdir()
-    keeper = FsKeeper(volume.config(keep_previous=1, generation_idle_seconds=3600.0))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(keep_previous=1, generation_idle_seconds=3600.0))
+    sweep(sweeper)
     assert not list((volume.dir / OLDER).rglob("*"))
     assert list((volume.dir / OLD).rglob("*.bin"))
     assert (volume.dir / "notes").is_dir()
@@ -128,8 +128,8 @@ def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idl
 def test_a_generation_in_use_stays(volume: Volume) -> None:
     volume.store(1, age=10)
     path = volume.store(2, age=30, generation=OLD)
-    keeper = FsKeeper(volume.config(keep_previous=0, generation_idle_seconds=3600.0))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(keep_previous=0, generation_idle_seconds=3600.0))
+    sweep(sweeper)
     assert path.exists()
 
 
@@ -146,8 +146,8 @@ def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
     outside.write_text("x")
     link = block.with_name(f"{5:064x}.bin")
     link.symlink_to(outside)
-    keeper = FsKeeper(volume.config(ttl_seconds=60.0))
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=60.0))
+    sweep(sweeper)
     assert not block.exists()
     assert not partial.exists()
     assert all(path.exists() for path in (*strange, config, outside))
@@ -162,14 +162,16 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
             os.utime(path, (time.time(), 0))
             return super().stat(path)
 
-    keeper = FsKeeper(volume.config(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile())
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(
+        volume.config(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile()
+    )
+    sweep(sweeper)
     assert path.exists()
-    assert keeper.report is not None
-    assert keeper.report.spared_blocks == 1
-    sweep(keeper)
+    assert sweeper.report is not None
+    assert sweeper.report.spared_blocks == 1
+    sweep(sweeper)
     assert not path.exists()
-    assert keeper.report.usage.blocks == 0
+    assert sweeper.report.usage.blocks == 0
 
 
 def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -> None:
@@ -182,8 +184,10 @@ def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -
                 os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
             return super().stat(path)
 
-    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile())
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(
+        volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile()
+    )
+    sweep(sweeper)
     assert [path for path in files if path.exists()] == [*files[:6], *files[16:]]
 
 
@@ -196,7 +200,7 @@ def test_a_read_keeps_no_file_beyond_its_time_to_live(volume: Volume) -> None:
                 os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
             return super().stat(path)
 
-    sweep(FsKeeper(volume.config(ttl_seconds=3600.0), fs=ReadMeanwhile()))
+    sweep(VllmFilesSweeper(volume.config(ttl_seconds=3600.0), fs=ReadMeanwhile()))
     assert not path.exists()
 
 
@@ -206,18 +210,18 @@ def test_the_time_of_the_host_makes_nothing_old(volume: Volume, ahead_seconds: f
     partial = young.with_name(f"{young.name}_123.tmp")
     partial.write_bytes(b"x")
     clock = lambda: time.time_ns() + int(ahead_seconds * 1e9)  # noqa: E731 - one line
-    keeper = FsKeeper(volume.config(ttl_seconds=24 * 3600.0), clock=clock)
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=24 * 3600.0), clock=clock)
+    sweep(sweeper)
     assert (young.exists(), partial.exists(), old.exists()) == (True, True, False)
-    assert keeper.report is not None
-    assert keeper.report.problems == {}
+    assert sweeper.report is not None
+    assert sweeper.report.problems == {}
     assert sorted(path.name for path in volume.dir.iterdir()) == [CURRENT]
 
 
 def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
     path = volume.store(1, age=1000)
-    keeper = FsKeeper(volume.config(ttl_seconds=60.0), may_act=lambda: False)
-    sweep(keeper)
+    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=60.0), may_act=lambda: False)
+    sweep(sweeper)
     assert path.exists()
 
 
@@ -233,14 +237,14 @@ def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> Non
             return super().scandir(path)
 
     fs = Refusing()
-    keeper = FsKeeper(volume.config(), fs=fs)
-    keeper.step()
-    assert keeper.report is not None
-    assert "Permission denied" in keeper.report.problems["walk"]
+    sweeper = VllmFilesSweeper(volume.config(), fs=fs)
+    sweeper.step()
+    assert sweeper.report is not None
+    assert "Permission denied" in sweeper.report.problems["walk"]
     fs.is_refusing = False
-    sweep(keeper)
-    assert keeper.report.problems == {}
-    assert keeper.report.usage.blocks == 1
+    sweep(sweeper)
+    assert sweeper.report.problems == {}
+    assert sweeper.report.usage.blocks == 1
 
 
 def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) -> None:
@@ -254,30 +258,30 @@ def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) 
                 raise PermissionError(13, "Permission denied", path)
             super().unlink(path)
 
-    keeper = FsKeeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7), fs=Refusing())
-    sweep(keeper)
-    assert keeper.report is not None
-    assert "Permission denied" in keeper.report.problems["walk"]
+    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7), fs=Refusing())
+    sweep(sweeper)
+    assert sweeper.report is not None
+    assert "Permission denied" in sweeper.report.problems["walk"]
     for _ in range(2):
-        sweep(keeper)
+        sweep(sweeper)
     assert [path for path in files if path.exists()] == [*files[:12], *files[-2:]]
-    assert keeper.report.usage.used_bytes == 14 * SIZE
-    sweep(keeper)
-    assert keeper.report.problems == {}  # nothing more is to go
+    assert sweeper.report.usage.used_bytes == 14 * SIZE
+    sweep(sweeper)
+    assert sweeper.report.problems == {}  # nothing more is to go
 
 
 def test_a_tier_that_nothing_was_stored_of_is_empty_and_no_problem(tmp_path: Path) -> None:
-    keeper = FsKeeper(Volume(tmp_path / "serving.new").config())
-    sweep(keeper)
-    assert keeper.report is not None
-    assert (keeper.report.usage.is_counted, keeper.report.usage.blocks, keeper.report.problems) == (True, 0, {})
+    sweeper = VllmFilesSweeper(Volume(tmp_path / "serving.new").config())
+    sweep(sweeper)
+    assert sweeper.report is not None
+    assert (sweeper.report.usage.is_counted, sweeper.report.usage.blocks, sweeper.report.problems) == (True, 0, {})
 
 
 def test_another_budget_is_followed_at_once(volume: Volume) -> None:
     files = [volume.store(number, age=1000 - number) for number in range(10)]
-    keeper = FsKeeper(volume.config(), fs=LOCAL)
-    sweep(keeper)
-    keeper.configure(volume.config(max_bytes=5 * SIZE))
-    while keeper.step() == 0:
+    sweeper = VllmFilesSweeper(volume.config(), fs=LOCAL)
+    sweep(sweeper)
+    sweeper.configure(volume.config(max_bytes=5 * SIZE))
+    while sweeper.step() == 0:
         pass
     assert sum(path.exists() for path in files) < 5

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The permit that engines need to store: it follows the room that is left, and ends where the janitor cannot count."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planted import plant
+from store_faults import WatchedFs
+from tier_dir import BLOCK_BYTES, Rig
+
+from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, PermitWriter, share_of
+from kvtier_connector.janitor.policy import Room
+from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_connector.store.fs import LOCAL, new_token
+from kvtier_connector.store.journal import encode_head
+from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path
+from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, decode_permit
+
+GIB = 1 << 30
+
+
+def permit_of(rig: Rig) -> Permit:
+    content = (rig.dir / PERMIT_FILE).read_bytes()
+    assert len(content) == PERMIT_BYTES
+    return decode_permit(content)
+
+
+class Refusing(WatchedFs):
+    """Answers some calls about some paths with an error, until told otherwise."""
+
+    def __init__(self, path: str, *calls: str) -> None:
+        self.path, self.calls = path, calls
+
+    def before(self, call: str, path: str | None) -> None:
+        if call in self.calls and path is not None and self.path in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def test_a_tier_without_a_budget_has_no_limit(rig: Rig) -> None:
+    rig.engine().put(1)
+    rig.sweep(rig.sweeper())
+    permit = permit_of(rig)
+    assert (permit.bytes, permit.reason, permit.seconds) == (UNLIMITED_BYTES, "", PERMIT_SECONDS)
+
+
+def test_each_engine_gets_its_share_of_a_quarter_of_the_room(rig: Rig) -> None:
+    for number in range(2):
+        rig.engine().put(number)
+    rig.sweep(rig.sweeper(max_bytes=82 * BLOCK_BYTES))
+    assert permit_of(rig).bytes == 80 * BLOCK_BYTES // 4 // 2
+
+
+def test_a_budget_of_1_gib_lets_each_of_100_writers_store_a_block_of_8_mib() -> None:
+    assert share_of(Room(GIB), writers=100, largest_bytes=8 << 20) == 8 << 20
+    assert share_of(Room(4 << 20), writers=100, largest_bytes=8 << 20) == 0
+
+
+def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig) -> None:
+    directory = rig.engine().root / JOURNAL
+    directory.mkdir(exist_ok=True)
+    for _ in range(5000):
+        writer = new_token()
+        (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
+    sweeper = rig.sweeper(max_bytes=GIB)
+    for _ in range(15):
+        rig.sweep(sweeper)
+    assert permit_of(rig).bytes == GIB // 4
+
+
+def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(12))
+    fs = Refusing(".kvb", "unlink")
+    sweeper = rig.sweeper(fs, max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
+    usage = rig.sweep(sweeper)
+    assert permit_of(rig).bytes == 0
+    assert "more than 100% of max_bytes" in permit_of(rig).reason == usage.brake
+    fs.calls = ()
+    rig.sweep(sweeper)
+    rig.sweep(sweeper)
+    assert permit_of(rig).reason == ""
+    assert permit_of(rig).bytes == BLOCK_BYTES
+
+
+def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(0)
+    sweeper = rig.sweeper(max_bytes=82 * BLOCK_BYTES, sweep_seconds=5)
+    rig.sweep(sweeper)
+
+    def renewed_after(seconds: float) -> bool:
+        before = permit_of(rig).number
+        rig.clock.move(seconds)
+        sweeper.step()
+        return permit_of(rig).number != before
+
+    renewed_after(RENEW_SECONDS)
+    assert not renewed_after(6)
+    engine.put(*range(1, 9))
+    assert not renewed_after(6)
+    engine.put(*range(9, 12))
+    assert renewed_after(6)
+    assert not renewed_after(6)
+    assert renewed_after(RENEW_SECONDS - 6)
+
+
+def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(0)
+    fs = Refusing(".kvb")
+    sweeper = rig.sweeper(fs, max_bytes=11 * BLOCK_BYTES, high_watermark=1.0)
+    rig.sweep(sweeper)
+    fs.calls = ("stat", "open")
+    engine.put(*range(1, 9))
+    for _ in range(20):
+        rig.clock.move(10)
+        sweeper.step()
+    assert permit_of(rig).bytes == BLOCK_BYTES
+    assert sweeper.report is not None
+    assert "look: 8 blocks" in sweeper.report.problems["look"]
+    engine.put(9, 10)
+    rig.sweep(sweeper)
+    assert permit_of(rig).bytes == 0
+    fs.calls = ()
+    rig.clock.move(4000)
+    usage = rig.sweep(sweeper)
+    assert (usage.blocks, usage.problems) == (11, ())
+
+
+def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(*range(5), tenant="alice")
+    engine.put(*range(4), tenant="bob")
+    fs = Refusing(".kvb", "unlink")
+    quotas = {"alice": 4 * BLOCK_BYTES, "bob": 5 * BLOCK_BYTES}
+    sweeper = rig.sweeper(fs, quotas=quotas, high_watermark=0.9, low_watermark=0.5)
+    rig.sweep(sweeper)
+    assert permit_of(rig).tenants == {"alice"}
+    fs.calls = ()
+    rig.sweep(sweeper)
+    rig.sweep(sweeper)
+    assert permit_of(rig).tenants == frozenset()
+
+
+@pytest.mark.parametrize(("path", "calls"), [("/journal/", ("open",)), ("ns.llama", ("scandir",))], ids=str)
+def test_a_janitor_that_cannot_count_lets_the_permit_expire(rig: Rig, path: str, calls: tuple[str, ...]) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    fs = Refusing(path)
+    sweeper = rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES)
+    rig.sweep(sweeper)
+    number = permit_of(rig).number
+    fs.calls = calls
+    engine.put(2)
+    for _ in range(20):
+        rig.clock.move(10)
+        sweeper.step()
+    assert permit_of(rig).number == number
+    fs.calls = ()
+    rig.clock.move(700)
+    rig.sweep(sweeper)
+    assert permit_of(rig).number != number
+
+
+def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
+    rig.engine().put(1)
+    config = replace(rig.config, max_bytes=100 * BLOCK_BYTES)
+    waiting = Sweeper(config, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds, may_act=lambda: False)
+    waiting.open()
+    rig.sweep(waiting)
+    uncounted = rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES)
+    for _ in range(5):
+        uncounted.step()
+        rig.clock.move(10)
+    assert not (rig.dir / PERMIT_FILE).exists()
+
+
+def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> None:
+    rig.engine().put(1)
+    rig.sweep(rig.sweeper())
+
+    class Full(WatchedFs):
+        def before(self, call: str, path: str | None) -> None:
+            if call == "rename":
+                raise OSError(errno.ENOSPC, "no room", path)
+
+    sweeper = rig.sweeper(Full())
+    rig.sweep(sweeper)
+    rig.engine().put(2)
+    for seconds in (700, 10, 10):
+        rig.clock.move(seconds)
+        sweeper.step()
+    assert permit_of(rig).reason == "the volume has no room left"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket"])
+def test_a_permit_replaces_whatever_is_no_file(tmp_path: Path, kind: str) -> None:
+    plant(kind, tmp_path / PERMIT_FILE)
+    writer = PermitWriter(str(tmp_path), fs=LOCAL)
+    writer.renew(Room(0, "full"), used_bytes=0, writers=0, largest_bytes=0, tenants=())
+    assert decode_permit((tmp_path / PERMIT_FILE).read_bytes()).reason == "full"
