@@ -77,15 +77,15 @@ def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
     assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
 
 
-def test_quotas_reach_engines_and_janitor() -> None:
-    quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
-    cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter", "quotas": quotas, "defaultMaxBytes": "1Gi"}}))
+def test_quotas_reach_the_janitor_and_restart_nothing() -> None:
+    cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter"}}))
     run(cluster)
-    served = engine.decode(cluster.look(CONFIG)["data"]["connector.json"])
+    quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
+    cluster.edit(TIER_KEY, {"spec": {"disk": {"tenants": {"quotas": quotas, "defaultMaxBytes": "1Gi"}}}})
+    assert run(cluster).written == (JANITOR_CONFIG,)
     told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
-    assert served.tenant_from == "Parameter"
-    assert served.tenant_quotas == told.quotas == {"acme": 1 << 40}
-    assert served.default_quota_bytes == told.default_quota_bytes == 1 << 30
+    assert (told.quotas, told.default_quota_bytes) == ({"acme": 1 << 40}, 1 << 30)
+    assert engine.decode(cluster.look(CONFIG)["data"]["connector.json"]).tenant_from == "Parameter"
 
 
 def test_the_lease_is_left_to_its_holder() -> None:

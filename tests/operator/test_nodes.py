@@ -166,6 +166,12 @@ def test_numbers_in_labels_are_compared_as_numbers() -> None:
             Reason.BLOCKS_NOT_WHOLE,
             "spec.disk.blockTokens: 96 is no multiple of the 64 tokens that one block of this engine has: set 128",
         ),
+        (
+            tier(engine={"tensorParallel": 3}, model={"config": {"num_hidden_layers": 2, "num_attention_heads": 32}}),
+            (),
+            Reason.HEADS_NOT_DIVISIBLE,
+            "spec.engine.tensorParallel: 3 does not divide the 32 attention heads of the model: set one of 1, 2",
+        ),
     ],
 )
 def test_what_cannot_be_decided_is_refused_with_the_remedy(

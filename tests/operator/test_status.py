@@ -250,6 +250,7 @@ PASSING = {Reason.OBJECT_NOT_OURS, Reason.CLAIM_MISSING}
         Reason.CLAIM_CANNOT_SHRINK,
         Reason.BLOCKS_NOT_WHOLE,
         Reason.LAYOUT_NOT_CANONICAL,
+        Reason.HEADS_NOT_DIVISIBLE,
         Reason.NODES_UNKNOWN,
         Reason.NO_NODE_MATCHES,
         Reason.DOES_NOT_FIT,

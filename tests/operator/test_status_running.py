@@ -295,6 +295,13 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
             "",
             id="an image that does not say",
         ),
+        *(
+            pytest.param(spec_view(replace(VIEW, outdated=()), **changes), "True", "Current", "", id=text)
+            for text, changes in {
+                "an image whose tags number releases of its own": {"engine": {"image": "corp/vllm:1.4.0"}},
+                "LMCache's image": {"engine": {"image": "lmcache/vllm-openai:v0.5.6"}},
+            }.items()
+        ),
         pytest.param(
             replace(with_engines(READY, updated=1), outdated=()),
             "Unknown",
@@ -312,6 +319,13 @@ def test_engines_are_up_to_date_or_the_message_has_the_command(
     assert found[:2] == (verdict, reason)
     assert words in found[2]
     assert told(view, "Ready")[0] == ("False" if reason == "EnginesReplaced" else "True")
+
+
+def test_the_vllm_of_another_connector_than_kvtiers_is_not_judged() -> None:
+    of_vllm = {"connector": {"type": "VLLMOffloading"}, "engine": {"image": "vllm/vllm-openai:v0.31.1"}}
+    reported = status.report(spec_view(replace(VIEW, outdated=()), **of_vllm), {}, now="2026-11-24T12:00:00Z")
+    (found,) = (each for each in reported["conditions"] if each["type"] == "UpToDate")
+    assert (found["status"], found["reason"]) == ("True", "Current")
 
 
 def test_a_message_counts_what_is_awaited_and_nothing_else() -> None:

@@ -57,6 +57,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         Reason.APPLY_FAILED,
         Reason.BLOCKS_NOT_WHOLE,
         Reason.LAYOUT_NOT_CANONICAL,
+        Reason.HEADS_NOT_DIVISIBLE,
     ),
     "Available": (Reason.SERVING, Reason.UNAVAILABLE, Reason.SCALED_TO_ZERO),
     "VolumeBound": (
@@ -197,6 +198,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.APPLY_FAILED: "Read the API server's words: a quota, a policy, or a missing right of the operator.",
     Reason.BLOCKS_NOT_WHOLE: "Set the number that the message gives, or leave `spec.disk.blockTokens` out.",
     Reason.LAYOUT_NOT_CANONICAL: "Set `spec.disk.canonicalLayout` to false; the message says what stands against it.",
+    Reason.HEADS_NOT_DIVISIBLE: "Set one of the numbers that the message gives.",
     Reason.CLAIM_PENDING: "`kubectl describe pvc` says why; see that the storage class exists and can be shared.",
     Reason.CLAIM_MISSING: "Create the claim; it is noticed at once.",
     Reason.CLAIM_TERMINATING: "Save what you need, then set `spec.replicas` to 0: no pod of the tier holds it then.",

@@ -68,6 +68,10 @@ class Reason(enum.Enum):
         "LayoutNotCanonical",
         "spec.disk.canonicalLayout is set, and vLLM does not certify it for this model and engine.",
     )
+    HEADS_NOT_DIVISIBLE = (
+        "HeadsNotDivisible",
+        "spec.engine.tensorParallel does not divide the attention heads of the model.",
+    )
     NO_NODE_MATCHES = "NoNodeMatches", "No node has the labels, devices and absence of taints that an engine needs."
     NODES_UNKNOWN = "NodesUnknown", "A share of a node was asked for, and the operator may not look at nodes."
     NOT_SCHEDULED = "NotScheduled", "An engine waits for a node."

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -346,6 +347,14 @@ def _keys(encryption: Encryption) -> Manifest:
     return {"name": "kvtier-keys", "secret": secret}
 
 
+def _release_of(image: str) -> str | None:
+    """Return the release of vLLM in an image; None for images whose tags number other releases."""
+    found = re.fullmatch(
+        r"(?:.*/)?(?:vllm/vllm-openai(?:-[a-z0-9]+)*|vllm-[a-z0-9]+-release-repo):([^@:/]*)(?:@.*)?", image
+    )
+    return None if found is None else vllm_release(found[1])
+
+
 def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
     """The pods are as this operator would make them, with a vLLM that the connector supports."""
     if view.spec is None or view.snapshot is None or view.outdated is None:
@@ -355,7 +364,7 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
     image = view.spec.engine.image
-    release = vllm_release(image.rsplit("/", 1)[-1].partition("@")[0].partition(":")[2])
+    release = _release_of(image) if view.spec.connector.is_ours else None
     if release is not None and release not in SUPPORTED_VLLM:
         return Problem(
             reason=Reason.VLLM_UNSUPPORTED,

@@ -107,10 +107,14 @@ def engines_fit(look: Look) -> Problem | None:
             "spec.engine.accelerator.perPod or spec.replicas",
         )
     memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
+    asked = [
+        f"{memory} of memory",
+        f"{quantity.parse_millis(engine.cpu) / 1000:g} CPUs",
+        *(f"{count} {resource}" for resource, count in engine.accelerator.of_plugin.items()),
+    ]
     return Problem(
         reason=Reason.DOES_NOT_FIT,
-        message=f"pod {short.name} needs {memory} of memory, {engine.cpu} CPUs and {engine.accelerator.per_pod} "
-        f"{engine.accelerator.resource}: {short.scheduling_message}; lower "
+        message=f"pod {short.name} needs {', '.join(asked[:-1])} and {asked[-1]}: {short.scheduling_message}; lower "
         "spec.cpu.size, spec.engine.memory or spec.replicas, or add a node",
     )
 

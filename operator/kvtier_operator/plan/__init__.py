@@ -21,7 +21,7 @@ from kvtier_operator.plan import canonical, chunks, digest, engine_args, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
-from kvtier_operator.plan.model_layout import KvUnknown
+from kvtier_operator.plan.model_layout import KvUnknown, attention_heads
 from kvtier_operator.plan.pin import Pin
 from kvtier_operator.plan.sizing import Sizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
@@ -182,7 +182,7 @@ def decide(
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
-    unusable = None if is_running else _refuse_block_tokens(spec) or canonical.refuse(spec)
+    unusable = None if is_running else _refuse_block_tokens(spec) or _refuse_ranks(spec) or canonical.refuse(spec)
     if unusable is not None:
         return unusable
     cpu = nodes.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
@@ -215,8 +215,6 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
             compression=spec.disk.compression,
             tenant_from=spec.disk.tenants.source,
-            tenant_quotas=spec.disk.tenants.quota_bytes,
-            default_quota_bytes=spec.disk.tenants.default_bytes,
             cost_aware=spec.disk.admission.cost_aware,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
@@ -305,4 +303,17 @@ def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
         reason=Reason.BLOCKS_NOT_WHOLE,
         message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
         f"engine has: set {rounded}, or leave it out",
+    )
+
+
+def _refuse_ranks(spec: TierSpec) -> Refusal | None:
+    """Refuse what vLLM would refuse at startup: each rank gets equally many attention heads."""
+    heads, ranks = attention_heads(decided.config_of(spec) or {}), spec.engine.tensor_parallel
+    if heads is None or heads % ranks == 0:
+        return None
+    fitting = ", ".join(str(count) for count in range(1, ranks + 1) if heads % count == 0)
+    return Refusal(
+        reason=Reason.HEADS_NOT_DIVISIBLE,
+        message=f"spec.engine.tensorParallel: {ranks} does not divide the {heads} attention heads of the model: set "
+        f"one of {fitting}",
     )

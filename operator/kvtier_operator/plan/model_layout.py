@@ -414,6 +414,14 @@ def _heads(config: Mapping[str, Any]) -> int:
     )
 
 
+def attention_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the attention heads of one layer; None where the config does not say."""
+    try:
+        return number(language_config(config), "num_attention_heads", "n_head", "n_heads")
+    except ConfigUnclear:
+        return None
+
+
 def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:
     """Return the numbers that one head keeps for one token, keys and values together."""
     head = config.get("head_dim") or config.get("hidden_size_per_head") or config.get("attention_head_dim")
