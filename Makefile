@@ -10,7 +10,7 @@ GUEST_NETFS ?= nfs nfs3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-all test-slow durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
+.PHONY: help venv demo docs dashboards test test-all test-slow test-localcluster durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,9 +29,13 @@ test: venv ## tests of up to a second: five minutes on two processors
 
 test-all: venv ## all other tests that need no GPU and no Docker, and those of the tier with vLLM 0.33: 25 minutes on two processors
 	$(MAKE) --jobs 2 --output-sync=line test-slow test-vllm VLLM=0.33.0
+	$(MAKE) test-localcluster
 
 test-slow: venv ## slow tests that need no GPU and no Docker: a part of test-all
 	$(RUN) $(EVERY) -m "slow and not gpu and not netfs" --numprocesses 4
+
+test-localcluster: venv ## the embedded cluster's own tests: after a change of e2e/localcluster, and a part of test-all
+	$(RUN) pytest e2e/localcluster/tests --dist loadfile --numprocesses 3
 
 durations: venv ## measure all tests, and record in tests/durations.json which of them are slow
 	rm -f tests/durations.json

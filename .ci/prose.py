@@ -21,6 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / ".ci" / "prose.json"
 FOLDERS = ("operator", "connector", "e2e", ".ci")
+NOT_READ = {"build", "tests"}
+"""Folders that are left out."""
+
 LONGEST = 30
 """Most words of a sentence."""
 
@@ -181,7 +184,7 @@ def files(root: Path, chosen: Sequence[str]) -> list[Path]:
     """Return the Python files of these files and folders, sorted, relative to the root."""
     paths = [root / each for each in chosen]
     found = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    return sorted(path.relative_to(root) for path in found if "build" not in path.relative_to(root).parts)
+    return sorted(path.relative_to(root) for path in found if NOT_READ.isdisjoint(path.relative_to(root).parts))
 
 
 def worse(counts: Mapping[str, int], record: Mapping[str, int]) -> list[str]:

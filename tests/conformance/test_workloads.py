@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What controllers do with Deployments, ReplicaSets, Jobs and disruption budgets, watched through kubectl."""
+"""What controllers do with Deployments, ReplicaSets, Jobs and Services, watched through kubectl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from objects import Http, Json, Kubectl, Until, deployment, pod
 from targets import Target
 
 Rollout = Callable[[Json], None]
-Budgeting = Callable[..., Json]
 
 MERGE = "application/merge-patch+json"
 
@@ -111,103 +110,6 @@ def test_a_pod_whose_labels_match_no_more_is_released_and_replaced(
     kubectl("label", "pod", name, "app-")
     until(lambda: controller(http("GET", f"{core}/pods/{name}")[1]) is None)
     until(lambda: len(names(http, f"{core}/pods")) == 2)
-
-
-def budget(name: str = "b", **spec: Any) -> Json:
-    manifest = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": name}}
-    return {**manifest, "spec": {"selector": {"matchLabels": {"app": "web"}}, **spec}}
-
-
-@pytest.fixture
-def budgets(namespace: str, target: Target) -> str:
-    return f"/apis/policy/{'v1' if target.minor >= 21 else 'v1beta1'}/namespaces/{namespace}/poddisruptionbudgets"
-
-
-def evict(http: Http, core: str, target: Target, name: str) -> tuple[int, Json]:
-    version = "policy/v1" if target.minor >= 22 else "policy/v1beta1"
-    body = {"apiVersion": version, "kind": "Eviction", "metadata": {"name": name}}
-    return http("POST", f"{core}/pods/{name}/eviction", body)
-
-
-@pytest.fixture
-def with_budget(http: Http, budgets: str, until: Until) -> Budgeting:
-    def make(*, healthy: int, **spec: Any) -> Any:
-        manifest = budget(**spec)
-        manifest["apiVersion"] = budgets.split("/namespaces", maxsplit=1)[0].removeprefix("/apis/")
-        code, made = http("POST", budgets, manifest)
-        assert code == 201, made
-        return until(
-            lambda: (
-                (found := http("GET", f"{budgets}/b")[1].get("status") or {}).get("observedGeneration")
-                and found["currentHealthy"] == healthy
-                and found
-            )
-        )
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("spec", "desired", "allowed"),
-    [
-        ({"minAvailable": 3}, 3, 1),
-        ({"minAvailable": "50%"}, 2, 2),
-        ({"minAvailable": "60%"}, 3, 1),
-        ({"maxUnavailable": 1}, 3, 1),
-        ({"maxUnavailable": "30%"}, 2, 2),
-        ({"minAvailable": 9}, 9, 0),
-    ],
-)
-def test_a_budget_says_how_many_pods_may_go(
-    rolled_out: Rollout, with_budget: Budgeting, spec: Json, desired: int, allowed: int
-) -> None:
-    rolled_out(deployment(replicas=4))
-    status = with_budget(healthy=4, **spec)
-    assert status["expectedPods"] == status["currentHealthy"] == 4
-    assert (status["desiredHealthy"], status["disruptionsAllowed"]) == (desired, allowed)
-
-
-def test_an_eviction_beyond_the_budget_is_refused(
-    rolled_out: Rollout, with_budget: Budgeting, http: Http, core: str, target: Target
-) -> None:
-    rolled_out(deployment(replicas=2))
-    with_budget(healthy=2, minAvailable=2)
-    (name, _) = names(http, f"{core}/pods")
-    code, refused = evict(http, core, target, name)
-    assert (code, refused["reason"]) == (429, "TooManyRequests")
-    assert "violate the pod's disruption budget" in refused["message"]
-    assert refused["details"]["causes"][0]["reason"] == "DisruptionBudget"
-    assert "deletionTimestamp" not in http("GET", f"{core}/pods/{name}")[1]["metadata"]
-
-
-def test_two_evictions_at_once_do_not_share_the_last_place(
-    with_budget: Budgeting, http: Http, core: str, target: Target
-) -> None:
-    # Pods of nobody: one that is replaced in time would make room for another eviction.
-    for name in "abc":
-        http("POST", f"{core}/pods", pod(name, labels={"app": "web"}))
-    with_budget(healthy=3, minAvailable=2)
-    codes = [evict(http, core, target, name)[0] for name in sorted(names(http, f"{core}/pods"))]
-    assert codes.count(201) == 1
-    assert codes.count(429) == 2
-
-
-def test_draining_a_node_keeps_to_the_budget(
-    rolled_out: Rollout, with_budget: Budgeting, http: Http, core: str, kubectl: Kubectl, until: Until
-) -> None:
-    rolled_out(deployment(replicas=4))
-    with_budget(healthy=4, maxUnavailable=1)
-    node = http("GET", "/api/v1/nodes")[1]["items"][0]["metadata"]["name"]
-    try:
-        arguments = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=10s")
-        selection = "--pod-selector=app=web"
-        refused = kubectl.fails("drain", node, selection, *arguments)
-        assert "violate the pod's disruption budget" in refused
-        pods = http("GET", f"{core}/pods")[1]["items"]
-        assert sum(item["spec"].get("nodeName") == node for item in pods) == 3
-    finally:
-        kubectl("uncordon", node)
-    until(lambda: all(item["spec"].get("nodeName") for item in http("GET", f"{core}/pods")[1]["items"]))
 
 
 def test_a_cordoned_node_takes_no_new_pods(http: Http, core: str, kubectl: Kubectl, until: Until) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from waiting import until
 
 from kvtier_demo import __main__ as demo
 from kvtier_demo.preflight import CannotStart, check_machine, sole_use
@@ -17,7 +18,6 @@ from kvtier_demo.progress import Progress
 from kvtier_demo.stack import place_model, running_stack
 from kvtier_localcluster.cluster import is_running
 from kvtier_localcluster.datadir import DataDirectory
-from kvtier_localcluster.testing import until
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED_AND_WAITING = """

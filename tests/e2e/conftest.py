@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from kvtier_localcluster.testing import Bench
+from pods import Bench
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pods import Bench, fetch
+from waiting import until
 
 import kvtier_connector
 from kvtier_localcluster import kinds
@@ -21,11 +23,9 @@ from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_
 from kvtier_localcluster.kinds import Kind
 from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings
-from kvtier_localcluster.testing import Bench, fetch, until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIER = Kind("kvtier.dev/v1alpha1", "KVCacheTier", "kvcachetiers")
-SECONDS = 120.0
 
 INSTALL = """
 import shutil, sys
@@ -143,7 +143,7 @@ class Tier:
             is_met = condition.get("status") == status and condition.get("observedGeneration") == generation
             return condition if is_met and reason in {"", condition["reason"]} else None
 
-        return until(found, SECONDS)
+        return until(found)
 
     def pods(self, component: str = "engine") -> list[dict[str, Any]]:
         wanted = {"kvtier.dev/tier": self.name, "app.kubernetes.io/component": component}
@@ -158,7 +158,7 @@ class Tier:
                     return fetch(f"http://{pod['status']['podIP']}:8000/{request}")
             return None
 
-        found: dict[str, Any] = json.loads(str(until(answer, SECONDS)))
+        found: dict[str, Any] = json.loads(str(until(answer)))
         return found
 
     def disk(self) -> dict[str, Any]:

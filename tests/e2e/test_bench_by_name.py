@@ -11,9 +11,9 @@ from typing import Any
 import ci_tools
 import pytest
 from light_cluster import TIER, Tier
+from pods import Bench, fetch
 
 from kvtier_cli.app import main
-from kvtier_localcluster.testing import Bench, fetch
 
 LIGHT = {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"}
 RESTART = (

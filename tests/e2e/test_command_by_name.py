@@ -13,10 +13,11 @@ from typing import Any
 
 import ci_tools
 import pytest
-from light_cluster import SECONDS, TIER, Tier
+from light_cluster import TIER, Tier
+from pods import Bench
+from waiting import until
 
 from kvtier_cli.app import main
-from kvtier_localcluster.testing import Bench, until
 
 BLOCKS = 5
 SECRET = "hunter2-is-secret"
@@ -68,7 +69,7 @@ def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, capsys: py
     assert not typed.ask("load/doomed")["is_hit"]
     # An engine learns what went when it looks at the volume again.
     for number in range(BLOCKS):
-        until(lambda number=number: "Stored" in typed.ask(f"store/{number}")["outcome"], SECONDS)
+        until(lambda number=number: "Stored" in typed.ask(f"store/{number}")["outcome"])
 
 
 def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tier) -> None:
@@ -123,7 +124,7 @@ def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, capsys: p
     for word in ("Ready=True", "CONDITIONS", "VolumeBound", "ENGINES  1 of 1 ready", "SIZES AND USE", "HITS", "NEXT"):
         assert word in page
     # A busy machine may keep a pod from answering once, and it is then said which one.
-    usage = until(lambda: (found := answer(capsys, "status", "typed"))["silent"] == [] and found["usage"], SECONDS)
+    usage = until(lambda: (found := answer(capsys, "status", "typed"))["silent"] == [] and found["usage"])
     assert usage["tier"] == "default/typed"
     assert main(["status", "-A"]) in {0, 1}
     assert "default/typed" in capsys.readouterr().out
@@ -147,13 +148,13 @@ def test_the_operator_is_told_to_pause_change_the_mode_and_restart(
     assert answer(capsys, "pause", "typed", "--off")["paused"] is False
     typed.reaches("Paused", "False")
     assert answer(capsys, "mode", "typed", "ReadOnly")["mode"] == "ReadOnly"
-    until(lambda: typed.ask("state")["mode"] == "ReadOnly", SECONDS)
+    until(lambda: typed.ask("state")["mode"] == "ReadOnly")
     assert answer(capsys, "mode", "typed", "ReadWrite")["mode"] == "ReadWrite"
     before = {pod["metadata"]["name"] for pod in typed.pods()}
     assert set(answer(capsys, "restart", "typed")["engines"]) == before
     assert {pod["metadata"]["name"] for pod in typed.pods()} == before
     assert answer(capsys, "restart", "typed", "--yes")["dryRun"] is False
-    until(lambda: not before & {pod["metadata"]["name"] for pod in typed.pods()}, SECONDS)
+    until(lambda: not before & {pod["metadata"]["name"] for pod in typed.pods()})
     typed.reaches("Ready", "True")
 
 

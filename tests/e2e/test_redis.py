@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from light_cluster import Tier
+from pods import Bench
 
 from kvtier_localcluster import kinds
-from kvtier_localcluster.testing import Bench
 
 
 @pytest.mark.live

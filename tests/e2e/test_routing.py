@@ -13,10 +13,11 @@ from http.client import HTTPException
 from typing import Any
 
 import pytest
-from light_cluster import SECONDS, Tier
+from light_cluster import Tier
+from pods import Bench
+from waiting import until
 
 from kvtier_localcluster import kinds
-from kvtier_localcluster.testing import Bench, until
 
 SESSIONS = [f"session-{number}" for number in range(24)]
 
@@ -51,7 +52,7 @@ def engines(tier: Tier) -> set[str]:
 @pytest.mark.live
 @pytest.mark.timeout(180)
 def test_the_router_finds_the_engines_and_keeps_a_session_with_one(routed: Tier) -> None:
-    until(lambda: len(engines(routed)) == 2, SECONDS)
+    until(lambda: len(engines(routed)) == 2)
     first = [ask(routed, session) for session in SESSIONS]
     assert [ask(routed, session) for session in SESSIONS] == first
     assert routed.status()["routing"]["service"] == "routed-router.default.svc:8000"
@@ -60,7 +61,7 @@ def test_the_router_finds_the_engines_and_keeps_a_session_with_one(routed: Tier)
 @pytest.mark.live
 @pytest.mark.timeout(180)
 def test_an_engine_that_dies_costs_no_request_that_comes_after(routed: Tier) -> None:
-    until(lambda: len(engines(routed)) == 2, SECONDS)
+    until(lambda: len(engines(routed)) == 2)
     dies = ask(routed, SESSIONS[0])
     failures: list[str] = []
     answered: list[str] = []
@@ -78,17 +79,17 @@ def test_an_engine_that_dies_costs_no_request_that_comes_after(routed: Tier) -> 
     for thread in threads:
         thread.start()
     try:
-        until(lambda: len(answered) > 40, SECONDS)
+        until(lambda: len(answered) > 40)
         os.kill(int(dies.removeprefix("cmpl-")), signal.SIGKILL)
         before = len(answered)
-        until(lambda: len(answered) > before + 400, SECONDS)
+        until(lambda: len(answered) > before + 400)
     finally:
         is_over.set()
         for thread in threads:
             thread.join()
     # What was being answered then may be lost: one request of each client.
     assert len(failures) <= len(threads), failures
-    until(lambda: dies not in engines(routed) and len(engines(routed)) == 2, SECONDS)
+    until(lambda: dies not in engines(routed) and len(engines(routed)) == 2)
 
 
 @pytest.mark.live
@@ -101,5 +102,5 @@ def test_a_router_whose_flags_are_wrong_is_told_with_its_last_words(bench: Bench
     tier.reaches("Available", "True")
     tier.patch(routing={"type": "ClientIP", "router": None})
     tier.reaches("RoutingReady", "True", "RoutedByClient")
-    until(lambda: bench.get(kinds.DEPLOYMENT, "misrouted-router") is None, SECONDS)
+    until(lambda: bench.get(kinds.DEPLOYMENT, "misrouted-router") is None)
     tier.patch(replicas=0)

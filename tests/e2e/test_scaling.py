@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import ci_tools
 import pytest
-from light_cluster import SECONDS, Tier
+from light_cluster import Tier
+from pods import Bench
+from waiting import until
 
 from kvtier_localcluster import kinds
-from kvtier_localcluster.testing import Bench, until
 
 KUBECTL = ci_tools.load("helm").binary("kubectl")
 
@@ -37,8 +38,8 @@ def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled:
     scaled.ask("store/prompt")
     scale(scaled, 0)
     assert scaled.reaches("Available", "False", "ScaledToZero")["message"] == "spec.replicas is 0: no engine serves"
-    until(lambda: scaled.pods() == [], SECONDS)
-    until(lambda: (scaled.status()["replicas"], scaled.status()["readyReplicas"]) == (0, 0), SECONDS)
+    until(lambda: scaled.pods() == [])
+    until(lambda: (scaled.status()["replicas"], scaled.status()["readyReplicas"]) == (0, 0))
     # Nothing is wrong with it, so nothing may wake anybody.
     assert scaled.condition("Stalled")["status"] == "False"
     assert scaled.condition("JanitorHealthy")["status"] != "False"
@@ -46,4 +47,4 @@ def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled:
     scale(scaled, 1)
     scaled.reaches("Available", "True", "Serving")
     assert scaled.ask("load/prompt")["is_hit"] is True
-    until(lambda: scaled.status()["readyReplicas"] == 1, SECONDS)
+    until(lambda: scaled.status()["readyReplicas"] == 1)

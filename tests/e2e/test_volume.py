@@ -7,11 +7,12 @@ import base64
 from typing import Any
 
 import pytest
-from light_cluster import SECONDS, TIER, Tier
+from light_cluster import TIER, Tier
+from pods import Bench
+from waiting import until
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.kinds import Kind
-from kvtier_localcluster.testing import Bench, until
 
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
@@ -46,10 +47,10 @@ def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Ti
     tier.patch(hash={"seed": "7"})
     tier.reaches("Ready", "True")
     current = tier.status()["generation"]["current"]
-    until(lambda: tier.ask("state")["root"].endswith(current), SECONDS)
+    until(lambda: tier.ask("state")["root"].endswith(current))
     assert not tier.ask("load/0")["is_hit"]
     assert "Stored" in tier.ask("store/1")["outcome"]
-    until(lambda: [each["blocks"] for each in tier.status().get("generations", ())] == [1, 1], SECONDS)
+    until(lambda: [each["blocks"] for each in tier.status().get("generations", ())] == [1, 1])
     found = [(each["digest"], each["role"]) for each in tier.status()["generations"]]
     assert found == [(current, "Current"), (old, "Previous")]
 
@@ -57,7 +58,7 @@ def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Ti
     tier.patch(engine={"env": [{"name": "STAND_IN", "value": "another"}]})
     assert "another engine.stand_in" in tier.reaches("DiskHealthy", "False", "Stranger")["message"]
     # The one before serves until that one does.
-    until(lambda: tier.ask("store/2")["outcome"] == "refused", SECONDS)
+    until(lambda: tier.ask("store/2")["outcome"] == "refused")
 
 
 @pytest.mark.timeout(300)
@@ -75,7 +76,7 @@ def test_an_engine_gets_no_requests_before_it_can_serve_with_its_volume(bench: B
     assert tier.ask("state")["mode"] == "ReadWrite"
     pod = tier.pods()[0]["metadata"]["name"]
     words = "Startup probe failed: 1 of 1 disk tiers wait for the volume: default/patient: the volume has not answered"
-    until(lambda: any(words in message for _, message in bench.events(pod)), SECONDS)
+    until(lambda: any(words in message for _, message in bench.events(pod)))
     status = tier.pods()[0]["status"]["containerStatuses"][0]
     assert (status["started"], status["ready"], status["restartCount"]) == (False, False, 0)
 
@@ -89,7 +90,7 @@ def test_an_engine_gets_no_requests_before_it_can_serve_with_its_volume(bench: B
 def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
     tier = tiers["llama"]
     process = tier.ask("state")["pid"]
-    until(lambda: tier.disk().get("usedBytes", 0) >= 2 << 20, SECONDS)
+    until(lambda: tier.disk().get("usedBytes", 0) >= 2 << 20)
     assert (tier.disk()["capacityBytes"], tier.disk()["blocks"]) == (1 << 30, 2)
     tier.reaches("DiskWithinBudget", "True", "WithinBudget")
     tier.reaches("DiskHealthy", "True", "Healthy")
@@ -100,24 +101,24 @@ def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers
     assert held["spec"]["holderIdentity"]
 
     tier.patch(disk={"mode": "ReadOnly"})
-    until(lambda: tier.ask("state")["mode"] == "ReadOnly", SECONDS)
+    until(lambda: tier.ask("state")["mode"] == "ReadOnly")
     assert tier.ask("store/new")["outcome"] == "refused"
     assert tier.ask("load/0")["is_hit"]
     tier.patch(disk={"mode": "ReadWrite", "budget": {"maxBytes": "2Gi"}})
-    until(lambda: tier.disk().get("capacityBytes") == 2 << 30, SECONDS)
-    until(lambda: tier.ask("state")["mode"] == "ReadWrite", SECONDS)
+    until(lambda: tier.disk().get("capacityBytes") == 2 << 30)
+    until(lambda: tier.ask("state")["mode"] == "ReadWrite")
     assert tier.ask("state")["pid"] == process
 
     bench.delete(TIER, "llama")
-    until(lambda: not [pod for part in ("engine", "janitor") for pod in tier.pods(part)], SECONDS)
-    until(lambda: bench.get(LEASE, "llama-janitor") is None, SECONDS)
+    until(lambda: not [pod for part in ("engine", "janitor") for pod in tier.pods(part)])
+    until(lambda: bench.get(LEASE, "llama-janitor") is None)
 
 
 @pytest.mark.timeout(300)
 def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
     tier = tiers["private"]
     tier.reaches("EnginesReady", "False")
-    status = until(lambda: next((pod["status"].get("containerStatuses") for pod in tier.pods()), None), SECONDS)
+    status = until(lambda: next((pod["status"].get("containerStatuses") for pod in tier.pods()), None))
     assert not status[0]["ready"]
     bench.create(kinds.SECRET, secret(first=1))
     tier.reaches("Ready", "True")
@@ -126,11 +127,11 @@ def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dic
 
     bench.patch(kinds.SECRET, "kv-keys", {"data": secret(second=2)["data"]})
     tier.patch(disk={"encryption": {"activeKey": "second"}})
-    until(lambda: tier.ask("state")["key"] == "second", SECONDS)
+    until(lambda: tier.ask("state")["key"] == "second")
     assert "Stored" in tier.ask("store/b")["outcome"]
     assert tier.ask("load/a")["is_hit"]
     bench.patch(kinds.SECRET, "kv-keys", {"data": {"first": None}})
-    until(lambda: not tier.ask("load/a")["is_hit"], SECONDS)
+    until(lambda: not tier.ask("load/a")["is_hit"])
     assert tier.ask("load/b")["is_hit"]
 
     tier.patch(disk={"encryption": {"activeKey": "third"}})
@@ -143,7 +144,7 @@ def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dic
 @pytest.mark.timeout(300)
 def test_a_budget_is_kept_and_what_goes_is_a_miss(tiers: dict[str, Tier]) -> None:
     tier = tiers["small"]
-    until(lambda: 0 < tier.disk().get("usedBytes", 0) < 8 << 20, SECONDS)
+    until(lambda: 0 < tier.disk().get("usedBytes", 0) < 8 << 20)
     tier.reaches("DiskWithinBudget", "True")
     assert not tier.ask("load/0")["is_hit"]
     assert tier.ask("load/12")["is_hit"]

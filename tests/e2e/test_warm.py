@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from light_cluster import SECONDS, TIER, Tier
+from light_cluster import TIER, Tier
+from pods import Bench
+from waiting import until
 
 from kvtier_cli.app import main
-from kvtier_localcluster.testing import Bench, until
 
 CHUNKS = 3
 SECRET_WORDS = "the-words-of-a-prompt"
@@ -48,7 +49,7 @@ def test_every_block_of_every_prompt_comes_to_the_volume(
     found = json.loads(capsys.readouterr().out)
     assert (found["prompts"], found["answered"], found["failed"]) == (7, 7, 0)
     blocks = bench.cluster.cluster.data.root / "pvc/default/cold-blocks"
-    until(lambda: len(list(blocks.rglob("*.kvb"))) >= CHUNKS * len(PROMPTS), SECONDS)
+    until(lambda: len(list(blocks.rglob("*.kvb"))) >= CHUNKS * len(PROMPTS))
     # What a pod has logged outlives it, and has none of what it was asked.
     logs = [path.read_text() for path in (bench.cluster.cluster.data.root / "logs/default").rglob("*.log")]
     assert logs

@@ -14,10 +14,10 @@ import pytest
 from asking_pods import on_loop
 from chart import render
 from fake_cluster import FakeCluster
+from granted import Rbac
 from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_localcluster.apiserver.authorization import Rbac
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterUnavailable

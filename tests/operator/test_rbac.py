@@ -21,12 +21,12 @@ from aiohttp.test_utils import make_mocked_request
 from chart import NAMESPACE as SYSTEM
 from chart import render
 from definition import tier_definition
+from granted import Grant, Rbac, aggregated, grants_of
 from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers
 from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
-from kvtier_localcluster.apiserver.authorization import Grant, Rbac, aggregated, grants_of
 from kvtier_localcluster.apiserver.registry import writes
 from kvtier_operator import names
 

@@ -28,7 +28,6 @@ from kvtier_localcluster.apiserver.server import ApiServer
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.claims import ClaimController
 from kvtier_localcluster.controllers.deployments import DeploymentController
-from kvtier_localcluster.controllers.disruptions import DisruptionController
 from kvtier_localcluster.controllers.endpoints import EndpointsController
 from kvtier_localcluster.controllers.jobs import JobController
 from kvtier_localcluster.controllers.loop import Controller
@@ -205,7 +204,6 @@ class LocalCluster:
             ClaimController(client, informers, self._data),
             EndpointsController(client, informers),
             ServiceProxy(client, informers),
-            DisruptionController(client, informers),
             RoleController(client, informers),
         ]
         recorder = EventRecorder(client, "kubelet")

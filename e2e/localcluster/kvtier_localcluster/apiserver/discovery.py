@@ -269,9 +269,7 @@ def _entries(resource: Resource) -> list[Json]:
         scale = {"group": "autoscaling", "version": "v1", "kind": "Scale", "verbs": _SUBRESOURCE_VERBS}
         entries.append({"name": f"{resource.plural}/scale", **scale, **below})
     if resource.kind == "Pod" and not resource.is_custom:
-        eviction = {"group": "policy", "version": "v1", "kind": "Eviction", "verbs": ["create"]}
         entries += [
-            {"name": "pods/eviction", **eviction, **below},
             {"name": "pods/log", "kind": "Pod", "verbs": ["get"], **below},
             {"name": "pods/exec", "kind": "PodExecOptions", "verbs": ["create", "get"], **below},
             {"name": "pods/portforward", "kind": "PodPortForwardOptions", "verbs": ["create", "get"], **below},

@@ -15,7 +15,7 @@ from aiohttp import web
 from kvtier_localcluster.apiserver import discovery, protobuf, reading, streams, tables
 from kvtier_localcluster.apiserver import discovery as openapi
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
-from kvtier_localcluster.apiserver.registry import subresources
+from kvtier_localcluster.apiserver.registry import scale
 from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
@@ -222,8 +222,8 @@ async def _answer_resource(call: _Call) -> Answer:
         raise unknown_path()
     if call.request.method == "GET":
         return await _get(call)
-    if call.request.method == "POST" and subresource in ("eviction", "binding") and call.resource.plural == "pods":
-        return await (_evict(call) if subresource == "eviction" else _bind(call))
+    if call.request.method == "POST" and subresource == "binding" and call.resource.plural == "pods":
+        return await _bind(call)
     if subresource not in _WRITABLE_SUBRESOURCES:
         raise ApiError(404, "NotFound", f"the subresource {subresource} is not emulated")
     return await _write(call, await _read_body(call.request))
@@ -271,7 +271,7 @@ async def _get(call: _Call) -> Answer:
     if target.subresource == "exec" and resource.plural == "pods":
         return await streams.execute(call.request, found, api.pod_exec)
     if target.subresource == "scale":
-        return subresources.scale_view(resource, found), 200
+        return scale.view(resource, found), 200
     if target.subresource not in (None, "status"):
         raise ApiError(404, "NotFound", f"the subresource {target.subresource} is not emulated")
     shown = resource.view(found)
@@ -309,9 +309,9 @@ async def _patch(call: _Call, body: Any) -> Answer:
 async def _write_scale(call: _Call, body: Any) -> Answer:
     if not isinstance(body, dict):
         raise ApiError(415, "UnsupportedMediaType", "a scale takes objects and merge patches")
-    patch = Patch(media_type=MERGE, body=subresources.scale_patch(call.resource, body))
+    patch = Patch(media_type=MERGE, body=scale.patch_for(call.resource, body))
     scaled, _ = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
-    return subresources.scale_view(call.resource, scaled), 200
+    return scale.view(call.resource, scaled), 200
 
 
 async def _delete(call: _Call, body: Any) -> Answer:
@@ -324,14 +324,6 @@ async def _delete(call: _Call, body: Any) -> Answer:
         if selection.matches(manifest):
             await api.deleter.delete(call.resource, object_key(manifest), options=options)
     return _STATUS_SUCCESS, 200
-
-
-async def _evict(call: _Call) -> Answer:
-    body = await _read_body(call.request)
-    options = DeleteOptions.parse(body.get("deleteOptions") or {}, call.request.query)
-    subresources.take_place(call.api.storage, call.found(), is_dry_run=options.is_dry_run)
-    await call.api.deleter.delete(call.resource, call.key, options=options)
-    return _STATUS_SUCCESS, 201
 
 
 async def _bind(call: _Call) -> Answer:

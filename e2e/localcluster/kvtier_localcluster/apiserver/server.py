@@ -75,7 +75,7 @@ def initial_objects() -> Iterator[Json]:
     writes = [_rule(group, resources, _WRITE) for group, resources in _OF_PEOPLE.items()]
     more = [
         _rule("", ["secrets"], _READ + _WRITE),
-        _rule("", ["pods/eviction", "pods/exec", "pods/portforward"], ["create", "get"]),
+        _rule("", ["pods/exec", "pods/portforward"], ["create", "get"]),
     ]
     yield _role("cluster-admin", rules=everything)
     yield _aggregated("admin")

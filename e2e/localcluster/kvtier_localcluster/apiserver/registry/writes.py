@@ -51,8 +51,8 @@ _STATUS: Final[dict[str, Json]] = {
         "numberMisscheduled": 0,
         "numberReady": 0,
     },
-    "PodDisruptionBudget": {"currentHealthy": 0, "desiredHealthy": 0, "disruptionsAllowed": 0, "expectedPods": 0},
     "HorizontalPodAutoscaler": {"currentMetrics": [], "desiredReplicas": 0},
+    "PodDisruptionBudget": {"currentHealthy": 0, "desiredHealthy": 0, "disruptionsAllowed": 0, "expectedPods": 0},
 }
 _WITH_GENERATION: Final = (
     "apps",

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,29 +46,6 @@ def until() -> Callable[[Callable[[], Any]], Any]:
     """`until(condition)` waits until the condition is true and returns its value."""
 
     return functools.partial(waiting.until, seconds=DEADLINE_SECONDS)
-
-
-@pytest.fixture
-def kubectl(api: ApiServerThread, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`kubectl(*arguments, stdin=None)` runs kubectl against the server; the test is skipped where there is none."""
-    program = shutil.which("kubectl")
-    if program is None:
-        pytest.skip("kubectl is not installed")
-    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig")
-    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "HOME": str(tmp_path)}
-
-    def run(*arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [program, *arguments],
-            env=environment,
-            input=None if stdin is None else json.dumps(stdin),
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-
-    return run
 
 
 @pytest.fixture

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import builtins
 import json
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.cluster import ClusterThread
 from kvtier_localcluster.kinds import Json, Kind
-
-Result = TypeVar("Result")
 
 NAMESPACE = Kind("v1", "Namespace", "namespaces", is_namespaced=False)
 
@@ -66,23 +62,10 @@ def claim(name: str, **fields: Any) -> Json:
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
-def until(question: Callable[[], Result], seconds: float = 120) -> Result:
-    """Return the first answer that is true, asking until a deadline, and less often what takes long to answer."""
-    asked = time.monotonic()
-    deadline = asked + seconds
-    while not (answer := question()):
-        answered = time.monotonic()
-        if answered > deadline:
-            raise AssertionError(f"still {answer!r} after {seconds:g} s")
-        time.sleep(max(0.03, min(4 * (answered - asked), 0.15)))
-        asked = time.monotonic()
-    return answer
-
-
 def fetch(url: str) -> str | None:
     """Return what an address answers, or None."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - tests ask http addresses of pods only
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as problem:
         problem.close()

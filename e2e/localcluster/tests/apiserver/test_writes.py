@@ -15,7 +15,6 @@ Http = Callable[..., tuple[int, Any]]
 Make = Callable[..., dict[str, Any]]
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
-JSON_PATCH = "application/json-patch+json"
 DEFAULT = "/api/v1/namespaces/default"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 
@@ -47,17 +46,6 @@ def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=MERGE)[0] == 409
 
 
-def test_a_json_patch_tests_the_version(http: Http) -> None:
-    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
-    version = first["metadata"]["resourceVersion"]
-    change = [
-        {"op": "test", "path": "/metadata/resourceVersion", "value": version},
-        {"op": "replace", "path": "/data/a", "value": "2"},
-    ]
-    assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 200
-    assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=JSON_PATCH)[0] == 422
-
-
 @pytest.mark.parametrize("plural", ["pods", "persistentvolumeclaims", "nodes", "deployments", "replicasets"])
 def test_controllers_can_write_the_status_of_what_they_run(
     http: Http, pod: Make, deployment: Make, plural: str
@@ -78,14 +66,6 @@ def test_controllers_can_write_the_status_of_what_they_run(
     code, shown = http("PATCH", one, {"status": status}, media_type=STRATEGIC)
     assert code == 200
     assert status.items() <= shown["status"].items()
-
-
-def test_a_status_patch_merges_conditions_by_type(http: Http, pod: Make) -> None:
-    http("POST", f"{DEFAULT}/pods", pod())
-    for kind in ("Initialized", "Ready", "Ready"):
-        change = {"status": {"conditions": [{"type": kind, "status": "True"}]}}
-        _, shown = http("PATCH", f"{DEFAULT}/pods/p/status", change, media_type=STRATEGIC)
-    assert [condition["type"] for condition in shown["status"]["conditions"]] == ["Initialized", "Ready"]
 
 
 def test_built_in_defaults_are_filled_in(http: Http, deployment: Make) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import ci_tools
 import pytest
-
-from kvtier_localcluster.testing import Bench, fetch, server, until
+from pods import Bench, fetch, server
+from waiting import until
 
 SIZE = 3_000_000
 

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
-import pytest
+from pods import Bench, claim, fetch, script, server
+from waiting import until
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.kinds import Json
-from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
 
 
 def condition(manifest: Json | None, kind: str) -> Json:
@@ -25,18 +22,6 @@ def is_rolled_out(bench: Bench, name: str, replicas: int) -> bool:
     status = found.get("status") or {}
     counts = [status.get(field, 0) for field in ("replicas", "updatedReplicas", "availableReplicas")]
     return status.get("observedGeneration") == found["metadata"]["generation"] and counts == [replicas] * 3
-
-
-def test_a_deployment_becomes_available_and_says_so(bench: Bench) -> None:
-    bench.deployment("web", server())
-    until(lambda: is_rolled_out(bench, "web", 2))
-    deployment = bench.get(kinds.DEPLOYMENT, "web")
-    assert condition(deployment, "Available")["status"] == "True"
-    assert condition(deployment, "Progressing")["reason"] == "NewReplicaSetAvailable"
-    pods = bench.list(kinds.POD)
-    assert len({pod["metadata"]["name"] for pod in pods}) == 2
-    assert {pod["metadata"]["ownerReferences"][0]["kind"] for pod in pods} == {"ReplicaSet"}
-    assert len({pod["status"]["podIP"] for pod in pods}) == 2
 
 
 def test_nothing_is_written_while_nothing_changes(bench: Bench) -> None:
@@ -195,22 +180,3 @@ def test_a_job_runs_to_completion_and_gives_up_after_its_limit(bench: Bench) -> 
     bad = bench.get(kinds.JOB, "bad")
     assert bad is not None
     assert bad["status"]["failed"] == 2
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kubectl_sees_a_rollout_through(bench: Bench) -> None:
-    def kubectl(*arguments: str) -> str:
-        command = ["kubectl", "--kubeconfig", str(bench.cluster.kubeconfig), "-n", bench.namespace, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    bench.deployment("web", server(), replicas=1)
-    assert "successfully rolled out" in kubectl("rollout", "status", "deploy/web", "--timeout=60s")
-    kubectl("wait", "--for=condition=Available", "deploy/web", "--timeout=60s")
-    kubectl("set", "env", "deploy/web", "COLOR=red")
-    kubectl("rollout", "status", "deploy/web", "--timeout=60s")
-    kubectl("rollout", "undo", "deploy/web")
-    kubectl("rollout", "status", "deploy/web", "--timeout=60s")
-    pod = next(pod for pod in bench.list(kinds.POD) if kinds.is_ready(pod) and not kinds.is_deleting(pod))
-    assert "COLOR" not in bench.environment(pod["metadata"]["name"])
-    assert "/healthz" in kubectl("logs", pod["metadata"]["name"])
-    assert "ScalingReplicaSet" in kubectl("describe", "deploy/web")

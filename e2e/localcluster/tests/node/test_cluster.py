@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pods import Bench, claim, fetch, script, server
+from waiting import until
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.__main__ import main
@@ -20,7 +22,6 @@ from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ClusterUnavailable
 from kvtier_localcluster.node.simulated import SIMULATE
-from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
 
 WRITER = """
 import os, subprocess, sys, time

@@ -8,8 +8,8 @@ import subprocess
 
 import ci_tools
 import pytest
-
-from kvtier_localcluster.testing import Bench, server, until
+from pods import Bench, server
+from waiting import until
 
 CLAIMED = {"volumeMounts": [{"name": "data", "mountPath": "/data"}], "env": [{"name": "GREETING", "value": "hello"}]}
 

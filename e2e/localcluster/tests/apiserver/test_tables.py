@@ -89,15 +89,6 @@ def test_a_pod_that_is_being_deleted_says_so(http: Http, pod: Make) -> None:
     assert cells["Status"] == "Terminating"
 
 
-def test_a_custom_resource_shows_the_columns_of_its_definition(http: Http, engines: str, engine: Make) -> None:
-    http("POST", engines, engine())
-    status = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-    http("PATCH", f"{engines}/a/status", status, media_type=MERGE)
-    [cells] = _cells(http("GET", engines, accept=TABLE)[1])
-    assert list(cells) == ["Name", "Model", "Ready", "Age"]
-    assert (cells["Name"], cells["Model"], cells["Ready"]) == ("a", "m", "True")
-
-
 def test_one_object_is_a_table_of_one_row(http: Http, engines: str, engine: Make) -> None:
     http("POST", engines, engine())
     _, table = http("GET", f"{engines}/a", accept=TABLE, includeObject="Object")

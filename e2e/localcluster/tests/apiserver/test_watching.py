@@ -50,16 +50,6 @@ def test_dropped_watches_end(api: ApiServerThread, watch: Watch) -> None:
     assert list(events) == []
 
 
-def test_bookmarks_tell_how_far_a_watch_has_come(api: ApiServerThread, watch: Watch) -> None:
-    events = watch(PATH, allowWatchBookmarks="true")
-    api.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "namespace": "default"}})
-    made = api.get("secrets", "default", "s")
-    assert made is not None
-    version = int(made["metadata"]["resourceVersion"])
-    bookmark = next(event for event in events if int(event["object"]["metadata"]["resourceVersion"]) >= version)
-    assert bookmark["type"] == "BOOKMARK"
-
-
 def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
     api: ApiServerThread, http: Http, watch: Watch
 ) -> None:
@@ -74,15 +64,6 @@ def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
     assert _seen(next(one)) == ("DELETED", "b")
     everywhere = watch("/api/v1/configmaps", timeoutSeconds="0.1")
     assert [event["object"]["metadata"]["namespace"] for event in everywhere] == ["kube-public"]
-
-
-def test_a_page_token_expires_and_a_damaged_one_is_refused(api: ApiServerThread, http: Http) -> None:
-    for name in "abc":
-        api.create(_config_map(name))
-    token = http("GET", PATH, limit="1")[1]["metadata"]["continue"]
-    api.compact()
-    assert http("GET", PATH, limit="1", **{"continue": token})[0] == 410
-    assert http("GET", PATH, **{"continue": "damaged"})[0] == 400
 
 
 def _stored(number: int) -> dict[str, Any]:

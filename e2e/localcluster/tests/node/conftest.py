@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from pods import NAMESPACE, Bench
 
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings, Restarts
-from kvtier_localcluster.testing import NAMESPACE, Bench
 
 IMAGES = [ImageProfile(prefix="ghcr.io/kvtier/", environment={"PYTHONPATH": "/opt/of-the-image"})]
 

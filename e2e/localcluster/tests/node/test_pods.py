@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pods import Bench, claim, fetch, script, server
+from waiting import until
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.node.processes import namespace_prefix
-from kvtier_localcluster.testing import Bench, claim, fetch, script, server, until
 
 ENOUGH_SECONDS = 6
 """For a hook and for a signal, each of which starts Python or finds it busy."""

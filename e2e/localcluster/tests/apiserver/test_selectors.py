@@ -3,42 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvtier_localcluster.apiserver import ApiError
+from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.store import selectors
 
-
-@pytest.mark.parametrize(
-    ("selector", "is_match"),
-    [
-        ("", True),
-        ("app=web", True),
-        ("app==web,tier=front", True),
-        ("app=other", False),
-        ("app!=web", False),
-        ("gone!=x", True),
-        ("app", True),
-        ("!app", False),
-        ("!gone", True),
-        ("app in (web, api),tier notin (back)", True),
-        ("app notin (web)", False),
-        ("app in (api)", False),
-        ("example.com/x=1", True),
-        ("empty=", True),
-    ],
-)
-def test_a_label_selector_matches_what_it_says(selector: str, *, is_match: bool) -> None:
-    labels = {"app": "web", "tier": "front", "example.com/x": "1", "empty": ""}
-    assert all(test(labels) for test in selectors.label_tests(selector)) is is_match
-
-
-def test_a_selector_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ApiError) as refused:
-        selectors.label_tests("a=b=c=d,(")
-    assert refused.value.code == 400
+Http = Callable[..., tuple[int, Any]]
+PATH = "/api/v1/namespaces/default/configmaps"
 
 
 @pytest.mark.parametrize(
@@ -72,3 +46,24 @@ def test_a_field_selector_matches_what_it_says(selector: str, *, is_match: bool)
 )
 def test_a_selector_object_matches_what_it_says(selector: dict[str, Any] | None, *, is_match: bool) -> None:
     assert selectors.labels_match(selector, {"a": "1"}) is is_match
+
+
+def test_a_label_finds_what_carries_it_now_and_nothing_else(api: ApiServerThread, http: Http) -> None:
+    def selected(selector: str) -> list[str]:
+        return [item["metadata"]["name"] for item in http("GET", PATH, labelSelector=selector)[1]["items"]]
+
+    def relabel(name: str, **labels: str | None) -> None:
+        http("PATCH", f"{PATH}/{name}", {"metadata": {"labels": labels}}, media_type="application/merge-patch+json")
+
+    for name, labels in {"c": {"a": "1"}, "b": {"a": "1", "x": "y"}, "d": {}}.items():
+        metadata = {"name": name, "namespace": "default", "labels": labels}
+        api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+    assert selected("a=1") == ["b", "c"]
+    assert selected("a == 1,x in (y,z)") == ["b"]
+    relabel("d", a="1")
+    relabel("b", a="2")
+    assert selected("a=1") == ["c", "d"]
+    relabel("c", a=None)
+    http("DELETE", f"{PATH}/d")
+    assert selected("a=1") == []
+    assert selected("a=2") == ["b"]
