@@ -55,7 +55,7 @@ def test_a_document_reads_back_as_it_was_written() -> None:
         ({"colour": "blue"}, "unknown field 'colour'"),
         ({"max_bytes": -1}, "max_bytes=-1 must be 0"),
         ({"root": "relative/0a1b"}, "root='relative/0a1b' must be an absolute path"),
-        ({"io_threads": 0}, "io_threads=0 must be between"),
+        ({"io_processes": 0}, "io_processes=0 must be between"),
     ],
 )
 def test_a_document_that_cannot_be_used_is_refused_by_field(change: dict[str, object], complaint: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines and a janitor on two mounts of a network file system, and everything killed now and then, its servers too.
 
-``make stress-netfs``. Four engines, two a mount, move blocks with real movers, two of them compressed. Engines, the
+``make stress-netfs``. Four engines, two a mount, move blocks with real workers, two of them compressed. Engines, the
 janitor and servers are ended with SIGKILL at random, and servers come back; half-way all servers stop for 30 s. What
 must hold: no row gets a byte that its block does not have; no engine ends by itself; at the end, with all servers back,
 every engine reads again, each block that an engine heard was stored and that is retained is there, no name is on two
@@ -30,9 +30,9 @@ from pathlib import Path
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.contract.janitor import JanitorConfig, encode
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Done, Lane, Task
-from kvtier_connector.io_workers.worker import MoversSettings
+from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store import fsck
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.header import HEADER_BYTES
@@ -85,7 +85,7 @@ class Engine:
     """Loads and stores chains for ever, as an engine's tier does. One thread, and one that tells and hears news."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Make a CPU tier of two chains, and movers."""
+        """Make a CPU tier of two chains, and workers."""
         self._settings = settings
         self._source = random.Random(settings.seed)
         self._fd = os.memfd_create("cpu-tier")
@@ -93,11 +93,10 @@ class Engine:
         self._memory = mmap.mmap(self._fd, CHAIN * ROW_BYTES)
         self._store = SharedStore(Path(settings.root), max_bytes=BUDGET_BLOCKS * BLOCK_BYTES)
         rows = memoryview(self._memory).cast("B", (CHAIN, ROW_BYTES))
-        self._movers = Movers(
-            MoversSettings(
+        self._workers = WorkerPool(
+            PoolSettings(
                 root=settings.root,
-                processes=2,
-                threads=1,
+                workers=2,
                 deadline_seconds=_DEADLINE_SECONDS,
                 retry_seconds=2.0,
                 compression=settings.compression,
@@ -114,7 +113,7 @@ class Engine:
     def run(self) -> None:
         """Work until it is killed."""
         threading.Thread(target=self._follow, daemon=True).start()
-        self._movers.start()
+        self._workers.start()
         while True:
             chain = int(self._source.paretovariate(0.6)) % CHAINS
             keys = [key(chain, position) for position in range(CHAIN)]
@@ -141,12 +140,12 @@ class Engine:
                     self._note("stored", keys[row])
 
     def _do(self, tasks: list[Task]) -> list[Done]:
-        """Have the movers do tasks; each ends once, whatever the volume does."""
+        """Have the workers do tasks; each ends once, whatever the volume does."""
         first, self._number = self._number, self._number + len(tasks)
-        self._movers.submit((first + index, task) for index, task in enumerate(tasks))
+        self._workers.submit((first + index, task) for index, task in enumerate(tasks))
         ended: dict[int, Done] = {}
         while len(ended) < len(tasks):
-            for done in self._movers.collect():
+            for done in self._workers.collect():
                 assert done.task not in ended, "a task ended twice"
                 ended[done.task] = done
             time.sleep(0.002)

@@ -27,9 +27,9 @@ from e2e.bench import journal, volumes
 from e2e.bench.report import store_report
 
 from kvtier_connector.io_workers.buffers import Region as Rows
-from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Lane, Task
-from kvtier_connector.io_workers.worker import MoversSettings
+from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
 from kvtier_connector.store.health import Breaker
@@ -186,33 +186,33 @@ class Kvtier(Contestant):
         assert isinstance(outcome, Stored), outcome
 
 
-class KvtierMovers(Kvtier):
+class KvtierWorkers(Kvtier):
     """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
 
     name = "kvtier movers"
     loads_from = Kvtier.name
-    _movers: Movers
+    _pool: WorkerPool
 
     def prepare(self, threads: int) -> None:
         """Start the processes and wait until all are ready."""
         region = self.region
         rows = region.view().cast("B", (region.blocks, region.block_bytes))
-        self._movers = Movers(
-            MoversSettings(root=str(self.directory / GENERATION), processes=threads, threads=1, deadline_seconds=60.0),
+        self._pool = WorkerPool(
+            PoolSettings(root=str(self.directory / GENERATION), workers=threads, deadline_seconds=60.0),
             store=SharedStore(self.directory / GENERATION),
             breaker=Breaker(),
             rows=rows,
             regions=[Rows(region.file, 0, region.blocks)],
         )
         rows.release()
-        self._movers.start()
-        dispatcher = self._movers._dispatcher  # noqa: SLF001 - an engine needs one of them; here all are measured
+        self._pool.start()
+        dispatcher = self._pool._dispatcher  # noqa: SLF001 - an engine needs one of them; here all are measured
         while not all(dispatcher._is_ready(number) for number in range(threads)):  # noqa: SLF001 - as above
             time.sleep(0.01)
 
     def close(self) -> None:
         """End the processes."""
-        self._movers.close(10.0)
+        self._pool.close(10.0)
 
     def load(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
         """Load each block."""
@@ -223,10 +223,10 @@ class KvtierMovers(Kvtier):
         self._run(Lane.STORE, Stored)
 
     def _run(self, lane: Lane, wanted: type[Hit | Stored]) -> None:
-        self._movers.submit(enumerate([Task(lane, (key,), row) for row, key in enumerate(self.keys)]))
+        self._pool.submit(enumerate([Task(lane, (key,), row) for row, key in enumerate(self.keys)]))
         left = len(self.keys)
         while left:
-            for done in self._movers.collect():
+            for done in self._pool.collect():
                 assert isinstance(done.outcome, wanted), done
                 left -= 1
             # An engine's steps take longer; it has a processor of its own, which the volume's programs lack here.
@@ -273,7 +273,7 @@ class FsJob(Contestant):
 CONTESTANTS: tuple[type[Contestant], ...] = (
     Plain,
     Kvtier,
-    KvtierMovers,
+    KvtierWorkers,
     FsJob,
 )
 

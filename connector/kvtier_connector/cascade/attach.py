@@ -18,12 +18,12 @@ from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, get_offload_grou
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.cascade.transfers import Parts, Transfers
 from kvtier_connector.cascade.volume import Volume
-from kvtier_connector.contract.engine import REPLACED_WEIGHTS, ConnectorConfig
+from kvtier_connector.contract.engine import MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.supervisor import FEWEST
 from kvtier_connector.io_workers.tasks import MOST_PROBED, Lane, Task
-from kvtier_connector.io_workers.worker import MoversSettings
+from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.health import Direction, State
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, BlockKey, Home
@@ -116,7 +116,7 @@ class Attachment:
         self.volume = Volume(config, self._fs, generation=self._generation)
         self.store = self.volume.store
         rows = self._parts.rows
-        self.movers = Movers(
+        self.movers = WorkerPool(
             _movers_settings(config),
             store=self.store,
             breaker=self._parts.breaker,
@@ -182,7 +182,7 @@ class Attachment:
         """Set the metrics that change without an event; `waiting` requests wait for room in the CPU tier."""
         stats, volume, transfers, movers = self._parts.stats, self.volume, self.transfers, self.movers
         breaker, admission, row_bytes = self._parts.breaker, self._parts.admission, self._parts.rows.length
-        stats.set(metrics.ACTIVE, int(volume.is_readable and self.is_current))
+        stats.set(metrics.ACTIVE, int(volume.is_readable and self.is_current and movers.is_usable))
         if not self.is_current:
             stats.set(metrics.REFUSED, 1, label=REPLACED_WEIGHTS)
         if volume.refused_field:
@@ -218,15 +218,14 @@ class Attachment:
             logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
 
 
-def _movers_settings(config: ConnectorConfig) -> MoversSettings:
-    return MoversSettings(
+def _movers_settings(config: ConnectorConfig) -> PoolSettings:
+    return PoolSettings(
         root=config.root,
         direct=config.direct_io,
         keys_dir=config.keys_dir,
         compression=config.compression,
-        processes=config.io_threads if config.io_processes is None else config.io_processes,
-        first_processes=max(FEWEST, len(os.sched_getaffinity(0))) if config.io_processes is None else 0,
-        threads=config.io_threads,
+        workers=MOST_DEFAULT_IO_PROCESSES if config.io_processes is None else config.io_processes,
+        first_workers=max(FEWEST, len(os.sched_getaffinity(0))) if config.io_processes is None else 0,
         deadline_seconds=config.load_deadline_seconds,
         probe_seconds=min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds),
     )

@@ -22,7 +22,7 @@ from kvtier_connector.cascade.admission import Admission
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.offers import Offers
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
-from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Present, Stored, StoreFault
 from kvtier_connector.store.header import Fault
@@ -129,7 +129,7 @@ class Parts:
 class Transfers:
     """See the module."""
 
-    def __init__(self, movers: Movers, store: SharedStore, parts: Parts) -> None:
+    def __init__(self, movers: WorkerPool, store: SharedStore, parts: Parts) -> None:
         """Store what it works with."""
         self._movers, self._store, self._requests = movers, store, parts.requests
         self._admission, self._offers = parts.admission, parts.offers
@@ -187,7 +187,7 @@ class Transfers:
         """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
         wanted = frozenset(keys)
         loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
-        self._movers.hasten([number for each in loads for number, key in each.tasks.items() if key in wanted])
+        self._movers.promote([number for each in loads for number, key in each.tasks.items() if key in wanted])
 
     def store(self, order: TransferJob, *, refusal: str | None, is_again: bool = False) -> None:
         """Write chunks that are wanted on the volume.
@@ -275,14 +275,14 @@ class Transfers:
             return
         if self.storing:
             self._cause = metrics.SHUTDOWN
-            self._movers.withdraw([number for number, each in self._tasks.items() if not each.order.is_promotion])
+            self._movers.cancel([number for number, each in self._tasks.items() if not each.order.is_promotion])
         else:
             drain.tell()
 
     def withdraw(self, cause: str) -> None:
         """Take everything back that is under way: each still ends, once the movers do not touch its row."""
         self._cause = cause
-        self._movers.withdraw(list(self._tasks))
+        self._movers.cancel(list(self._tasks))
 
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())

@@ -56,17 +56,19 @@ REDIS_PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a v
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases of vLLM that the connector works with, oldest first; see `vllm_release`."""
 
-MOST_IO_THREADS = 256
+MOST_SCAN_THREADS = 256
 MOST_IO_PROCESSES = 256
+MOST_DEFAULT_IO_PROCESSES = 16
+"""Most worker processes of an engine whose ``io_processes`` is null."""
 MOST_REUSE = 100
 
-MOVER_MAPPED_BYTES = 16 << 30
-"""How much of the CPU tier one process that moves blocks keeps mapped at most, for its page tables take memory too."""
-_MOVER_BASE_BYTES = 40 << 20
-"""Memory of such a process for itself: the interpreter and what it imports."""
+MOST_MAPPED_BYTES = 16 << 30
+"""Bytes of the CPU tier that a worker process keeps mapped at most, since page tables take memory, too."""
+_WORKER_BASE_BYTES = 40 << 20
+"""Memory of a worker process for the interpreter and its modules."""
 
-_MOVER_CODEC_BYTES = 24 << 20
-"""Of such a process for numpy, and the tables and pieces of the codec."""
+_WORKER_CODEC_BYTES = 24 << 20
+"""Memory of a worker process for numpy and the codec's tables and buffers."""
 
 CONFIG_FILE = "connector.json"
 """Key of the document in the ConfigMap, and the name of the file in the pod."""
@@ -89,12 +91,9 @@ class ConnectorConfig:
     """The fields that ``digest`` was computed from; written to ``tier.json`` and compared at every start."""
     max_bytes: int
     """Stores stop when the blocks of the tier take this many bytes on the volume; 0 means no limit."""
-    io_threads: int = 16
-    """Threads that read and write block files, per engine."""
     io_processes: int | None = None
-    """Processes that move blocks past the engine's interpreter lock: about 20 MB of memory each, a block, and page
-    tables. 0 leaves it to the threads; None means as many as there are CPUs, and more where the volume answers slowly,
-    ``io_threads`` at most."""
+    """Worker processes that read and write blocks; each takes about 20 MB of memory, a block, and page tables. None
+    means one for each CPU, and up to 16 where the volume answers slowly."""
     load_deadline_seconds: float = 30.0
     """A load that has not finished by then is answered as a miss and recomputed."""
 
@@ -146,16 +145,15 @@ class ConnectorConfig:
             ),
             (self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
             (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
-            (1 <= self.io_threads <= MOST_IO_THREADS, "io_threads", f"must be between 1 and {MOST_IO_THREADS}"),
             (
-                self.io_processes is None or 0 <= self.io_processes <= MOST_IO_PROCESSES,
+                self.io_processes is None or 1 <= self.io_processes <= MOST_IO_PROCESSES,
                 "io_processes",
-                f"must be between 0 (none) and {MOST_IO_PROCESSES}",
+                f"must be between 1 and {MOST_IO_PROCESSES}, or null",
             ),
             (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
-            (1 <= self.scan_threads <= MOST_IO_THREADS, "scan_threads", f"must be between 1 and {MOST_IO_THREADS}"),
+            (1 <= self.scan_threads <= MOST_SCAN_THREADS, "scan_threads", f"must be between 1 and {MOST_SCAN_THREADS}"),
             (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
             (self.compression in COMPRESSIONS, "compression", f"must be one of {', '.join(COMPRESSIONS)}"),
             (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
@@ -204,22 +202,22 @@ def vllm_release(version: str) -> str | None:
     return found and found[1]
 
 
-def mover_memory_bytes(
-    cpu_bytes: int, *, movers: int, chunk_bytes: int, has_huge_pages: bool = False, compresses: bool = False
+def worker_memory_bytes(
+    cpu_bytes: int, *, workers: int, chunk_bytes: int, has_huge_pages: bool = False, compresses: bool = False
 ) -> int:
-    """Return the memory that the processes which move blocks of one engine take at most, besides the CPU tier itself.
+    """Return the most memory that the worker processes of one engine take besides the CPU tier itself.
 
     Args:
         cpu_bytes: The engine's CPU tier.
-        movers: How many processes there are, `ConnectorConfig.io_processes` at most.
+        workers: Number of worker processes, at most `ConnectorConfig.io_processes`.
         chunk_bytes: One row of the CPU tier; each process has a buffer for one.
         has_huge_pages: Whether /dev/shm has pages of 2 MiB; a page of either size takes eight bytes of page tables.
         compresses: Whether blocks may be written compressed, which takes another buffer and numpy.
     """
     page_bytes = 2 << 20 if has_huge_pages else 4096
-    tables = -(-min(cpu_bytes, MOVER_MAPPED_BYTES) // page_bytes) * 8
-    packing = chunk_bytes + _MOVER_CODEC_BYTES if compresses else 0
-    return movers * (_MOVER_BASE_BYTES + chunk_bytes + tables + packing)
+    tables = -(-min(cpu_bytes, MOST_MAPPED_BYTES) // page_bytes) * 8
+    packing = chunk_bytes + _WORKER_CODEC_BYTES if compresses else 0
+    return workers * (_WORKER_BASE_BYTES + chunk_bytes + tables + packing)
 
 
 def encode(config: ConnectorConfig) -> str:

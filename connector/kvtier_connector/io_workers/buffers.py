@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the CPU tier as a mover reaches them: the engine's own memory, or the files behind it mapped anew.
+"""Rows of the CPU tier as a worker addresses them: the engine's own memory, or its files mapped a second time.
 
-A row is one chunk, the bytes of all ranks side by side. Each page that a process has mapped takes eight bytes of its
-page tables, so a process keeps the least recently used windows of a large CPU tier unmapped.
+A row holds one chunk: the bytes of all ranks side by side. Each mapped page takes eight bytes of page tables, so a
+process keeps the least recently used windows of a large CPU tier unmapped.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvtier_connector.contract.engine import MOVER_MAPPED_BYTES
+from kvtier_connector.contract.engine import MOST_MAPPED_BYTES
 
 _WINDOW_BYTES = 256 << 20
 _MADV_POPULATE_READ = 22
 
 
 class Region(NamedTuple):
-    """A file with some of the rows, one after the other."""
+    """A file that holds consecutive rows."""
 
     fd: int
-    """Open for reading and writing, for as long as there are movers."""
+    """Open for reading and writing while there are workers."""
     first_row: int
     rows: int
 
 
-class Rows(Protocol):
-    """Says where a row is in this process."""
+class RowBuffers(Protocol):
+    """Gives the addresses of rows in this process."""
 
     is_lasting: bool
-    """Whether the memory stays readable until the next call, whatever the engine does."""
+    """Whether the memory stays readable until the next call even if the engine ends."""
 
     def address(self, row: int) -> int:
-        """Return it; good until the next call. Raise ValueError for a row that is not there."""
+        """Return the address of a row, valid until the next call; raise ValueError for a row that does not exist."""
 
 
 class OwnRows:
-    """Rows in memory of this process; whoever owns the memory outlives the copies."""
+    """Rows in memory of this process. The owner of the memory must keep it until the copies are over."""
 
     is_lasting = False
 
     def __init__(self, view: memoryview) -> None:
-        """Note where the rows are, and keep no hold of them; one row per entry of the first dimension."""
+        """Store the address of the rows without keeping a reference; the first dimension counts rows."""
         self.count, self.row_bytes = shape_of_rows(view)
         self._start = address_of(view.cast("B"))
 
     def address(self, row: int) -> int:
-        """Return where the row begins."""
+        """Return the address of a row."""
         if not 0 <= row < self.count:
             raise ValueError(f"there is no row {row}")
         return self._start + row * self.row_bytes
 
 
 def shape_of_rows(view: memoryview) -> tuple[int, int]:
-    """Return how many rows the CPU tier has and how long each is: a chunk of all ranks side by side, page by page.
+    """Return the number of rows of the CPU tier and the length of each: a chunk of all ranks, page by page.
 
     Raises:
-        ValueError: it is no table of rows.
+        ValueError: The view is not a contiguous table of rows.
     """
     if view.ndim != 2 or view.shape is None or view.strides is None or not view.c_contiguous:  # noqa: PLR2004 - a table
         raise ValueError("the CPU tier must be a contiguous table of one row per chunk")
@@ -71,17 +71,17 @@ class _Window(NamedTuple):
     memory: mmap.mmap
     first_row: int
     address: int
-    """Of the first row."""
+    """Address of the first row."""
     touched: set[int]
     """Rows whose pages are in the page table."""
 
 
 class MappedRows:
-    """Rows of files that another process made, mapped window by window as they are used. One thread."""
+    """Rows in files of another process, mapped window by window on use. One thread."""
 
     is_lasting = True
 
-    def __init__(self, regions: Sequence[Region], row_bytes: int, *, most_bytes: int = MOVER_MAPPED_BYTES) -> None:
+    def __init__(self, regions: Sequence[Region], row_bytes: int, *, most_bytes: int = MOST_MAPPED_BYTES) -> None:
         """Store the settings; nothing is mapped yet."""
         self._regions = regions
         self._row_bytes = row_bytes
@@ -90,7 +90,7 @@ class MappedRows:
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
 
     def address(self, row: int) -> int:
-        """Return where the row begins, and see to its pages."""
+        """Return the address of a row, whose pages are in the page table then."""
         for region in self._regions:
             if 0 <= row - region.first_row < region.rows:
                 break
@@ -120,7 +120,7 @@ class MappedRows:
         return _Window(memory, region.first_row + first, address_of(memoryview(memory)) + slack, set())
 
     def _populate(self, window: _Window, address: int) -> None:
-        """Enter the row's pages into the page table at once: cheaper than a fault for each."""
+        """Enter the row's pages into the page table at once: cheaper than one fault for each page."""
         start = address - window.address
         begin = start - start % mmap.PAGESIZE
         # An older kernel does it fault by fault.
@@ -129,10 +129,10 @@ class MappedRows:
 
 
 def view_of(address: int, count: int) -> memoryview:
-    """Return the bytes at an address; whoever uses them sees to it that they stay there."""
+    """Return the bytes at an address; the caller ensures that they stay allocated."""
     return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
 
 
 def address_of(view: memoryview) -> int:
-    """Return where writable memory begins."""
+    """Return the address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

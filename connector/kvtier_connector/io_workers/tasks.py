@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine asks of its movers and what they answer, also as bytes between the two. Pure.
+"""Tasks of the I/O workers and their answers, and how both are encoded between engine and worker. Pure.
 
 Both sides run the same release under the same interpreter, so the encoding is Python's own and has no version.
 """
@@ -16,76 +16,76 @@ from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
 MOST_PROBED = 16
-"""Blocks that one probe asks for; a longer prompt is spread over the movers."""
+"""Most blocks of one probe; a longer prompt is spread over the workers."""
 NO_ROW = -1
 
 
 class Lane(enum.IntEnum):
-    """What a task is for; the lower number is served first."""
+    """Purpose of a task; the lower number is served first."""
 
     PROBE = 0
     """A request waits to know whether the volume has its blocks."""
     LOAD = 1
     """A request waits for the block."""
     PREFETCH = 2
-    """A request that is not scheduled yet will want the block."""
+    """A request that is not scheduled yet will need the block."""
     STORE = 3
-    """Nobody waits."""
+    """No request waits."""
 
 
 class Task(NamedTuple):
-    """One chunk to move between its row of the CPU tier and its file, or files to look for."""
+    """A chunk to move between its row of the CPU tier and its file, or files to look up."""
 
     lane: Lane
     keys: tuple[BlockKey, ...]
     """The chunk; for a probe, up to `MOST_PROBED`."""
     row: int = NO_ROW
     lineage: Lineage = NO_LINEAGE
-    """Of what is stored."""
+    """Stores only."""
     queued: float = 0.0
-    """Of what is stored: when the engine handed it over, in seconds of `time.monotonic`."""
+    """Stores only: `time.monotonic` when the engine submitted the task."""
     is_prefix: bool = True
-    """Of a probe: whether the keys are in the order of a prompt, and none is wanted behind one that is absent."""
+    """Probes only: the keys are in the order of a prompt, and the probe ends at the first that is absent."""
 
 
 class Looked(NamedTuple):
-    """What a probe found."""
+    """Result of a probe."""
 
     present: tuple[bool, ...]
-    """For the first of the keys; of a prefix it ends with the first that is absent."""
+    """For the first of the keys; for a prefix it ends with the first that is absent."""
 
 
 class Refused(NamedTuple):
-    """The task was not begun."""
+    """The task was not started."""
 
     cause: str
-    """``breaker``, ``stuck`` or ``closed``."""
+    """``breaker``, ``stuck``, ``no_workers`` or ``closed``."""
 
 
 class Ending(enum.Enum):
-    """How a task ended that was given up before it had an outcome."""
+    """End of a task without an outcome."""
 
-    WITHDRAWN = "withdrawn"
+    CANCELLED = "cancelled"
     LATE = "late"
     """The volume did not answer within the deadline."""
 
 
 Answer = Outcome | StoreOutcome | Looked
-"""Of a mover."""
+"""Result of a task as a worker reports it."""
 
 
 class Done(NamedTuple):
-    """The end of one task. The movers do not touch its row any more."""
+    """End of one task. No worker touches its row any more."""
 
     task: int
-    """The number that the caller gave it."""
+    """The caller's number of the task."""
     outcome: Answer | Refused | Ending
     seconds: float
-    """That a mover spent on it."""
+    """Time that a worker spent on the task."""
 
 
 REPLY = struct.Struct("=IIfQ")
-"""Ticket, code, seconds, and what else the answer says: what a mover sends back of each task."""
+"""A worker's reply: ticket, code, seconds, number. Code and number are those of `encode_answer`."""
 
 _NONE, _HIT, _MISS, _STORED, _PRESENT, _LOOKED = range(6)
 _FAULTS: tuple[Fault | StoreFault, ...] = (*Fault, *StoreFault)
@@ -95,7 +95,7 @@ _OTHERS: dict[int, Answer] = {_MISS: Miss(), _PRESENT: Present()}
 
 
 def encode_task(task: Task, active_key: str = "") -> bytes:
-    """Return what `decode_task` reads; `active_key` names the key that encrypts what is stored, if there are any."""
+    """Return the bytes that `decode_task` reads; `active_key` names the encryption key of stores, empty without one."""
     lane, keys, row, lineage, queued, is_prefix = task
     if lane is Lane.PROBE and len(keys) > MOST_PROBED:
         raise ValueError(f"a probe of {len(keys)} blocks is longer than {MOST_PROBED}")
@@ -103,14 +103,14 @@ def encode_task(task: Task, active_key: str = "") -> bytes:
 
 
 def decode_task(data: bytes) -> tuple[Task, str]:
-    """Read what `encode_task` wrote."""
+    """Return the task and the active key that `encode_task` encoded."""
     lane, keys, row, lineage, queued, is_prefix, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
     names = tuple(BlockKey(*key) for key in keys)
     return Task(Lane(lane), names, row, Lineage(*lineage), queued, is_prefix), active_key
 
 
 def encode_answer(answer: Answer | None) -> tuple[int, int]:
-    """Return a code and a number; None is a task that was withdrawn."""
+    """Return a code and a number; None stands for a recalled task that the worker did not do."""
     if isinstance(answer, Hit):
         return _HIT, answer.bytes_read
     if isinstance(answer, Stored):
@@ -123,7 +123,7 @@ def encode_answer(answer: Answer | None) -> tuple[int, int]:
 
 
 def decode_answer(code: int, number: int) -> Answer | None:
-    """Read what `encode_answer` returned."""
+    """Return the answer that `encode_answer` encoded."""
     if code == _HIT:
         return Hit(number)
     if code == _STORED:

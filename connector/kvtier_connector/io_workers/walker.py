@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.io_workers.worker import die_with, give_way, start_process
+from kvtier_connector.io_workers.worker import die_with, lower_priority, start_process
 from kvtier_connector.store.walks import Batch, WalkLostError, walk_here
 
 _LENGTH = struct.Struct("=Q")
@@ -103,7 +103,7 @@ def _read(pipe: int, count: int, is_stopped: Callable[[], bool]) -> bytes | None
 def main(settings: WalkerSettings) -> None:
     """Walk, and say what is there."""
     die_with(settings.parent)
-    give_way()
+    lower_priority()
     output = sys.stdout.buffer
 
     def send(data: bytes) -> None:

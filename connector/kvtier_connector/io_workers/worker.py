@@ -1,23 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one mover, which ends with its engine.
+"""An I/O worker: takes tasks from pipes, moves chunks between rows and files, and sends answers back.
 
-Run as ``python -m kvtier_connector.io_workers.worker <settings as JSON>``. It has one thread, so it can hang on a
-volume without holding up anybody; its engine kills it then. Its work is less urgent than the engine's.
-
-What one mover does, in a process of its own or, where that is not possible, on a thread of the engine's process.
-
-It takes the token of a task from a pipe, moves a chunk between its row and its file, or looks for files, and sends an
-answer back. It may hang for as long as the volume does; nobody waits for it.
-
-The system calls of a mover that is a process of its own: it reads files in memory, and closes files, in its own way.
-
-A close is a round trip to a network volume, and of the three that a block takes the one whose answer nobody needs: the
-next file is opened meanwhile.
-
-Many processes that read files in memory wait for each other: the first `read` of a page that was written moves it from
-one of the kernel's lists to another under one lock, and with sixteen readers on a tmpfs that takes longer than the
-copy. A mapping advised to be read once leaves the lists alone, and saves a copy. A file that is cut short while it is
-being read ends the process: a mover may, its engine counts a fault and starts another.
+Run as ``python -m kvtier_connector.io_workers.worker SETTINGS``, with the settings as JSON. The process works at one
+task at a time and may hang in the volume as long as the volume hangs; its supervisor kills it then. It ends with its
+engine, and has a lower priority than the engine. Tests run the same `Worker` on threads.
 """
 
 from __future__ import annotations
@@ -36,53 +22,70 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvtier_connector.contract import engine
-from kvtier_connector.io_workers.buffers import MappedRows, Region, Rows, address_of, view_of
-from kvtier_connector.io_workers.task_table import NO_TICKET, TOKEN, Board, Current
+from kvtier_connector.contract import engine as contract
+from kvtier_connector.io_workers.buffers import MappedRows, Region, RowBuffers, address_of, view_of
+from kvtier_connector.io_workers.task_table import NO_TICKET, TOKEN, Current, TaskTable
 from kvtier_connector.io_workers.tasks import REPLY, Answer, Lane, Looked, Task, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
 from kvtier_connector.store.fs import FileSystem, is_in_memory, is_page_aligned
 from kvtier_connector.store.header import Fault
 
-logger = logging.getLogger("vllm.kvtier.movers")
+logger = logging.getLogger("vllm.kvtier.io_workers")
 
 _IDLE_MILLISECONDS = 1000
-"""How often a mover without work looks whether it is still wanted."""
+"""How often an idle worker checks whether it is still wanted."""
 _BARRED_MILLISECONDS = 20
-"""How often one that may not store looks whether it may."""
+"""How often a worker that may not store checks whether it may."""
+_SLOW_SECONDS = 0.0003
+"""A close that takes longer is worth waking another thread."""
+_MOST_CLOSING = 2
+"""With so many files waiting to be closed, the worker closes its file itself: the volume does not keep up."""
+_MOST_MAPPED_FILE_BYTES = 4 << 30
+"""No block is longer. A longer file may have no bytes at all, and is read instead of mapped."""
+
+_PACKAGE = str(Path(__file__).parents[2])
+_PR_SET_PDEATHSIG = 1
+_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
+"""Copies of 64 KiB and more bypass the processor's caches, since the GPU reads the rows next.
+
+A cache line is then not read before it is written, which saves a third of the memory traffic. Other C libraries
+ignore the setting.
+"""
+UNWANTED = 3
+"""Exit status of a worker that ended on the engine's order."""
+_NICENESS = 5
+"""The engine's threads get three times the processor time of a worker where both want it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoversSettings:
-    """What the movers work on, and how many they may be."""
+class PoolSettings:
+    """The volume of the workers, their number and their deadlines."""
 
     root: str
     direct: bool | None = None
     keys_dir: str = ""
-    compression: str = engine.COMPRESSION_OFF
-    """As for `BlockStore`."""
-    processes: int
-    """At most; 0 leaves it to threads."""
-    first_processes: int = 0
-    """So many are started, and more as they help; 0 starts all."""
-    threads: int
-    """That take over where processes cannot live."""
+    compression: str = contract.COMPRESSION_OFF
+    """`root` to `compression` are arguments of `BlockStore`."""
+    workers: int
+    """Most workers."""
+    first_workers: int = 0
+    """Number of workers at first; more are started while that helps. 0 starts all."""
     deadline_seconds: float
-    """A mover that works at one chunk for longer hangs: the task is late, and the mover is killed."""
+    """A worker that spends longer on one chunk hangs: its task ends late, and the worker is killed."""
     probe_seconds: float = 2.0
-    """The same of a probe, which is a few system calls."""
+    """The same for a probe, which makes a few system calls."""
     retry_seconds: float = 30.0
-    """After how long processes that were given up are tried again, for the first time."""
+    """First delay before processes that failed are started again."""
     file_system: str = ""
-    """``module:class`` of the system calls of processes, for tests; empty for the real ones."""
+    """``module:class`` of the file system of worker processes, for tests; empty for the real one."""
 
     def open_volume(self, fs: FileSystem) -> BlockStore:
-        """Return the volume as a mover uses it: without a limit, which is the engine's affair."""
+        """Return the volume as a worker uses it: without a limit of bytes, which the engine observes."""
         return BlockStore(
             Path(self.root),
             fs=fs.beneath(self.root),
@@ -92,48 +95,71 @@ class MoversSettings:
         )
 
 
-class Permit(NamedTuple):
-    """What the engine lets a mover do."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Arguments of a worker process. Descriptors are inherited from the engine."""
 
-    may_go_on: bool
-    may_store: bool
+    worker: int
+    """Number of the worker in the task table."""
+    parent: int
+    """Process number of the engine."""
+    table: int
+    """Descriptor of the task table."""
+    regions: tuple[Region, ...]
+    """Files of the CPU tier."""
+    row_bytes: int
+    pipes: tuple[int, ...]
+    """Descriptors for the tokens of each lane."""
+    replies: int
+    """Descriptor for answers."""
+    pool: PoolSettings
+
+    def encode(self) -> str:
+        """Return the text that `decode` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> WorkerSettings:
+        """Return the settings that `encode` encoded."""
+        fields: dict[str, Any] = json.loads(text)
+        fields["regions"] = tuple(Region(*region) for region in fields["regions"])
+        fields["pipes"] = tuple(fields["pipes"])
+        fields["pool"] = PoolSettings(**fields["pool"])
+        return cls(**fields)
 
 
-class Mover:
-    """One mover; `run` is its thread's."""
+class Worker:
+    """One worker; `run` is its thread's."""
 
-    def __init__(  # noqa: PLR0913 - what a mover works with
+    def __init__(  # noqa: PLR0913 - keywords but for the first
         self,
         number: int,
         *,
-        board: Board,
-        rows: Rows,
+        table: TaskTable,
+        rows: RowBuffers,
         row_bytes: int,
         store: BlockStore,
         pipes: Sequence[int],
         replies: int,
-        permit: Callable[[], Permit],
     ) -> None:
         """Store the parts.
 
         Args:
-            number: Its own, on the board.
-            board: Says which tasks are still wanted.
-            rows: Where the chunks are.
-            row_bytes: Length of each.
-            store: The volume, of `MoversSettings.open_volume`.
-            pipes: Where tokens of each lane come from.
-            replies: Where answers go.
-            permit: Asked before each task.
+            number: Its number in the task table.
+            table: Shows which tasks are still wanted.
+            rows: Addresses of the chunks.
+            row_bytes: Length of each row.
+            store: The volume, as `PoolSettings.open_volume` returns it.
+            pipes: Descriptors for the tokens of each lane.
+            replies: Descriptor for answers.
         """
         self._number = number
-        self._board = board
+        self._table = table
         self._rows = rows
         self._row_bytes = row_bytes
         self._store = store
         self._pipes = pipes
         self._replies = replies
-        self._permit = permit
         self._may_store = True
         self._all, self._urgent = select.poll(), select.poll()
         for lane, pipe in zip(Lane, pipes, strict=True):
@@ -149,28 +175,29 @@ class Mover:
         self._staging_address = address_of(self._staging)
 
     def run(self) -> None:
-        """Work until the engine closes the pipes, or does not want it any more."""
+        """Work until the engine closes the pipes or orders the worker to end."""
         self._rest()
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
                 token = self._next_token()
                 if token:
                     self._work(*TOKEN.unpack(token))
-        self._board.set_current(self._number, Current(0, NO_TICKET, 0.0))
+        self._table.set_current(self._number, Current(0, NO_TICKET, 0.0))
 
     def _next_token(self) -> bytes:
-        """Take the most urgent token there is, or wait a while for one; raise EOFError at the end."""
+        """Return the most urgent token, empty if none came for a while; raise EOFError at the end."""
         poll, wait = (self._all, _IDLE_MILLISECONDS) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
         ready = dict(poll.poll(wait))
-        may_go_on, self._may_store = self._permit()
-        if not may_go_on:
+        wanted, storing = self._table.head()
+        self._may_store = self._number < storing
+        if self._number >= wanted:
             raise EOFError
         for pipe in self._pipes if self._may_store else self._pipes[: Lane.STORE]:
             if pipe in ready:
                 try:
                     token = os.read(pipe, TOKEN.size)
                 except BlockingIOError:
-                    # Another one was quicker.
+                    # Another worker was faster.
                     continue
                 if not token:
                     raise EOFError
@@ -179,18 +206,18 @@ class Mover:
 
     def _work(self, entry: int, ticket: int) -> None:
         started = time.monotonic()
-        self._board.set_current(self._number, Current(entry, ticket, started))
-        answer = self._do(entry, ticket) if self._board.ticket(entry) == ticket else None
+        self._table.set_current(self._number, Current(entry, ticket, started))
+        answer = self._do(entry, ticket) if self._table.ticket(entry) == ticket else None
         code, number = encode_answer(answer)
         self._rest()
         self._reply(REPLY.pack(ticket, code, time.monotonic() - started, number))
 
     def _rest(self) -> None:
-        """Say that it has nothing to do, which also says that it is ready."""
-        self._board.set_current(self._number, Current(0, NO_TICKET, time.monotonic()))
+        """Show that the worker is idle, and ready."""
+        self._table.set_current(self._number, Current(0, NO_TICKET, time.monotonic()))
 
     def _reply(self, answer: bytes) -> None:
-        """Send an answer; where a host that is short of pipes gave a small one, wait until the engine reads it."""
+        """Send an answer; wait until the engine has read earlier ones if the pipe is full."""
         while True:
             try:
                 os.write(self._replies, answer)
@@ -201,12 +228,12 @@ class Mover:
 
     def _do(self, entry: int, ticket: int) -> Answer | None:
         try:
-            task, active_key = decode_task(self._board.task(entry))
+            task, active_key = decode_task(self._table.task(entry))
         except (ValueError, EOFError, TypeError):
-            # It was taken back and the entry given to another while it was read.
+            # The task was recalled and its entry overwritten during the read.
             return None
-        if self._board.ticket(entry) != ticket:
-            # So was this one, and it reads like a task all the same.
+        if self._table.ticket(entry) != ticket:
+            # The same, although the bytes read like a task.
             return None
         try:
             if task.lane is Lane.PROBE:
@@ -215,8 +242,8 @@ class Mover:
                 return self._save(task, entry, ticket, active_key)
             return self._load(task, entry, ticket)
         except Exception:
-            # The edge of the thread: a store reports what it expects by itself, so this is a defect of ours.
-            logger.exception("A mover failed at a task")
+            # The edge of the thread. The store returns expected faults as values, so this is a defect.
+            logger.exception("An I/O worker failed at a task")
             return StoreFault.IO if task.lane is Lane.STORE else Fault.IO
 
     def _look(self, task: Task) -> Answer:
@@ -231,20 +258,20 @@ class Mover:
         return Looked(tuple(present))
 
     def _load(self, task: Task, entry: int, ticket: int) -> Answer | None:
-        board, number, row_bytes = self._board, self._number, self._row_bytes
+        table, number, row_bytes = self._table, self._number, self._row_bytes
         row = self._rows.address(task.row)
 
         def take(offset: int, piece: memoryview) -> bool:
             if offset + piece.nbytes > row_bytes:
                 raise ValueError(f"{piece.nbytes} bytes at {offset} do not fit a row of {row_bytes}")
             source = address_of(piece)
-            board.lock(number)
+            table.lock(number)
             try:
-                if board.ticket(entry) != ticket:
+                if table.ticket(entry) != ticket:
                     return False
                 ctypes.memmove(row + offset, source, piece.nbytes)
             finally:
-                board.unlock(number)
+                table.unlock(number)
             return True
 
         return self._store.stream(task.keys[0], self._staging, take)
@@ -254,60 +281,77 @@ class Mover:
         if self._store.keyring is None and self._rows.is_lasting:
             row = view_of(address, self._row_bytes)
             if is_page_aligned(row):
-                return self._save_from(row, task, entry, ticket)
-        self._board.lock(self._number)
+                return self._save_in_place(row, task, entry, ticket)
+        self._table.lock(self._number)
         try:
-            if self._board.ticket(entry) != ticket:
+            if self._table.ticket(entry) != ticket:
                 return None
             ctypes.memmove(self._staging_address, address, self._row_bytes)
         finally:
-            self._board.unlock(self._number)
+            self._table.unlock(self._number)
         if (keyring := self._store.keyring) is not None:
             keyring.activate(active_key)
         return self._store.put(task.keys[0], self._staging, task.lineage, is_scratch=True, queued=task.queued)
 
-    def _save_from(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
-        """Write a row from where it is; a copy would cost as much of a processor as a fast volume does.
+    def _save_in_place(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
+        """Write a row without a copy, which would cost as much processor time as a fast volume does.
 
-        No lock is held for as long as a volume takes, so the row may be given away meanwhile: then the file,
-        which has no name yet, gets none.
+        The lock is not held while the volume writes, so the row may be given away meanwhile. The file has no name yet
+        then, and gets none.
         """
 
-        def is_ours() -> bool:
-            return self._board.ticket(entry) == ticket
+        def is_wanted() -> bool:
+            return self._table.ticket(entry) == ticket
 
-        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_ours, queued=task.queued)
-        return None if isinstance(outcome, StoreFault) and not is_ours() else outcome
-
-
-_SLOW_SECONDS = 0.0003
-"""A close that takes longer is worth another thread's waking up."""
-_MOST_WAITING = 2
-"""Whoever reads waits itself while so many wait: then the volume, or this machine, does not keep up."""
-_MOST_MAPPED_BYTES = 4 << 30
-"""No block is as long: a longer file, which may have no bytes at all, is read as elsewhere."""
+        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_wanted, queued=task.queued)
+        return None if isinstance(outcome, StoreFault) and not is_wanted() else outcome
 
 
-class ReleasingFs(FileSystem):
-    """The real system calls. One thread, besides its own, which closes."""
+class WorkerFileSystem(FileSystem):
+    """The file system of a worker process: it closes files on a second thread, and maps files that lie in memory.
+
+    A close is a round trip to a network volume. Its answer does not matter to a reader, so the next file is opened
+    meanwhile.
+
+    Processes that read files in memory wait for each other. The first `read` of a page that was written moves the page
+    between two lists of the kernel, under one lock. With sixteen readers on a tmpfs that takes longer than the copy. A
+    mapping that is advised to be read once leaves the lists alone, and saves a copy. A file that is cut short during
+    the read ends the process; the engine counts a fault and starts another.
+
+    One thread may use it, besides its own.
+    """
 
     def __init__(self) -> None:
-        """Start without knowing how long a close takes."""
-        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Start without measurements."""
+        self._closing: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._is_started = False
         self._is_slow = False
-        """Whether the last close was; set by whichever thread that was, and only speed is at stake."""
+        """Whether the last close was slow; written by both threads, and only speed is at stake."""
+        self._in_memory: dict[int, bool] = {}
 
     def release(self, fd: int) -> None:
-        """Close a file that was only read: at once where that is quick, behind the caller's back where it is not."""
-        if self._is_slow and self._waiting.qsize() < _MOST_WAITING and self._can_wait():
-            self._waiting.put(fd)
+        """Close a file that was only read: here if closing is fast, else on the second thread."""
+        if self._is_slow and self._closing.qsize() < _MOST_CLOSING and self._has_closer():
+            self._closing.put(fd)
         else:
             self._close(fd)
 
-    def _can_wait(self) -> bool:
+    def map(self, fd: int) -> memoryview | None:
+        """Map a file that lies in memory, until the last view of it is gone; return None for other files."""
+        status = os.fstat(fd)
+        is_mapped = self._in_memory.get(status.st_dev)
+        if is_mapped is None:
+            is_mapped = self._in_memory[status.st_dev] = is_in_memory(status.st_dev)
+        if not is_mapped or not 0 < status.st_size <= _MOST_MAPPED_FILE_BYTES:
+            return None
+        # Writable and private to this process, since only the address of writable memory can be taken.
+        memory = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY)
+        memory.madvise(mmap.MADV_SEQUENTIAL)
+        return memoryview(memory)
+
+    def _has_closer(self) -> bool:
         if not self._is_started:
-            # A host that has no room for another thread goes without.
+            # Without room for a thread, this thread closes.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._close_all, name="kvtier-close", daemon=True).start()
                 self._is_started = True
@@ -316,7 +360,7 @@ class ReleasingFs(FileSystem):
     def _close_all(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self._close(self._waiting.get())
+                self._close(self._closing.get())
 
     def _close(self, fd: int) -> None:
         began = time.monotonic()
@@ -326,75 +370,10 @@ class ReleasingFs(FileSystem):
             self._is_slow = time.monotonic() - began > _SLOW_SECONDS
 
 
-class MappingFs(ReleasingFs):
-    """The real system calls, and mappings of files in memory. One thread, besides the one that closes."""
-
-    def __init__(self) -> None:
-        """Start without knowing any volume."""
-        super().__init__()
-        self._in_memory: dict[int, bool] = {}
-
-    def map(self, fd: int) -> memoryview | None:
-        """Map a file that lies in memory; the mapping ends with the last view of it."""
-        status = os.fstat(fd)
-        is_ours = self._in_memory.get(status.st_dev)
-        if is_ours is None:
-            is_ours = self._in_memory[status.st_dev] = is_in_memory(status.st_dev)
-        if not is_ours or not 0 < status.st_size <= _MOST_MAPPED_BYTES:
-            return None
-        # Writable, and private to this process, only so that its address can be asked for.
-        memory = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY)
-        memory.madvise(mmap.MADV_SEQUENTIAL)
-        return memoryview(memory)
-
-
-_PACKAGE = str(Path(__file__).parents[2])
-_PR_SET_PDEATHSIG = 1
-_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
-"""Copies into the CPU tier of 64 KiB and more bypass the processor's caches: it is the GPU that reads them next. That
-saves reading each line before it is written, a third of the memory traffic. Other C libraries ignore it."""
-UNWANTED = 3
-"""How a mover ends that the engine has told to."""
-_NICENESS = 5
-"""The engine's threads get three times the processor time of a mover where both want it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoverSettings:
-    """What a mover is told; numbers of descriptors are those it inherits."""
-
-    mover: int
-    """Its number on the board."""
-    parent: int
-    """Process number of the engine."""
-    board: int
-    regions: tuple[Region, ...]
-    """The files of the CPU tier."""
-    row_bytes: int
-    pipes: tuple[int, ...]
-    """Where tokens of each lane come from."""
-    replies: int
-    """Where answers go."""
-    settings: MoversSettings
-
-    def encode(self) -> str:
-        """Return what `decode` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> MoverSettings:
-        """Read what `encode` returned."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["regions"] = tuple(Region(*region) for region in fields["regions"])
-        fields["pipes"] = tuple(fields["pipes"])
-        fields["settings"] = MoversSettings(**fields["settings"])
-        return cls(**fields)
-
-
 def start_process(
     module: str, settings: str, descriptors: Sequence[int] = (), *, stdout: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Run a module of this package with its settings; raise OSError where the host has no room for it."""
+    """Run a module of this package with its settings; raise OSError where no process can be started."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([_PACKAGE, *(path for path in sys.path if path)])
     tunables = environment.get("GLIBC_TUNABLES", "")
@@ -410,63 +389,57 @@ def start_process(
 
 
 def die_with(parent: int) -> None:
-    """Ask the system to kill this process when its parent ends, should the parent end without closing the pipes.
+    """Have the kernel kill this process when its parent ends, in case the parent ends without closing the pipes.
 
-    What goes to all processes at once goes to the parent too, which ends this one when it has finished with it.
+    Signals to the process group are ignored: they reach the parent, too, which ends this process when it is done.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        # It ended before we asked.
+        # The parent ended before the call.
         sys.exit(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-def give_way() -> None:
-    """Let the engine go first; a sandbox may forbid to say so."""
+def lower_priority() -> None:
+    """Let the engine run first, unless a sandbox forbids to set priorities."""
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     with contextlib.suppress(OSError):
-        # It never interrupts another thread when it wakes up.
+        # A batch process never interrupts another thread when it wakes up.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def main(settings: MoverSettings) -> None:
-    """Run a mover."""
+def main(settings: WorkerSettings) -> None:
+    """Run a worker."""
     die_with(settings.parent)
-    give_way()
-    # Directories are the group's, see FileSystem.mkdir: they have their mode at once, which saves two round trips each.
+    lower_priority()
+    # Directories belong to the group, see FileSystem.mkdir. With this mask they get their mode without two more calls.
     os.umask(0o007)
-    number, board = settings.mover, Board(settings.board)
-
-    def permit() -> Permit:
-        wanted, storing = board.head()
-        return Permit(number < wanted, number < storing)
-
-    store = settings.settings.open_volume(_file_system(settings.settings.file_system))
-    # A purge from before this process is told from a later one, and a volume that hangs holds up no task.
+    table = TaskTable(settings.table)
+    store = settings.pool.open_volume(_file_system(settings.pool.file_system))
+    # Read here, so that earlier purges are told from later ones; on a thread, since the volume may hang.
     threading.Thread(target=store.learn_purges, name="kvtier-purges", daemon=True).start()
-    Mover(
-        number,
-        board=board,
+    Worker(
+        settings.worker,
+        table=table,
         rows=MappedRows(settings.regions, settings.row_bytes),
         row_bytes=settings.row_bytes,
         store=store,
         pipes=settings.pipes,
         replies=settings.replies,
-        permit=permit,
     ).run()
-    if number >= board.head().wanted:
+    if settings.worker >= table.head().wanted:
         sys.exit(UNWANTED)
 
 
 def _file_system(name: str) -> FileSystem:
     if not name:
-        return MappingFs()
+        return WorkerFileSystem()
     module, _, attribute = name.partition(":")
     made: FileSystem = getattr(importlib.import_module(module), attribute)()
     return made
 
 
 if __name__ == "__main__":
-    main(MoverSettings.decode(sys.argv[1]))
+    main(WorkerSettings.decode(sys.argv[1]))

@@ -217,7 +217,7 @@ class Breaker:
         """Tell that an operation has not ended in time: the volume hangs, and so would the next one."""
         self._record(direction, Sign.FATAL, "timeout")
 
-    def record_nothing(self, direction: Direction) -> None:
+    def skip(self, direction: Direction) -> None:
         """Tell that an admitted operation was not carried out, so that another may be the attempt."""
         self._record(direction, Sign.NEUTRAL, "")
 

@@ -46,7 +46,8 @@ PRESENT_BLOCKS = Metric(
 MISSES = Metric(
     "vllm:kvtier_disk_misses",
     "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
-    "volume holds up every thread), breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
+    "volume holds up every worker), no_workers (no process could be started), "
+    "breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
     "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), media (the name of a "
     "picture, sound or video does not stand for one content), adapter (what its LoRA adapter holds cannot be told), "
     "unwanted (the request does without), weights (they may have been replaced, and no "
@@ -60,7 +61,7 @@ SHED_STORES = Metric(
     "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
     "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
     "purged (a purge came while they waited), "
-    "breaker (the volume fails), stuck, deadline, shutdown, or what the volume said.",
+    "breaker (the volume fails), stuck, no_workers, deadline, shutdown, or what the volume said.",
     ("cause",),
 )
 SAVED_SECONDS = Metric(
@@ -93,13 +94,13 @@ KEY_MISSING = Metric(
 )
 STUCK_THREADS = Metric(
     "vllm:kvtier_disk_stuck_threads",
-    "Threads and processes that the volume holds up for longer than their deadline.",
+    "Processes that the volume holds up for longer than their deadline.",
     is_gauge=True,
 )
 IO_PROCESSES = Metric(
     "vllm:kvtier_disk_io_processes",
-    "Processes that move blocks; 0 while threads of the engine do: because io_processes is 0, or because the processes "
-    "could not be started or died again and again, which the engine's log says once.",
+    "Processes that read and write blocks. 0 while none could be started or all died again and again: the engine "
+    "serves without the volume then, and its log says so once.",
     is_gauge=True,
 )
 USED_BYTES = Metric(

@@ -329,7 +329,7 @@ class SharedVolumeTier(SecondaryTierManager):
             return
         self._is_closed = True
         self.transfers.withdraw(metrics.SHUTDOWN)
-        self._movers.withdraw(list(self._probes.sent))
+        self._movers.cancel(list(self._probes.sent))
         self.drain_jobs()
         self.drain.close()
         self._attachment.close()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_connector.contract.engine import mover_memory_bytes
+from kvtier_connector.contract.engine import MOST_DEFAULT_IO_PROCESSES, worker_memory_bytes
 
 GIB: Final = 1 << 30
 
@@ -27,9 +27,6 @@ PIN_BYTES_PER_SECOND: Final = 2 * GIB
 LOAD_BYTES_PER_SECOND: Final = GIB // 2
 """How fast weights come from storage, at least."""
 
-
-MOVERS: Final = 16
-"""Processes that move blocks for one engine, at most."""
 
 MOST_CHUNK_BYTES: Final = 16 << 20
 """A chunk is chosen to be no longer, where it can be chosen."""
@@ -128,7 +125,9 @@ def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine
     Each worker and the scheduler map the whole CPU tier, those that move blocks a part of it, and have a buffer.
     """
     tables = (workers_per_engine + 1) * -(-cpu_bytes // MAPPED_PER_BYTE)
-    blocks = mover_memory_bytes(cpu_bytes, movers=MOVERS, chunk_bytes=MOST_CHUNK_BYTES, compresses=compresses)
+    blocks = worker_memory_bytes(
+        cpu_bytes, workers=MOST_DEFAULT_IO_PROCESSES, chunk_bytes=MOST_CHUNK_BYTES, compresses=compresses
+    )
     each = blocks + tables
     # In steps that people recognise.
     return -(-engines_per_pod * each // MOVER_STEP_BYTES) * MOVER_STEP_BYTES

@@ -25,7 +25,7 @@ def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[
     config = write_config(
         directory,
         volume.path,
-        io_threads=8,
+        io_processes=8,
         load_deadline_seconds=1.5,
         cost_aware=False,  # each hit is to meet the faults
     )

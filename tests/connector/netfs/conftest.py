@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 SUITES = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), *(str(SUITES / each) for each in ("store", "movers", "faults"))]
+sys.path[:0] = [str(Path(__file__).parent), *(str(SUITES / each) for each in ("store", "io_workers", "faults"))]
 
 from nodes import Nodes, nodes_on  # noqa: E402 - as above
 

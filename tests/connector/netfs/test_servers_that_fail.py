@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from conftest import mounted
-from crews import ROW_BYTES, ROWS, CrewUnderTest
-from crews import payload as row_of
 from e2e.bench.netfs_stress import stress
 from nodes import Nodes, nodes_on, wait_until
+from pools import ROW_BYTES, ROWS, PoolUnderTest
+from pools import payload as row_of
 from store_contract import key, pages, payload
 
 from kvtier_connector.io_workers.pool import BREAKER, STUCK
@@ -55,30 +55,30 @@ def replicated(tmp_path: Path) -> Iterator[SharedVolume]:
 
 
 @pytest.fixture
-def crew_of_b(nodes: Nodes) -> Iterator[CrewUnderTest]:
-    crew = CrewUnderTest(nodes.b, movers=2, stuck_seconds=1.0)
-    yield crew
-    crew.close()
-    # Movers were killed.
+def pool_of_b(nodes: Nodes) -> Iterator[PoolUnderTest]:
+    pool = PoolUnderTest(nodes.b, workers=2, stuck_seconds=1.0)
+    yield pool
+    pool.close()
+    # Workers were killed.
     remove_what_dead_writers_left(nodes)
 
 
 def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
-    nodes: Nodes, crew_of_b: CrewUnderTest
+    nodes: Nodes, pool_of_b: PoolUnderTest
 ) -> None:
     if not nodes.volume.serving:
         pytest.skip(f"{nodes.volume.name} has no servers")
-    crew, rows, servers = crew_of_b, ROWS // 2, nodes.volume.servers
-    crew.write(*range(rows))
+    pool, rows, servers = pool_of_b, ROWS // 2, nodes.volume.servers
+    pool.write(*range(rows))
     rounds = 0
 
     def load_all() -> set[object]:
         """Load every block, also where it ends late; return how that ended."""
         nonlocal rounds
         first, rounds = rounds * rows, rounds + 1
-        crew.load(first, *range(rows))
-        crew.wait_for(rounds * rows)
-        return {crew.outcome(first + index) for index in range(rows)}
+        pool.load(first, *range(rows))
+        pool.wait_for(rounds * rows)
+        return {pool.outcome(first + index) for index in range(rows)}
 
     assert load_all() == {HIT}
     stopped = time.monotonic()
@@ -90,7 +90,7 @@ def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
     finally:
         servers.resume(*nodes.volume.serving)
     wait_until(lambda: load_all() == {HIT}, "the volume is used again")
-    assert all(crew.row(index) == row_of(index) for index in range(rows))
+    assert all(pool.row(index) == row_of(index) for index in range(rows))
 
 
 def test_engines_janitor_and_servers_that_are_killed_at_random_lose_double_and_spoil_nothing() -> None:

@@ -149,7 +149,7 @@ def test_an_attempt_that_says_nothing_leaves_room_for_another(
     breaker.record_store(says_nothing)
     assert breaker.view(STORE).state is HALF_OPEN
     assert breaker.admit(STORE)
-    breaker.record_nothing(STORE)
+    breaker.skip(STORE)
     assert breaker.admit(STORE)
 
 

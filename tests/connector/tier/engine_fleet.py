@@ -9,10 +9,10 @@ from typing import Any
 
 from engine_parts import BLOCK_TOKENS, Shape, page_of, values_of
 from engine_rig import SimulatedEngine, TierUnderTest
-from rig import Rigs
+from rig import ON_THREADS, Rigs
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
 
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 
 
@@ -27,7 +27,7 @@ class Engines:
         self,
         shape: Shape | None = None,
         *,
-        fs: FileSystem = LOCAL,
+        fs: FileSystem = ON_THREADS,
         weights: int = 0,
         is_child: bool = False,
         **settings: Any,
@@ -70,4 +70,4 @@ class Engines:
         """End all."""
         for engine in self._made:
             engine.close()
-        TierUnderTest.fs = LOCAL
+        TierUnderTest.fs = ON_THREADS

@@ -36,7 +36,7 @@ from engine_parts import (
     values_after,
     values_of,
 )
-from rig import PATIENCE_SECONDS, wait_until
+from rig import ON_THREADS, PATIENCE_SECONDS, wait_until
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -57,7 +57,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.vllm_adapter.connector import KVTierConnector
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
@@ -80,7 +80,7 @@ class SimulatedEngine:
     """False while a test expects a step that computes upon wrong bytes and is undone."""
 
     def __init__(
-        self, config_file: Path, shape: Shape, fs: FileSystem = LOCAL, *, weights: int = 0, is_child: bool = False
+        self, config_file: Path, shape: Shape, fs: FileSystem = ON_THREADS, *, weights: int = 0, is_child: bool = False
     ) -> None:
         """Start it; the weights are all of this number. A child's declaration is not passed on."""
         self.shape = shape

@@ -6,8 +6,9 @@ from __future__ import annotations
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
+from rig import ON_THREADS
 
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 
 PROMPT = prompt_of(20)
 REST = len(PROMPT) - 20 * BLOCK_TOKENS
@@ -15,7 +16,7 @@ LATER = prompt_of(8, seed=9)
 
 
 def restart(
-    engines: Engines, shape: Shape | None = None, fs: FileSystem = LOCAL, **settings: object
+    engines: Engines, shape: Shape | None = None, fs: FileSystem = ON_THREADS, **settings: object
 ) -> SimulatedEngine:
     """Start another engine, which knows what the volume has."""
     made = engines.make(shape, fs=fs, **settings)

@@ -49,6 +49,8 @@ from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 ROW_BYTES = 8192
 IO_THREADS = 4
+ON_THREADS = FileSystem()
+"""The real system calls. As it is not `LOCAL`, I/O workers run on threads, which start faster."""
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 DECLARED = Declared(("Attention/TEST",), "layout", "weights")
@@ -120,7 +122,7 @@ class Rig:
         config_file: Path,
         *,
         chunks: int,
-        fs: FileSystem = LOCAL,
+        fs: FileSystem = ON_THREADS,
         config: OffloadingConfig | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -297,8 +299,7 @@ class Rigs:
                 "digest": DIGEST,
                 "identity": {"model_name": "org/model"},
                 "max_bytes": 0,
-                "io_threads": IO_THREADS,
-                "io_processes": 0,
+                "io_processes": IO_THREADS,
                 "load_deadline_seconds": 20.0,
                 **changes,
             }
@@ -311,11 +312,16 @@ class Rigs:
         self,
         *,
         chunks: int = 64,
-        fs: FileSystem = LOCAL,
+        fs: FileSystem | None = None,
         config: OffloadingConfig | None = None,
         options: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Rig:
+        """Make an engine; its workers are processes if `io_processes` is given without a file system, and not 0."""
+        if changes.get("io_processes") == 0:
+            del changes["io_processes"]
+        if fs is None:
+            fs = LOCAL if "io_processes" in changes else ON_THREADS
         rig = Rig(self.config_file(**changes), chunks=chunks, fs=fs, config=config, options=options)
         self._made.append(rig)
         return rig

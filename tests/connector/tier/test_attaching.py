@@ -129,7 +129,7 @@ def claim_for_somebody_else(rigs: Rigs) -> None:
 
 def test_what_waits_to_be_stored_does_not_go_to_somebody_else(rigs: Rigs) -> None:
     fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
-    rig = rigs.make(fs=fs, refresh_seconds=0.05, io_threads=1)
+    rig = rigs.make(fs=fs, refresh_seconds=0.05, io_processes=1)
     rig.begin_offload(keys(5))
     wait_until(lambda: fs.waiting == 1, "one block is being written, and the others wait")
     claim_for_somebody_else(rigs)

@@ -211,7 +211,7 @@ def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypat
 def test_writes_that_hang_leave_a_mover_for_loads(rigs: Rigs, threads: int) -> None:
     rigs.write(keys(4, first=10))
     fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
-    rig = rigs.make(fs=fs, io_threads=threads)
+    rig = rigs.make(fs=fs, io_processes=threads)
     rig.begin_offload(keys(4))
 
     def are_hanging() -> bool:

@@ -105,7 +105,7 @@ def test_a_load_in_line_is_not_late_while_the_volume_answers(engines: Engines) -
     writer.ask("w", prompt)
     writer.run()
     # Longer than the deadline as a whole.
-    reader = restart(engines, shape, Slow(), load_deadline_seconds=0.6, io_threads=1)
+    reader = restart(engines, shape, Slow(), load_deadline_seconds=0.6, io_processes=1)
     assert reader.ask("r", prompt) == len(prompt) - 150 * BLOCK_TOKENS
     finish(reader)
     assert reader.metric("vllm:kvtier_disk_misses", "deadline") == 0

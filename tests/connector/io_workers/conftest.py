@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each test a crew of movers over a CPU tier of its own, and ends it."""
+"""Gives each test a pool of workers over a CPU tier of its own, and ends it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from crews import Crews
+from pools import Pools
 
 
 @pytest.fixture
-def crews(tmp_path: Path) -> Iterator[Crews]:
-    made = Crews(tmp_path)
+def pools(tmp_path: Path) -> Iterator[Pools]:
+    made = Pools(tmp_path)
     yield made
     made.close()

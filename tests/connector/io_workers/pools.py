@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real movers over a small CPU tier, and what the tests ask of them."""
+"""Real workers over a small CPU tier, and the helpers of their tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mover_fs import GATE, WAITING
 from waiting import until
+from worker_fs import GATE, WAITING
 
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.pool import Movers
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Done, Lane, Task
-from kvtier_connector.io_workers.worker import MoversSettings
+from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker
@@ -56,21 +56,21 @@ def children(parent: int) -> list[int]:
     return found
 
 
-class CrewUnderTest:
-    """A CPU tier of `ROWS` rows in shared memory, in two files, a volume, and movers between them."""
+class PoolUnderTest:
+    """A CPU tier of `ROWS` rows in shared memory, in two files, a volume, and workers between them."""
 
     def __init__(  # noqa: PLR0913 - keywords
         self,
         root: Path,
         *,
-        movers: int = 2,
+        workers: int = 2,
         first: int = 0,
-        threads: int = 2,
         stuck_seconds: float = 60.0,
         file_system: str = "",
         retry_seconds: float = 60.0,
         max_bytes: int = 0,
         compression: str = "Off",
+        on_threads: bool = False,
         fs: FileSystem = LOCAL,
     ) -> None:
         self.blocks = BlockStore(root)
@@ -85,12 +85,11 @@ class CrewUnderTest:
         # Threads see the first file only, through the engine's own memory.
         rows = memoryview(self.memories[0]).cast("B", (half, ROW_BYTES))
         before = set(children(os.getpid()))
-        self.movers = Movers(
-            MoversSettings(
+        self.workers = WorkerPool(
+            PoolSettings(
                 root=str(root),
-                processes=movers,
-                first_processes=first,
-                threads=threads,
+                workers=workers,
+                first_workers=first,
                 deadline_seconds=stuck_seconds,
                 probe_seconds=stuck_seconds,
                 file_system=file_system,
@@ -101,10 +100,10 @@ class CrewUnderTest:
             breaker=self.breaker,
             rows=rows,
             regions=[Region(fd, first * half, half) for first, fd in enumerate(self._fds)],
-            fs=fs,
+            fs=FileSystem() if on_threads else fs,
         )
         rows.release()
-        self.movers.start()
+        self.workers.start()
         self.processes = sorted(set(children(os.getpid())) - before)
         self.ended: dict[int, Done] = {}
         self._last_probe = FIRST_PROBE
@@ -124,18 +123,18 @@ class CrewUnderTest:
 
     def load(self, first: int, *numbers: int, first_row: int = 0, lane: Lane = Lane.LOAD) -> None:
         """Ask for blocks, as tasks from a number on, into the rows from one on."""
-        self.movers.submit(
+        self.workers.submit(
             (first + index, Task(lane, (key(number),), first_row + index)) for index, number in enumerate(numbers)
         )
 
     def save(self, task: int, number: int, row: int) -> None:
         """Ask to write a row."""
-        self.movers.submit([(task, Task(Lane.STORE, (key(number),), row))])
+        self.workers.submit([(task, Task(Lane.STORE, (key(number),), row))])
 
     def probe(self, task: int, *numbers: int, is_prefix: bool = True) -> None:
         """Ask whether blocks are there."""
         keys = tuple(key(number) for number in numbers)
-        self.movers.submit([(task, Task(Lane.PROBE, keys, is_prefix=is_prefix))])
+        self.workers.submit([(task, Task(Lane.PROBE, keys, is_prefix=is_prefix))])
 
     def keep_busy(self) -> None:
         """Have one probe under way."""
@@ -145,7 +144,7 @@ class CrewUnderTest:
 
     def collect(self) -> None:
         """Do one step."""
-        for done in self.movers.collect():
+        for done in self.workers.collect():
             assert done.task not in self.ended, "a task ended twice"
             self.ended[done.task] = done
 
@@ -161,54 +160,54 @@ class CrewUnderTest:
     def outcome(self, task: int) -> object:
         return self.ended[task].outcome
 
-    def withdraw(self, *tasks: int) -> None:
+    def cancel(self, *tasks: int) -> None:
         """Give tasks up, and step until all of them have ended."""
-        self.movers.withdraw(tasks)
+        self.workers.cancel(tasks)
 
         def is_over() -> bool:
             self.collect()
             return all(task in self.ended for task in tasks)
 
-        wait_until(is_over, "the tasks are withdrawn")
+        wait_until(is_over, "the tasks are cancelled")
 
     @property
     def has_processes(self) -> bool:
-        return self.movers.counts().processes > 0
+        return self.workers.counts().processes > 0
 
     def close(self) -> None:
-        self.movers.close(5.0)
+        self.workers.close(5.0)
         for memory, fd in zip(self.memories, self._fds, strict=True):
             memory.close()
             os.close(fd)
 
 
-class Crews:
-    """Makes crews on one volume, and ends them."""
+class Pools:
+    """Makes pools on one volume, and ends them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._made: list[CrewUnderTest] = []
+        self._made: list[PoolUnderTest] = []
 
-    def make(self, **options: Any) -> CrewUnderTest:
-        """Start a crew; the options are those of `CrewUnderTest`."""
-        crew = CrewUnderTest(self.directory / "volume", **options)
-        self._made.append(crew)
-        return crew
+    def make(self, **options: Any) -> PoolUnderTest:
+        """Start a pool; the options are those of `PoolUnderTest`."""
+        pool = PoolUnderTest(self.directory / "volume", **options)
+        self._made.append(pool)
+        return pool
 
     def close(self) -> None:
-        for crew in self._made:
-            crew.close()
+        for pool in self._made:
+            pool.close()
 
 
-def shut(crews: Crews) -> Path:
-    gate = crews.directory / GATE
+def shut(pools: Pools) -> Path:
+    gate = pools.directory / GATE
     gate.touch()
     return gate
 
 
-def is_waiting(crews: Crews) -> bool:
-    return (crews.directory / WAITING).exists()
+def is_waiting(pools: Pools) -> bool:
+    return (pools.directory / WAITING).exists()
 
 
-def count_waited(crews: Crews) -> int:
-    return len((crews.directory / WAITING).read_bytes()) if is_waiting(crews) else 0
+def count_waited(pools: Pools) -> int:
+    return len((pools.directory / WAITING).read_bytes()) if is_waiting(pools) else 0

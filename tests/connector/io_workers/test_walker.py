@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crews import ROW_BYTES, children, key, payload
+from pools import ROW_BYTES, children, key, payload
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.io_workers.walker import WalkProcess

@@ -10,12 +10,12 @@ import sys
 import termios
 from pathlib import Path
 
-from crews import ROW_BYTES, wait_until
+from pools import ROW_BYTES, wait_until
 
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.task_table import TOKEN, Board, Head, MessagePipe, create_board
+from kvtier_connector.io_workers.task_table import TOKEN, Head, MessagePipe, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import REPLY, Lane
-from kvtier_connector.io_workers.worker import MoverSettings, MoversSettings
+from kvtier_connector.io_workers.worker import PoolSettings, WorkerSettings
 
 FEWEST_BYTES = 4096
 """A page: the system makes no smaller pipe."""
@@ -39,38 +39,38 @@ def test_more_messages_than_a_pipe_holds_all_arrive_in_order() -> None:
     pipe.close()
 
 
-def test_a_mover_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
+def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
     tasks, replies = [MessagePipe(TOKEN.size) for _ in Lane], MessagePipe(REPLY.size)
     pipe_bytes = fcntl.fcntl(replies.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES)
-    board_fd, region = create_board(), os.memfd_create("cpu-tier")
+    table_fd, region = create_table(), os.memfd_create("cpu-tier")
     os.ftruncate(region, ROW_BYTES)
-    board = Board(board_fd)
-    board.set_head(Head(1, 1))
-    settings = MoverSettings(
-        mover=0,
+    table = TaskTable(table_fd)
+    table.set_head(Head(1, 1))
+    settings = WorkerSettings(
+        worker=0,
         parent=os.getpid(),
-        board=board_fd,
+        table=table_fd,
         regions=(Region(region, 0, 1),),
         row_bytes=ROW_BYTES,
         pipes=tuple(pipe.reader for pipe in tasks),
         replies=replies.writer,
-        settings=MoversSettings(root=str(tmp_path), processes=1, threads=1, deadline_seconds=60.0),
+        pool=PoolSettings(root=str(tmp_path), workers=1, deadline_seconds=60.0),
     )
-    assert MoverSettings.decode(settings.encode()) == settings
-    mover = subprocess.Popen(
+    assert WorkerSettings.decode(settings.encode()) == settings
+    worker = subprocess.Popen(
         [sys.executable, "-m", "kvtier_connector.io_workers.worker", settings.encode()],
-        pass_fds=[*settings.pipes, replies.writer, board_fd, region],
+        pass_fds=[*settings.pipes, replies.writer, table_fd, region],
     )
     # Of tasks that were taken back, which it answers at once.
     tickets = range(1, 2 * pipe_bytes // REPLY.size)
     for ticket in tickets:
         os.write(tasks[ticket % len(tasks)].writer, TOKEN.pack(0, ticket))
-    wait_until(lambda: mover.poll() is not None or unread(replies) > pipe_bytes - REPLY.size, "no more fits")
+    wait_until(lambda: worker.poll() is not None or unread(replies) > pipe_bytes - REPLY.size, "no more fits")
     arrived = b""
 
     def has_all() -> bool:
         nonlocal arrived
-        assert mover.poll() is None, "the mover has ended"
+        assert worker.poll() is None, "the worker has ended"
         arrived += replies.receive()
         return len(arrived) == len(tickets) * REPLY.size
 
@@ -78,8 +78,8 @@ def test_a_mover_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path
     assert sorted(ticket for ticket, *_ in REPLY.iter_unpack(arrived)) == list(tickets)
     for pipe in tasks:
         pipe.close()
-    assert mover.wait(60) == 0
+    assert worker.wait(60) == 0
     replies.close()
-    board.close()
-    os.close(board_fd)
+    table.close()
+    os.close(table_fd)
     os.close(region)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""System calls that go wrong inside a mover's process; files beside the volume say when."""
+"""System calls that go wrong inside a worker's process; files beside the volume say when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GatedFs(FileSystem):
 
     def __init__(self) -> None:
         self._settings = json.loads(sys.argv[1])
-        self._beside = Path(self._settings["settings"]["root"]).parent
+        self._beside = Path(self._settings["pool"]["root"]).parent
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.wait()
@@ -54,12 +54,12 @@ class GatedWritesFs(GatedFs):
 
 
 class HoldingFs(GatedFs):
-    """Reads wait with the mover's lock held, as if a copy took that long."""
+    """Reads wait with the worker's lock held, as if a copy took that long."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fcntl.lockf(self._settings["board"], fcntl.LOCK_EX, 1, self._settings["mover"])
+        fcntl.lockf(self._settings["table"], fcntl.LOCK_EX, 1, self._settings["worker"])
         self.wait()
-        fcntl.lockf(self._settings["board"], fcntl.LOCK_UN, 1, self._settings["mover"])
+        fcntl.lockf(self._settings["table"], fcntl.LOCK_UN, 1, self._settings["worker"])
         return FileSystem.preadv(self, fd, buffers, offset)
 
 

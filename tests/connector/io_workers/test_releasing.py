@@ -11,10 +11,10 @@ import pytest
 from waiting import until
 
 from kvtier_connector.io_workers import worker
-from kvtier_connector.io_workers.worker import ReleasingFs
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 
 
-class Closes(ReleasingFs):
+class Closes(WorkerFileSystem):
     """Notes which thread closes what; all but the caller's wait for the gate."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Closes(ReleasingFs):
 
 
 def test_a_close_that_is_quick_is_made_at_once() -> None:
-    fs, (reader, writer) = ReleasingFs(), os.pipe()
+    fs, (reader, writer) = WorkerFileSystem(), os.pipe()
     fs.release(reader)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reader)
@@ -45,8 +45,8 @@ def test_after_one_that_took_long_nobody_waits_for_a_close_until_too_many_are_un
     fs.release(1)
     assert fs.closed == {1: caller}
     fs.release(2)
-    until(fs._waiting.empty, "the other thread closes the second")
-    for fd in range(3, 3 + worker._MOST_WAITING + 1):
+    until(fs._closing.empty, "the other thread closes the second")
+    for fd in range(3, 3 + worker._MOST_CLOSING + 1):
         fs.release(fd)
     assert fs.closed == {1: caller, 5: caller}
     fs.gate.set()

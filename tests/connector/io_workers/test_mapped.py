@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.io_workers.worker import MappingFs
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.header import Fault
@@ -31,7 +31,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
     payload = memoryview(bytearray(os.urandom(SIZE)))
-    store, plain = BlockStore(root, fs=MappingFs()), BlockStore(root)
+    store, plain = BlockStore(root, fs=WorkerFileSystem()), BlockStore(root)
     read = memoryview(bytearray(SIZE))
     got = bytearray(SIZE)
 
@@ -51,7 +51,7 @@ def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
 
 
 def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(root: Path) -> None:
-    store = BlockStore(root, fs=MappingFs())
+    store = BlockStore(root, fs=WorkerFileSystem())
     path = root / block_path(KEY)
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
@@ -65,7 +65,7 @@ def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_e
 def test_a_file_that_is_cut_short_is_the_same_fault(root: Path, size: int) -> None:
     plain = BlockStore(root)
     answers = []
-    for fs in (LOCAL, MappingFs()):
+    for fs in (LOCAL, WorkerFileSystem()):
         plain.put(KEY, memoryview(bytearray(SIZE)))
         os.truncate(root / block_path(KEY), size)
         answers.append(BlockStore(root, fs=fs).stream(KEY, memoryview(bytearray(SIZE)), lambda _offset, _piece: True))
@@ -77,7 +77,7 @@ def test_a_reader_that_takes_no_more_ends_the_read(root: Path, tmp_path: Path, i
     keys_dir = tmp_path / "keys"
     keys_dir.mkdir()
     (keys_dir / "k").write_bytes(bytes(32))
-    store = BlockStore(root, fs=MappingFs(), keys_dir=str(keys_dir) if is_encrypted else "")
+    store = BlockStore(root, fs=WorkerFileSystem(), keys_dir=str(keys_dir) if is_encrypted else "")
     if store.keyring is not None:
         store.keyring.activate("k")
     payload = memoryview(bytearray(os.urandom(SIZE)))
@@ -95,7 +95,7 @@ def test_a_reader_that_takes_no_more_ends_the_read(root: Path, tmp_path: Path, i
 
 
 def test_neither_descriptor_nor_mapping_is_left(root: Path) -> None:
-    store = BlockStore(root, fs=MappingFs())
+    store = BlockStore(root, fs=WorkerFileSystem())
     store.put(KEY, memoryview(bytearray(SIZE)))
     read = memoryview(bytearray(SIZE))
     before, mappings = len(list(Path("/proc/self/fd").iterdir())), mapped(root)

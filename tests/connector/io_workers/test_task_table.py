@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces that movers are made of: the board, the encoding of tasks, and the rows as a mover reaches them."""
+"""The pieces that workers are made of: the table, the encoding of tasks, and the rows as a worker reaches them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from kvtier_connector.contract.engine import MOVER_MAPPED_BYTES, mover_memory_bytes
+from kvtier_connector.contract.engine import MOST_IO_PROCESSES, MOST_MAPPED_BYTES, worker_memory_bytes
 from kvtier_connector.io_workers import buffers as rows_module
 from kvtier_connector.io_workers.buffers import MappedRows, OwnRows, Region
 from kvtier_connector.io_workers.task_table import (
     ENTRIES,
-    FIRST_THREAD,
-    MOST_MOVERS,
     MOST_TASK_BYTES,
-    Board,
     Current,
     Head,
-    create_board,
+    TaskTable,
+    create_table,
 )
 from kvtier_connector.io_workers.tasks import (
     MOST_PROBED,
@@ -43,14 +41,14 @@ from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreF
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey, Lineage
 
-_BUSY_MOVER = """
+_BUSY_WORKER = """
 import sys, time
-from kvtier_connector.io_workers.task_table import NO_TICKET, Board, Current
-board, number = Board(int(sys.argv[1])), 0
+from kvtier_connector.io_workers.task_table import NO_TICKET, TaskTable, Current
+table, number = TaskTable(int(sys.argv[1])), 0
 while True:
     number += 1
-    board.set_current(0, Current(number % 9, number % 1000 + 1, time.monotonic()))
-    board.set_current(0, Current(0, NO_TICKET, time.monotonic()))
+    table.set_current(0, Current(number % 9, number % 1000 + 1, time.monotonic()))
+    table.set_current(0, Current(0, NO_TICKET, time.monotonic()))
 """
 HASHES = st.binary(min_size=3, max_size=32)
 
@@ -101,37 +99,37 @@ def test_an_answer_is_read_back_as_it_was_written(answer: Answer | None) -> None
     assert decode_answer(*encode_answer(answer)) == answer
 
 
-def test_both_sides_of_a_board_see_the_same() -> None:
-    fd = create_board()
-    engine, mover = Board(fd), Board(fd)
+def test_both_sides_of_a_table_see_the_same() -> None:
+    fd = create_table()
+    engine, worker = TaskTable(fd), TaskTable(fd)
     last = ENTRIES - 1
     engine.write_task(last, b"x" * MOST_TASK_BYTES)
     engine.set_ticket(last, 2**32 - 1)
     engine.set_head(Head(3, 2))
-    mover.set_current(MOST_MOVERS - 1, Current(last, 7, 1.5))
+    worker.set_current(MOST_IO_PROCESSES - 1, Current(last, 7, 1.5))
 
-    assert mover.task(last) == b"x" * MOST_TASK_BYTES
-    assert mover.ticket(last) == 2**32 - 1
-    assert mover.ticket(last - 1) == 0
-    assert mover.head() == Head(3, 2)
-    assert engine.current(MOST_MOVERS - 1) == Current(last, 7, 1.5)
+    assert worker.task(last) == b"x" * MOST_TASK_BYTES
+    assert worker.ticket(last) == 2**32 - 1
+    assert worker.ticket(last - 1) == 0
+    assert worker.head() == Head(3, 2)
+    assert engine.current(MOST_IO_PROCESSES - 1) == Current(last, 7, 1.5)
     with pytest.raises(ValueError, match="does not fit"):
         engine.write_task(0, b"x" * (MOST_TASK_BYTES + 1))
-    for board in (engine, mover):
-        board.close()
+    for table in (engine, worker):
+        table.close()
     os.close(fd)
 
 
 def test_a_lock_held_by_another_process_is_seen_and_ends_with_that_process() -> None:
-    fd = create_board()
-    board = Board(fd)
+    fd = create_table()
+    table = TaskTable(fd)
     told, tells = os.pipe()
     ends, end = os.pipe()
     process = os.fork()
     if process == 0:
         # Never back into the test.
         try:
-            board.lock(3)
+            table.lock(3)
             os.write(tells, b"x")
             os.close(end)
             os.read(ends, 1)
@@ -139,25 +137,25 @@ def test_a_lock_held_by_another_process_is_seen_and_ends_with_that_process() -> 
         finally:
             os._exit(1)
     os.read(told, 1)
-    assert not board.is_unlocked(3)
-    assert board.is_unlocked(2)
+    assert not table.is_unlocked(3)
+    assert table.is_unlocked(2)
     os.close(end)
     os.waitpid(process, 0)
-    assert board.is_unlocked(3)
-    board.close()
+    assert table.is_unlocked(3)
+    table.close()
     for descriptor in (fd, told, tells, ends):
         os.close(descriptor)
 
 
 def test_a_lock_held_by_a_thread_of_the_same_process_is_seen() -> None:
-    fd = create_board()
-    board = Board(fd)
-    board.lock(FIRST_THREAD + 1)
-    assert not board.is_unlocked(FIRST_THREAD + 1)
-    assert board.is_unlocked(FIRST_THREAD)
-    board.unlock(FIRST_THREAD + 1)
-    assert board.is_unlocked(FIRST_THREAD + 1)
-    board.close()
+    fd = create_table()
+    table = TaskTable(fd, threads=2)
+    table.lock(1)
+    assert not table.is_unlocked(1)
+    assert table.is_unlocked(0)
+    table.unlock(1)
+    assert table.is_unlocked(1)
+    table.close()
     os.close(fd)
 
 
@@ -200,49 +198,48 @@ def test_rows_of_this_process_are_a_table_and_are_not_held() -> None:
     memory.close()
 
 
-def test_the_memory_of_movers_counts_their_page_tables_up_to_what_they_keep_mapped() -> None:
-    small = mover_memory_bytes(8 << 30, movers=1, chunk_bytes=0)
-    assert mover_memory_bytes(8 << 30, movers=4, chunk_bytes=0) == 4 * small
-    assert mover_memory_bytes(8 << 30, movers=1, chunk_bytes=8 << 20) - small == 8 << 20
-    base = mover_memory_bytes(0, movers=1, chunk_bytes=0)
+def test_the_memory_of_workers_counts_their_page_tables_up_to_what_they_keep_mapped() -> None:
+    small = worker_memory_bytes(8 << 30, workers=1, chunk_bytes=0)
+    assert worker_memory_bytes(8 << 30, workers=4, chunk_bytes=0) == 4 * small
+    assert worker_memory_bytes(8 << 30, workers=1, chunk_bytes=8 << 20) - small == 8 << 20
+    base = worker_memory_bytes(0, workers=1, chunk_bytes=0)
     assert small - base == 16 << 20
-    assert mover_memory_bytes(1 << 40, movers=1, chunk_bytes=0) - base == MOVER_MAPPED_BYTES // 512
-    assert mover_memory_bytes(8 << 30, movers=1, chunk_bytes=0, has_huge_pages=True) - base == 32 << 10
+    assert worker_memory_bytes(1 << 40, workers=1, chunk_bytes=0) - base == MOST_MAPPED_BYTES // 512
+    assert worker_memory_bytes(8 << 30, workers=1, chunk_bytes=0, has_huge_pages=True) - base == 32 << 10
 
 
-def test_nobody_sees_a_task_that_began_before_the_mover_did() -> None:
-    # Such a one would be taken for a mover that hangs, and killed.
-    fd = create_board()
-    board = Board(fd)
+def test_nobody_sees_a_task_that_began_before_the_worker_did() -> None:
+    # Such a one would be taken for a worker that hangs, and killed.
+    fd = create_table()
+    table = TaskTable(fd)
     began = time.monotonic()
-    mover = subprocess.Popen([sys.executable, "-c", _BUSY_MOVER, str(fd)], pass_fds=[fd])
+    worker = subprocess.Popen([sys.executable, "-c", _BUSY_WORKER, str(fd)], pass_fds=[fd])
     try:
-        until(lambda: board.current(0).started > 0)
-        seen = [board.current(0) for _ in range(400_000)]
+        until(lambda: table.current(0).started > 0)
+        seen = [table.current(0) for _ in range(400_000)]
     finally:
-        mover.kill()
-        mover.wait()
-        board.close()
+        worker.kill()
+        worker.wait()
+        table.close()
         os.close(fd)
     assert any(current.ticket for current in seen)
     assert min(current.started for current in seen) > began
 
 
 def test_nobody_sees_a_head_that_was_not_said() -> None:
-    fd = create_board()
-    board = Board(fd)
-    board.set_head(Head(8, 4))
-    say = (
-        "import sys; from kvtier_connector.io_workers.task_table import Board, Head; board = Board(int(sys.argv[1]))\n"
-    )
-    say += "while True: board.set_head(Head(8, 4)); board.set_head(Head(9, 4))"
+    fd = create_table()
+    table = TaskTable(fd)
+    table.set_head(Head(8, 4))
+    say = "import sys; from kvtier_connector.io_workers.task_table import TaskTable, Head\n"
+    say += "table = TaskTable(int(sys.argv[1]))\n"
+    say += "while True: table.set_head(Head(8, 4)); table.set_head(Head(9, 4))"
     engine = subprocess.Popen([sys.executable, "-c", say, str(fd)], pass_fds=[fd])
     try:
-        until(lambda: board.head().wanted > 8)
-        seen = {board.head() for _ in range(400_000)}
+        until(lambda: table.head().wanted > 8)
+        seen = {table.head() for _ in range(400_000)}
     finally:
         engine.kill()
         engine.wait()
-        board.close()
+        table.close()
         os.close(fd)
     assert seen <= {Head(8, 4), Head(9, 4)}

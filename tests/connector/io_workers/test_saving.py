@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers store: the bytes of its own block or none, within the limit, and never with all of their number."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from pools import ROW_BYTES, Pools, count_waited, is_waiting, key, payload, shut, wait_until
+
+from kvtier_connector.io_workers.tasks import Ending
+from kvtier_connector.store.blockstore import Hit, Stored, StoreFault
+from kvtier_connector.store.header import HEADER_BYTES
+
+HIT = Hit(HEADER_BYTES + ROW_BYTES)
+
+
+def test_a_late_save_never_stores_the_bytes_of_another_block(pools: Pools) -> None:
+    gate = shut(pools)
+    pool = pools.make(workers=1, file_system="worker_fs:GatedFs")
+    pool.write(1)
+    pool.set_row(9, payload(9))
+    pool.load(1, 1)
+    wait_until(lambda: is_waiting(pools), "the read hangs")
+    pool.save(2, 9, row=9)
+
+    pool.cancel(2)
+    pool.set_row(9, payload(3))
+    gate.unlink()
+    pool.wait_for(2)
+    pool.save(3, 8, row=9)
+    pool.wait_for(3)
+
+    assert pool.blocks.look_up(key(9)) is False
+    assert pool.blocks.look_up(key(8)) is True
+
+
+def test_a_row_that_is_given_to_another_block_while_it_is_written_is_stored_under_neither_name(pools: Pools) -> None:
+    gate = shut(pools)
+    pool = pools.make(workers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES), file_system="worker_fs:GatedWritesFs")
+    pool.set_row(9, payload(9))
+    pool.save(1, 9, row=9)
+    wait_until(lambda: is_waiting(pools), "the header is written")
+
+    pool.cancel(1)
+    pool.set_row(9, payload(3))
+    gate.unlink()
+    pool.save(2, 8, row=9)
+    pool.wait_for(2)
+
+    assert pool.outcome(1) is Ending.CANCELLED
+    assert pool.blocks.look_up(key(9)) is False
+    assert pool.blocks.get(key(8), memoryview(bytearray(ROW_BYTES))) == HIT
+    assert pool.store.usage_bytes() == ROW_BYTES + HEADER_BYTES
+    assert not list((pools.directory / "volume").rglob("*partial*"))
+
+
+def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_store(pools: Pools) -> None:
+    pool = pools.make(workers=4, file_system="worker_fs:GatedWritesFs")
+    pool.write(1)
+    gate = shut(pools)
+    for number in range(10, 20):
+        pool.save(number, number, row=number)
+
+    def is_held_up() -> bool:
+        pool.collect()
+        return count_waited(pools) == 3
+
+    wait_until(is_held_up, "three of four workers store")
+    pool.load(1, 1)
+    pool.wait_for(1)
+    assert pool.outcome(1) == HIT
+    assert count_waited(pools) == 3
+    gate.unlink()
+    pool.wait_for(11)
+
+
+def test_the_limit_of_the_tier_holds_for_what_workers_write(pools: Pools) -> None:
+    pool = pools.make(max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
+    for task in range(9):
+        pool.save(task, task, row=task)
+    pool.wait_for(9)
+
+    outcomes = [done.outcome for done in pool.ended.values()]
+    assert outcomes.count(StoreFault.NO_BUDGET) == 4
+    assert outcomes.count(Stored(ROW_BYTES + HEADER_BYTES)) == 5
+    assert pool.store.usage_bytes() == 5 * (ROW_BYTES + HEADER_BYTES)
+
+
+def test_a_store_that_is_cancelled_gives_its_room_back(pools: Pools) -> None:
+    pool = pools.make(workers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES))
+    os.kill(pool.processes[0], signal.SIGSTOP)
+    pool.save(0, 0, row=0)
+    pool.save(1, 1, row=1)
+    assert pool.store.usage_bytes() == 2 * (ROW_BYTES + HEADER_BYTES)
+    pool.cancel(0, 1)
+    assert pool.store.usage_bytes() == 0
+    os.kill(pool.processes[0], signal.SIGCONT)
