@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.cascade.transfers import Landed
+from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
 NO_ROW = -1
 LEASED_SHARE = 0.5
@@ -158,7 +158,7 @@ class Fetches:
 
     def __init__(
         self,
-        primary: CPUPrimaryTierOffloadingManager,
+        primary: CpuTier,
         request_of: Callable[[ReqContext], TierRequest],
         start: Callable[[ReqContext, Sequence[OffloadKey], CPULoadStoreSpec, bool], bool],
     ) -> None:
@@ -178,7 +178,7 @@ class Fetches:
         """Those that wait for a row."""
         self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
         self._leased = 0
-        self._most_leased = int(primary._num_chunks * LEASED_SHARE)  # noqa: SLF001 - vLLM's metrics read it so
+        self._most_leased = int(primary.chunks * LEASED_SHARE)
         self.is_held = False
         """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
 
@@ -201,7 +201,7 @@ class Fetches:
         """How many more could be fetched ahead."""
         if self._line or self.is_held:
             return 0
-        return max(0, min(self._most_leased - self._leased, self._count_free()))
+        return max(0, min(self._most_leased - self._leased, self._primary.room))
 
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
@@ -265,7 +265,7 @@ class Fetches:
     def serve(self) -> None:
         """Give rows to those that wait for one, as many as can be had."""
         while self._line and not self.is_held:
-            room = self._count_free()
+            room = self._primary.room
             if room and self._start(list(islice(self._line, room))):
                 continue
             if not self._lessees:
@@ -283,8 +283,6 @@ class Fetches:
             if not is_read:
                 self._primary.complete_write([key], fetch.context, success=False)
                 self._fail(key, fetch)
-            elif (fetch.loads or fetch.lessee) and self._primary.events is None:
-                self._arrive_pinned(key, fetch)
             else:
                 self._primary.complete_write([key], fetch.context)
                 self._arrive(key, fetch)
@@ -303,10 +301,6 @@ class Fetches:
         fetch = self._fetches[key] = _Fetch(context)
         self._line[key] = None
         return fetch
-
-    def _count_free(self) -> int:
-        primary = self._primary
-        return int(primary._get_num_free_chunks() + primary._num_evictable_cache_chunks)  # noqa: SLF001 - there is no public way
 
     def _start(self, batch: Sequence[OffloadKey]) -> bool:
         """Have chunks read that wait for a row; False if none of them got one."""
@@ -338,7 +332,7 @@ class Fetches:
         """Give those that wait what the GPU has stored meanwhile; False if it is still being stored."""
         is_any = False
         for key in keys:
-            chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+            chunk = self._primary.find(key)
             if chunk is not None and chunk.is_ready:
                 is_any = True
                 del self._line[key]
@@ -349,23 +343,13 @@ class Fetches:
 
     def _arrive(self, key: OffloadKey, fetch: _Fetch) -> None:
         """Pin a chunk for everybody who waits for it."""
-        chunk = self._primary._policy.get(key)  # noqa: SLF001 - as above
+        chunk = self._primary.find(key)
         assert chunk is not None
         for load, number in fetch.loads:
             self._primary.prepare_read([key], load.context)
             load.rows[number] = chunk.chunk_id
         if fetch.lessee is not None:
             self._primary.prepare_read([key], fetch.lessee)
-
-    def _arrive_pinned(self, key: OffloadKey, fetch: _Fetch) -> None:
-        """Do as `complete_write` and `_arrive` do; the chunk is not put among those to evict only to be taken out."""
-        primary = self._primary
-        chunk = primary._policy.get(key)  # noqa: SLF001 - as above
-        assert chunk is not None
-        primary._num_write_pending_chunks -= 1  # noqa: SLF001 - as above
-        chunk.ref_cnt = len(fetch.loads) + (fetch.lessee is not None)
-        for load, number in fetch.loads:
-            load.rows[number] = chunk.chunk_id
 
     def _fail(self, key: OffloadKey, fetch: _Fetch) -> None:
         """Tell everybody who waits for a chunk that it does not come, nor when they ask again."""

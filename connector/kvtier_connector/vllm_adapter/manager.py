@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -24,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import JobMetadata, TieringOffloadingManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.cascade.admission import Verdict
@@ -32,6 +33,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.store.index import Presence
 from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 
 STORES_AGAIN = 64
@@ -55,16 +57,17 @@ class Match(NamedTuple):
 class KVTierManager(TieringOffloadingManager):
     """vLLM's tiering with one tier below the CPU's; loads begin before all has landed. Scheduler's thread only."""
 
-    def __init__(self, primary_tier: CPUPrimaryTierOffloadingManager, volume: SharedVolumeTier) -> None:
+    def __init__(self, primary_tier: CpuTier, volume: SharedVolumeTier) -> None:
         """Put the tier below the CPU's."""
         super().__init__(primary_tier=primary_tier, secondary_tiers=[volume])
         self.volume = volume
-        # The dictionary itself has no public name, and a call for each chunk of a prompt is what a look-up costs.
-        self._chunks = primary_tier._policy.get  # noqa: SLF001 - see above
+        self._chunks = primary_tier.find
         self._fetches = Fetches(primary_tier, self.request, self._read)
         self._loads: dict[str, Load] = {}
         self._copying = 0
         """Chunks that the worker is copying to the GPU."""
+        self._counted = OffloadingConnectorStats()
+        """Counters of vLLM's own metrics since the last `get_stats`."""
         self._again = ReqContext(req_id="kvtier-store-again")
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
@@ -276,6 +279,15 @@ class KVTierManager(TieringOffloadingManager):
         return self._fetches.waiting > 0 or super().has_pending_work()
 
     @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats: OffloadingConnectorStats | None = super().get_stats()
+        counted, self._counted = self._counted, OffloadingConnectorStats()
+        if stats is None or counted.is_empty():
+            return stats or (None if counted.is_empty() else counted)
+        stats.aggregate(counted)
+        return stats
+
+    @override
     def reset_cache(self) -> None:
         """Forget everything in the CPU tier; every load was released before."""
         self._fetches.end_leases()
@@ -352,7 +364,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _is_anything_under_way(self) -> bool:
         """Say whether rows become free by themselves."""
-        is_storing = self.primary_tier._num_write_pending_chunks > 0  # noqa: SLF001 - only a gauge tells
+        is_storing = self.primary_tier.is_storing
         return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
 
     def _count_saved(self, load: Load, handed: Collection[int]) -> None:
@@ -370,7 +382,7 @@ class KVTierManager(TieringOffloadingManager):
         if request.is_counted:
             return
         request.is_counted = True
-        stats, volume = self._metrics._stats, self._metrics.tier_label(_VOLUME)  # noqa: SLF001 - see above
+        stats, volume = self._counted, self._metrics.tier_label(_VOLUME)
         for label, asked, found in (
             (self._metrics.primary_tier_label, chunks, chunks - on_volume),
             (volume, on_volume, on_volume),

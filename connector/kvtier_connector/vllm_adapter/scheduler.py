@@ -11,6 +11,7 @@ are left out of vLLM's two walks over everything that runs, since they have noth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
@@ -40,40 +41,35 @@ from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTo
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, Question
 
 
-class Changed:
-    """An object of vLLM's with some attributes replaced."""
+def filtered_output(output: SchedulerOutput, settled: set[str]) -> SchedulerOutput:
+    """Return the output without the settled requests that got no block: nothing of them changed.
 
-    def __init__(self, original: Any, **changes: Any) -> None:
-        """Put it before the original."""
-        self._original = original
-        self.__dict__.update(changes)
-
-    def __getattr__(self, name: str) -> Any:
-        """Read what is not replaced."""
-        return getattr(self._original, name)
-
-
-def without_unchanged(output: SchedulerOutput, settled: set[str]) -> Any:
-    """Return the output without the settled requests that have no new block: they have no news.
-
-    Those that begin anew in this step are taken out of `settled`.
+    Requests that begin anew in this step are removed from `settled`.
     """
     cached = output.scheduled_cached_reqs
     settled.difference_update(cached.resumed_req_ids)
     settled.difference_update(request.req_id for request in output.scheduled_new_reqs)
     kept = [
-        (name, blocks)
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        number
+        for number, (name, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
         if blocks is not None or name not in settled
     ]
     if len(kept) == len(cached.req_ids):
         return output
-    fewer = Changed(cached, req_ids=[name for name, _ in kept], new_block_ids=[blocks for _, blocks in kept])
-    return Changed(output, scheduled_cached_reqs=fewer)
+    fewer = replace(
+        cached,
+        req_ids=[cached.req_ids[number] for number in kept],
+        new_block_ids=[cached.new_block_ids[number] for number in kept],
+        num_computed_tokens=[cached.num_computed_tokens[number] for number in kept],
+        num_output_tokens=[cached.num_output_tokens[number] for number in kept],
+        # Only with pipeline parallelism.
+        new_token_ids=[cached.new_token_ids[number] for number in kept] if cached.new_token_ids else [],
+    )
+    return replace(output, scheduled_cached_reqs=fewer)
 
 
-def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bool]) -> Any:
-    """Return the output with those states to be stored only that are wanted, by request and token at which it ends."""
+def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bool]) -> SchedulerOutput:
+    """Return the output with the wanted states only, by request and by the token at which a state ends."""
     state = output.kv_connector_block_state
     if state is None or not state.boundary_state_offloads:
         return output
@@ -81,7 +77,7 @@ def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bo
         name: [entry for entry in entries if is_wanted(name, entry[2])]
         for name, entries in state.boundary_state_offloads.items()
     }
-    return Changed(output, kv_connector_block_state=Changed(state, boundary_state_offloads=kept))
+    return replace(output, kv_connector_block_state=replace(state, boundary_state_offloads=kept))
 
 
 class KVTierScheduler(OffloadingConnectorScheduler):
@@ -324,7 +320,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         settled = self._settled
-        super()._update_req_states(without_unchanged(scheduler_output, settled) if settled else scheduler_output)
+        super()._update_req_states(filtered_output(scheduler_output, settled) if settled else scheduler_output)
 
     @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -339,7 +335,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         settled.difference_update(scheduler_output.finished_req_ids or ())
         scheduled = scheduler_output.num_scheduled_tokens
         wanted = {name: tokens for name, tokens in scheduled.items() if name not in settled}
-        jobs = super()._build_store_jobs(Changed(scheduler_output, num_scheduled_tokens=wanted))
+        jobs = super()._build_store_jobs(replace(scheduler_output, num_scheduled_tokens=wanted))
         settled.update(name for name in wanted if self._is_settled(name))
         return dict(jobs)
 

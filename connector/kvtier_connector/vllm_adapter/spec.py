@@ -6,9 +6,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
-import inspect
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -17,12 +15,12 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.pod_tools.shm import clear_stale_regions, explaining_shortage
 from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, make_region, make_worker
+from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 
@@ -87,13 +85,14 @@ class KVTierSpec(TieringOffloadingSpec):
         with ExitStack() as made:
             region = make_region(self, rank=None)
             made.callback(region.cleanup)
-            primary = CPUPrimaryTierOffloadingManager(
+            primary = CpuTier(
                 num_chunks=self.num_chunks,
                 mmap_region=region,
                 cache_policy=self.eviction_policy,
                 cache_policy_module_path=self.cache_policy_module_path,
                 enable_events=self.kv_events_config.enable_kv_cache_events,
-                **_known_to(CPUPrimaryTierOffloadingManager, info=getattr(self, "cpu_info", None)),
+                # Facts for a metric, since 0.33.
+                **({"info": self.cpu_info} if hasattr(self, "cpu_info") else {}),
             )
             made.pop_all()
             made.callback(primary.shutdown)
@@ -113,9 +112,3 @@ class KVTierSpec(TieringOffloadingSpec):
 def _clear_stale_regions() -> None:
     for path in clear_stale_regions():
         logger.info("Removed %s, left by an engine that is gone", path)
-
-
-def _known_to(made: type, **arguments: Any) -> dict[str, Any]:
-    """Return those of the arguments that a constructor of this release of vLLM takes."""
-    known = inspect.signature(made).parameters
-    return {name: value for name, value in arguments.items() if name in known}

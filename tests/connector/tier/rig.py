@@ -33,7 +33,6 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from waiting import until
 
 from kvtier_connector.cascade.fetch import Load
@@ -42,6 +41,7 @@ from kvtier_connector.contract import engine
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -135,7 +135,7 @@ class Rig:
             kv_bytes_per_chunk=ROW_BYTES,
             cpu_page_size=ROW_BYTES,
         )
-        self.primary = CPUPrimaryTierOffloadingManager(num_chunks=chunks, mmap_region=region)
+        self.primary = CpuTier(num_chunks=chunks, mmap_region=region)
         spec.region_fd = region.fd
         tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})
         self.tier: SharedVolumeTier = tier_class(

@@ -244,6 +244,8 @@ class Traffic:
     def _append(cached: CachedRequestData, name: str, blocks: tuple[list[int], ...] | None) -> None:
         cached.req_ids.append(name)
         cached.new_block_ids.append(blocks)
+        cached.num_computed_tokens.append(0)
+        cached.num_output_tokens.append(0)
 
     def _sample(self, name: str, tokens: int) -> None:
         self.computed[name] += tokens

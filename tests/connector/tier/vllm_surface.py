@@ -255,6 +255,7 @@ _MANAGER_USES = (
             "on_schedule_end(context)",
             "on_request_finished(req_context, exclude_tier_idx)",
             "has_pending_work()",
+            "get_stats()",
             "reset_cache()",
             "_process_finished_jobs(tiers?)",
             "_complete_promotion(job_metadata, completed_job)",
@@ -283,7 +284,6 @@ _MANAGER_USES = (
         ),
         read=(
             "_policy",
-            "_num_chunks",
             "_num_evictable_cache_chunks",
             "_num_write_pending_chunks",
             "events",
@@ -299,7 +299,7 @@ _MANAGER_USES = (
     Use(
         f"{_OFFLOAD}.tiering.metrics:TieringMetricsTracker",
         called=("tier_label(tier_idx)", "on_promotion_allocation_failure()"),
-        read=("primary_tier_label", "_stats"),
+        read=("primary_tier_label",),
     ),
     Use(
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
