@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from kvtier_connector.contract import engine as contract
 from kvtier_connector.contract.errors import IdentityMismatch
-from kvtier_connector.pod_tools.ready import Report
+from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import Hit
 from kvtier_connector.store.layout import BlockKey
@@ -40,7 +40,7 @@ class Engine:
         self.lock = threading.Lock()
         self.refused = ""
         self.disk_tokens = self.prompt_tokens = 0
-        self.report = Report(config.state_dir, config.tier)
+        self.report = StartupReport(config.state_dir, config.tier)
         self.report.begin("the volume has not answered yet")
         self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
         facts = {"engine.stand_in": os.environ.get("STAND_IN", "")}

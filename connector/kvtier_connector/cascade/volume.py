@@ -25,7 +25,7 @@ from kvtier_connector.contract import engine
 from kvtier_connector.contract.engine import CONFIG_FILE, ConnectorConfig
 from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
 from kvtier_connector.io_workers.walker import WalkProcess
-from kvtier_connector.pod_tools.ready import Report
+from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.store import identity
 from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -116,7 +116,7 @@ class Volume:
         self._closed = threading.Event()
         self._is_walk_due = threading.Event()
         self._standing = identity.Standing.SAME
-        self._report = Report(config.state_dir, config.tier)
+        self._report = StartupReport(config.state_dir, config.tier)
         self._patience = threading.Timer(config.attach_grace_seconds, self._give_up)
         self._patience.name, self._patience.daemon = "kvtier-patience", True
         work: dict[str, Callable[[], None]] = {"volume": self._run, "news": self._follow}

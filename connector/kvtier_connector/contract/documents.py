@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a dataclass becomes the JSON document that the operator writes and a pod reads, and a dataclass again.
+"""Encodes dataclasses as the JSON documents that the operator writes and pods read, and decodes them.
 
 Pure and stdlib only, as the contracts are that use it. ``file`` is what messages call the document.
 """
@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 from kvtier_connector.contract.errors import ConfigInvalid
 
 
-class Record(Protocol):
+class Document(Protocol):
     """Any dataclass whose fields have the types of `_WORDS`, or such a type or None."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyDocument = TypeVar("AnyDocument", bound=Document)
 
-Claim = tuple[bool, str, str]
+Requirement = tuple[bool, str, str]
 """Whether it holds, the field that it is about, and what that field must be."""
 
 _WORDS = {
@@ -37,11 +37,13 @@ _WORDS = {
 _OR_NONE = " | None"
 
 ADDED: Final = MappingProxyType({"kvtier_added": True})
-"""``metadata`` of a field that came after others: it is written only where it says something else than its default, for
-a pod of an earlier release refuses a field that it does not know, and does as the default says without it."""
+"""``metadata`` of a field that was added later: it is written only if it differs from its default.
+
+A pod of an earlier release refuses a field that it does not know, and behaves as the default says without it.
+"""
 
 
-def encode(record: Record, *, version: int) -> str:
+def encode(record: Document, *, version: int) -> str:
     """Return the document as canonical JSON: the same record gives the same bytes; see `ADDED`."""
     unsaid = {
         each.name
@@ -57,7 +59,7 @@ def encode_object(document: dict[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, indent=2) + "\n"
 
 
-def decode(kind: type[AnyRecord], text: str, *, file: str, version: int, image: str) -> AnyRecord:
+def decode(kind: type[AnyDocument], text: str, *, file: str, version: int, image: str) -> AnyDocument:
     """Read a document written by `encode`; ``image`` is of the process that reads it.
 
     Raises:
@@ -96,7 +98,7 @@ def decode_object(text: str, *, file: str) -> dict[str, Any]:
     return document
 
 
-def refuse_unusable(record: Record, claims: Iterable[Claim], *, file: str) -> None:
+def refuse_unusable(record: Document, claims: Iterable[Requirement], *, file: str) -> None:
     """Raise ConfigInvalid for the first claim about a field that does not hold."""
     for is_valid, name, remedy in claims:
         if not is_valid:

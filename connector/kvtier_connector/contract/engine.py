@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator writes and the pod reads: one JSON document per tier.
+"""The document that the operator writes for the engines of a tier, as JSON in a ConfigMap.
 
 Pure and stdlib only: the operator imports this module and nothing else of the connector, so its image needs neither
 vLLM nor torch. The document reaches the pod as a file of a ConfigMap; ``secondary_tiers[].config_file`` names it.
@@ -22,21 +22,21 @@ BLOCK_FORMAT_VERSION = 4
 """Format of the block files of this release, see FORMAT.md; part of every generation's identity."""
 
 GENERATION_PATTERN = r"[A-Za-z0-9_-]{1,64}"
-"""What a generation's digest looks like: its directory is called so, and each of its blocks says so."""
+"""Form of a generation's digest, which names its directory and stands in each of its blocks."""
 REPLACED_WEIGHTS = "replaced weights"
 """Label of ``vllm:kvtier_disk_refused`` while an engine's weights are not those that it started with."""
 EPOCH_PATTERN = r"[a-z0-9]{1,32}"
-"""What names other weights than the model's own: it follows the digest and a dot in the name of their directory."""
+"""Form of the name of other weights than the model's own: it follows the digest and a dot in a directory's name."""
 TENANT_PATTERN = r"[a-z0-9][a-z0-9._-]{0,31}"
-"""What a tenant can be called: the name becomes a directory, on file systems of every kind."""
+"""Form of a tenant's name, which becomes a directory, on file systems of every kind."""
 KEY_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""What an encryption key can be called: an entry of a Secret, up to the length that a block's header has room for."""
+"""Form of an encryption key's name: an entry of a Secret, up to the length that a block's header has room for."""
 
 KEY_BYTES = 32
 """Length of an encryption key, AES-256; a file of the mounted Secret holds it raw, as 64 hex digits or in base64."""
 
 MODES = ("ReadWrite", "ReadOnly", "Bypass")
-"""What the volume may be used for, the strictest last."""
+"""Permitted uses of the volume, the strictest last."""
 
 COMPRESSION_OFF, COMPRESSION_ALWAYS = "Off", "Always"
 COMPRESSIONS = (COMPRESSION_OFF, "Auto", COMPRESSION_ALWAYS)
@@ -98,7 +98,7 @@ class ConnectorConfig:
     """A load that has not finished by then is answered as a miss and recomputed."""
 
     refresh_seconds: float = 1.0
-    """What another pod stored is known here after this long, or twice as long, without asking the volume for it."""
+    """Delay until blocks of other pods are known without asking the volume, at most twice this."""
     rescan_seconds: float = 1800.0
     """After which the whole root is walked again, which finds what no pod told of; a million files take half a minute.
     Each later walk comes after twice as long, a day at most."""
@@ -116,13 +116,13 @@ class ConnectorConfig:
     tenant_quotas: Mapping[str, int] = field(default_factory=dict)
     """By tenant, the bytes that its blocks may take on the volume."""
     default_quota_bytes: int = 0
-    """What the blocks of a tenant that ``tenant_quotas`` does not name may take; 0 means no limit."""
+    """Quota of each tenant that ``tenant_quotas`` does not name; 0 means no limit."""
     live_file: str = ""
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
     state_dir: str = ""
     """Directory of the pod in which an engine says, for its startup probe, whether it serves with the volume; empty
-    means that nobody asks."""
+    without such a probe."""
     attach_grace_seconds: float = 60.0
     """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
     without, until the volume answers."""
@@ -180,10 +180,10 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings:
-    """What engines follow while they run; no digest of a pod template contains it."""
+    """Settings that engines follow while they run; no digest of a pod template contains them."""
 
     mode: str = "ReadWrite"
-    """What the volume may be used for: ``ReadWrite``, ``ReadOnly`` or ``Bypass``."""
+    """Permitted use of the volume: ``ReadWrite``, ``ReadOnly`` or ``Bypass``."""
     max_bytes: int | None = None
     """Takes the place of `ConnectorConfig.max_bytes`: 0 means no limit, None leaves that as it is."""
     needs_permit: bool = False

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of the connector. Expected outcomes (miss, fault, shed) are values and are not here.
+"""Exceptions of the connector. Expected outcomes such as a miss, a fault or a refusal are values and are not here.
 
-ConnectorError
-├── ConfigInvalid      the operator's document, or a tier option, cannot be used; a person must act
-├── IdentityMismatch   the directory belongs to another model or layout; a person must act
-├── StoreUnavailable   the volume cannot be used now; trying again later may succeed
-├── LeaseConflict      somebody else changed the Lease, or it is gone; look at it again
-└── LeaseUnavailable   the Lease cannot be read or written now; trying again later may succeed
+- ConnectorError
+    - ConfigInvalid: the operator's document, or a tier option, cannot be used; an operator of the cluster must act.
+    - IdentityMismatch: the directory belongs to another model or layout; an operator of the cluster must act.
+    - StoreUnavailable: the volume cannot be used now; trying again later may succeed.
+    - LeaseConflict: another process changed the Lease, or it is gone; read it again.
+    - LeaseUnavailable: the Lease cannot be read or written now; trying again later may succeed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreUnavailable(ConnectorError):
 
 
 class LeaseConflict(ConnectorError):
-    """Somebody else created or changed the Lease since it was read, or deleted it."""
+    """Another process created, changed or deleted the Lease since it was read."""
 
 
 class LeaseUnavailable(ConnectorError):

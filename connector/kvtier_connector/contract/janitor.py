@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator writes and the janitor reads: one JSON document per tier, read again whenever the file changes.
+"""The document that the operator writes for the janitor of a tier, as JSON, read again whenever the file changes.
 
 Pure and stdlib only, as the engines' contract is, so that the operator may import it. All sizes are bytes, all times
 seconds. The document reaches the janitor as a file of a ConfigMap that is mounted as a directory.
@@ -49,7 +49,7 @@ class JanitorConfig:
     """Digest of the generation that the engines use, or are about to use; never removed."""
 
     max_bytes: int = 0
-    """What all generations of the tier together may take on the volume; 0 means no limit."""
+    """Limit of all generations of the tier together on the volume; 0 means no limit."""
     high_watermark: float = 0.90
     """Share of ``max_bytes``, or of a tenant's quota, above which blocks are evicted."""
     low_watermark: float = 0.75
@@ -67,7 +67,7 @@ class JanitorConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     """By tenant, what its blocks may take."""
     default_quota_bytes: int = 0
-    """What the blocks of a tenant that ``quotas`` does not name may take; 0 means no limit."""
+    """Quota of each tenant that ``quotas`` does not name; 0 means no limit."""
 
     partial_age_seconds: float = 3600.0
     """A partial file not written to for so long has no writer any more."""

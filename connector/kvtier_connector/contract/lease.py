@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who of several processes acts: an election over one ``coordination.k8s.io/v1`` Lease.
+"""Leader election over one ``coordination.k8s.io/v1`` Lease.
 
-`Election` decides, without a clock and without a cluster; `Elector` runs it on two threads against whatever client the
-process has, given as three callables (`LeaseApi`). Clocks of machines are never compared: a Lease that somebody else
-holds has run out when it has not changed for its duration as measured here, and the holder stops leading a margin
-earlier, measured from before its last renewal was sent. So at no time do two processes both believe to lead, except
-where somebody deletes the Lease by hand.
+`Election` decides, without a clock and without a cluster. `Elector` runs it on two threads against the client of the
+process, given as three callables (`LeaseApi`). Clocks of machines are never compared. The Lease of another holder has
+run out when it has not changed for its duration as measured here. The holder stops leading a margin earlier, measured
+from before its last renewal was sent. So two processes never both believe to lead, unless the Lease is deleted by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class LeaseSettings:
     """Which Lease, as whom, and how fast.
 
     Raises:
-        ValueError: the times do not leave the holder time to stop before somebody else may start.
+        ValueError: the times do not leave the holder time to stop before another process may start.
     """
 
     namespace: str
@@ -64,8 +63,8 @@ class LeaseSettings:
 class LeaseApi:
     """How the Lease is read and written; each call should give up after 2 to 3 seconds.
 
-    Every call raises `LeaseUnavailable` where it cannot tell, and `LeaseConflict` where somebody else was faster (409)
-    or the Lease to update is gone (404).
+    Every call raises `LeaseUnavailable` where it cannot tell, and `LeaseConflict` where another process was faster
+    (409) or the Lease to update is gone (404).
     """
 
     get: Callable[[], LeaseObject | None]
@@ -77,7 +76,7 @@ class LeaseApi:
 
 
 class Election:
-    """What this process knows of the Lease and what to do about it. No clock, no cluster; one thread.
+    """The Lease as this process knows it, and the next action. No clock, no cluster; one thread.
 
     `now` is everywhere a time in seconds that only grows (``time.monotonic()``) and means nothing elsewhere.
     """
@@ -93,7 +92,7 @@ class Election:
 
     @property
     def holder(self) -> str:
-        """Whoever holds the Lease as far as is known; empty for nobody."""
+        """The last known holder of the Lease; empty without one."""
         return str((self._record or {}).get("holderIdentity") or "")
 
     @property
@@ -124,7 +123,7 @@ class Election:
         self._held_until = sent_at + self._settings.deadline_seconds if is_ours else -math.inf
 
     def wanted(self, *, now: float, wall: datetime) -> LeaseObject | None:
-        """Return the Lease to write now, or None when it is somebody else's. Without a resourceVersion: to create."""
+        """Return the Lease to write now, None when another process holds it. It has no resourceVersion if it is new."""
         if self.holder not in {"", self._settings.identity} and now < self._expires_at():
             return None
         return self._renewed(wall)
@@ -188,8 +187,8 @@ def _version(lease: LeaseObject) -> tuple[Any, Any]:
 class Elector:
     """Takes and keeps the Lease while it runs, and says at any time whether this process leads.
 
-    Threads: one talks to the API server, the other calls `on_change` in order, also when the first one hangs in a
-    request. `is_leader` may be called from any thread and needs no request: ask it right before each write.
+    One thread talks to the API server. The other calls `on_change` in order, even while the first hangs in a request.
+    Any thread may call `is_leader`, which needs no request: ask it right before each write.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class Elector:
     def close(self, *, timeout: float = 5.0) -> None:
         """Stop campaigning and give the Lease back, so that another one can lead at once.
 
-        What this process did as the leader must have ended before.
+        The work of the leader must have ended before.
         """
         with self._moved:
             self._is_stopping = True
@@ -261,14 +260,14 @@ class Elector:
     def step(self) -> float:
         """Do one round of the campaign and return after how many seconds the next one is due.
 
-        What `start` does in a loop; public for who has a loop of their own. One thread at a time.
+        The loop of `start` calls it; public for callers with a loop of their own. One thread at a time.
         """
         is_renewed = False
         try:
             is_renewed = self._renew()
             self._problem = ""
         except LeaseConflict as error:
-            logger.info("The lease %s was changed by somebody else: %s", self._settings.name, error)
+            logger.info("The lease %s was changed by another process: %s", self._settings.name, error)
             self._is_current = False
         except LeaseUnavailable as error:
             if not self._problem:
@@ -299,7 +298,7 @@ class Elector:
         sent_at = self._clock()
         lease = self._election.wanted(now=sent_at, wall=self._wall())
         if lease is None:
-            self._is_current = False  # it is somebody else's: look again each time
+            self._is_current = False  # another process holds it: read it again each time
             return False
         write = self._api.update if "resourceVersion" in lease["metadata"] else self._api.create
         self._election.wrote(write(lease), sent_at=sent_at)
@@ -322,16 +321,16 @@ class Elector:
         self.release()
 
     def _tell(self) -> None:
-        told = False
+        reported = False
         while True:
             with self._moved:
-                while (leads := self.is_leader()) == told and not self._is_stopping:
-                    self._moved.wait(self._held_until - self._clock() if told else None)
-                if self._is_stopping and not told:
+                while (leads := self.is_leader()) == reported and not self._is_stopping:
+                    self._moved.wait(self._held_until - self._clock() if reported else None)
+                if self._is_stopping and not reported:
                     return
-                if leads == told:  # stopping: the campaign gives the Lease back, which ends the lead
+                if leads == reported:  # stopping: the campaign gives the Lease back, which ends the lead
                     self._moved.wait(self._held_until - self._clock())
                     continue
-            told = leads
+            reported = leads
             logger.info("%s the lease %s.", "Acquired" if leads else "Lost or gave back", self._settings.name)
             self._on_change(leads)

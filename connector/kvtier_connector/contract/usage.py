@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a janitor answers at ``/usage`` and the operator reads: one JSON document about one tier.
+"""A janitor's answer at ``/usage``, which the operator reads: one JSON document about one tier.
 
 Pure and stdlib only, as the other contracts are. All sizes are bytes, all times seconds since the epoch. A reader of
 another release ignores fields that it does not know, and a field that is missing has its default.
@@ -24,12 +24,12 @@ class GenerationUsage:
 
     digest: str
     used_bytes: int = 0
-    """What its blocks take on the volume."""
+    """Bytes of its blocks on the volume."""
     blocks: int = 0
     created: float = 0.0
-    """When its ``tier.json`` was made; 0 where nobody knows."""
+    """When its ``tier.json`` was made; 0 where that is unknown."""
     last_used: float = 0.0
-    """When a block of it was last stored or read, as far as engines told; 0 where nobody did."""
+    """When a block of it was last stored or read, as far as engines reported; 0 where none did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class TenantUsage:
     """One tenant, over all generations."""
 
     tenant: str
-    """Empty for blocks of nobody in particular."""
+    """Empty for blocks without a tenant."""
     used_bytes: int = 0
     blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a tier takes on its volume, and how the janitor fares with it."""
+    """Bytes of a tier on its volume, and the state of its janitor."""
 
     tier: str
     """``<namespace>/<name>`` of the KVCacheTier."""
@@ -53,7 +53,7 @@ class Usage:
     is_counted: bool = False
     """Whether everything was counted once; before that the numbers only grow."""
     used_bytes: int = 0
-    """What all blocks of the tier take on the volume."""
+    """Bytes of all blocks of the tier on the volume."""
     blocks: int = 0
     volume_bytes: int = 0
     """Size of the file system; 0 where it does not say."""
@@ -69,7 +69,7 @@ class Usage:
     generations: Sequence[GenerationUsage] = ()
     tenants: Sequence[TenantUsage] = ()
     problems: Sequence[str] = ()
-    """What keeps the janitor from its work now, for people: the system call, the path and the error."""
+    """Present obstacles of the janitor, for people: the system call, the path and the error."""
 
 
 def encode(usage: Usage) -> str:
@@ -98,12 +98,12 @@ def decode(text: str | bytes) -> Usage:
     return _read(Usage, document, lists)
 
 
-Record = TypeVar("Record", Usage, GenerationUsage, TenantUsage)
+AnyUsage = TypeVar("AnyUsage", Usage, GenerationUsage, TenantUsage)
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
 
 
-def _read(record: type[Record], document: Any, lists: Mapping[str, Callable[[Any], Any]]) -> Record:
+def _read(record: type[AnyUsage], document: Any, lists: Mapping[str, Callable[[Any], Any]]) -> AnyUsage:
     if not isinstance(document, dict):
         raise ValueError(  # noqa: TRY004  one exception for every document that cannot be read
             f"/usage: {record.__name__} must be a JSON object, found {type(document).__name__}"

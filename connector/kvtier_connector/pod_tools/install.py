@@ -28,7 +28,7 @@ _VERSION = re.compile(r'^__version__(?:: Final)? = "(?P<version>[^"]+)"', re.MUL
 
 def install(target: Path, *, source: Path | None = None) -> str:
     """Copy the package to ``target/kvtier_connector``; return what was done, as a sentence."""
-    source = source or Path(__file__).resolve().parent
+    source = source or Path(__file__).resolve().parents[1]
     final = target / PACKAGE
     label = f"{PACKAGE} {_version(source)}"
     target.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,9 @@ def link_caches(shared: Path, scratch: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog=f"python3 -m {PACKAGE}.install", description=(__doc__ or "").split(":")[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m {PACKAGE}.pod_tools.install", description=(__doc__ or "").split(":")[0]
+    )
     parser.add_argument("--target", type=Path, required=True, help="directory that will be on the engine's PYTHONPATH")
     parser.add_argument("--clear-shm", metavar="DIR", help="also remove shared-memory files of dead engines from here")
     parser.add_argument("--caches", type=Path, metavar="DIR", help="shared directory for compiled code")

@@ -2,9 +2,9 @@
 """LMCache's own client of Redis, with a password from the environment; LMCache loads this class by its name.
 
 LMCache takes a password for ``redis://`` in the URL alone, which it writes to the log. Its other client, ``resp://``,
-reads the environment, but is lost with its connections: a lookup then waits for an answer that never comes, so that
-every request of the engine waits for LMCache's time-out and nothing is found any more, in host memory neither. This one
-is the first with the password put in where nobody logs it, so a Redis that is away costs what it would have held.
+reads the environment, but does not survive the loss of its connections. A lookup then waits for an answer that never
+comes, and every request of the engine waits for LMCache's time-out. Nothing is found any more, even in host memory.
+This client is the first one with the password added where it is not logged. Without its Redis, blocks are computed.
 
 Runs in the engine's process, with LMCache's event loop. Imports LMCache, so nothing else imports this module.
 """

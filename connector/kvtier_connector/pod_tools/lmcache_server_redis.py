@@ -31,7 +31,7 @@ Completion = tuple[int, bool, str, list[bool]]
 
 
 class RedisClient:
-    """What LMCache calls a native connector: operations are submitted, and collected when a descriptor says so.
+    """A native connector in LMCache's words: operations are submitted, and collected when a descriptor says so.
 
     Threads of a pool do the work. The lock guards `_done`; `_rests_until` is a number that any of them may write.
     """

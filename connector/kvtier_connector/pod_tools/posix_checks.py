@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store needs of a volume besides room and speed, tried one after the other in a directory of its own.
+"""Properties that the store needs of a file system, each tried in a directory of its own.
 
 A mount that looks like a file system may lack any of it; object stores behind a mount lack most.
 """
@@ -104,14 +104,14 @@ def _tells_times(fs: FileSystem, directory: str) -> str:
         long_ago = fs.stat(path).st_mtime - _LONG_AGO_SECONDS
         os.utime(path, (long_ago, long_ago))
         fs.touch(path)
-        is_told = fs.stat(path).st_mtime > long_ago + _LONG_AGO_SECONDS / 2
+        is_set = fs.stat(path).st_mtime > long_ago + _LONG_AGO_SECONDS / 2
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        is_told = False
+        is_set = False
     finally:
         fs.rmdir(path)
-    return "" if is_told else "the time of a directory cannot be set: engines would not hear that there is news"
+    return "" if is_set else "the time of a directory cannot be set: engines would not hear that there is news"
 
 
 def _listed(fs: FileSystem, directory: str) -> set[str]:

@@ -57,8 +57,8 @@ _ABANDONED_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a volume can do; 0 and None where it was not measured."""
+class PreflightReport:
+    """Measurements of a volume; 0 and None where it was not measured."""
 
     problem: str = ""
     """Why it cannot be used; empty if it can."""
@@ -74,9 +74,9 @@ class Report:
     round_trip_microseconds: int = 0
     """Until the volume has said that it does not have a file, which no cache knows."""
     chosen: str = ""
-    """What engines do on this volume, and why, for people."""
+    """The chosen way to read this volume, and the reason, for people."""
     advice: str = ""
-    """What to change about the mount, for people."""
+    """Recommended changes of the mount, for people."""
 
     def encode(self) -> str:
         """Return the result as one line of JSON."""
@@ -87,7 +87,7 @@ class _UnusableError(Exception):
     """The volume fails a test; the message says which, and what to do."""
 
 
-def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSystem = LOCAL) -> Report:
+def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSystem = LOCAL) -> PreflightReport:
     """Try the volume under a directory and return what it can do.
 
     Args:
@@ -108,9 +108,9 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
         finally:
             _remove(fs, directory)
     except _UnusableError as error:
-        return Report(problem=str(error))
+        return PreflightReport(problem=str(error))
     except OSError as error:
-        return Report(problem=f"{root}: {error.strerror or error}")
+        return PreflightReport(problem=f"{root}: {error.strerror or error}")
 
 
 def _make(fs: FileSystem, root: Path, directory: str) -> None:
@@ -131,7 +131,7 @@ def _make(fs: FileSystem, root: Path, directory: str) -> None:
         raise
 
 
-def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> tuple[Report, Choices]:
+def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> tuple[PreflightReport, Choices]:
     room = fs.statvfs(directory)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     if free < LEAST_FREE_BYTES:
@@ -182,7 +182,7 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
     if direct.is_supported():
         _, cached_rate = _measure(read_cached, files, buffers, most_seconds / 2)
     is_direct = direct.is_supported() and read_rate * _CLEARLY >= cached_rate
-    report = Report(
+    report = PreflightReport(
         direct_io=direct.is_supported(),
         total_bytes=total,
         free_bytes=free,
@@ -298,7 +298,7 @@ def _stat_microseconds(fs: FileSystem, path: str) -> int:
 def _remove(fs: FileSystem, directory: str) -> None:
     with contextlib.suppress(OSError):
         for entry in fs.scandir(directory):
-            # What cannot be removed keeps the directory, and nothing else in it.
+            # A file that cannot be removed keeps the directory, and no other file.
             with contextlib.suppress(OSError):
                 path = f"{directory}/{entry.name}"
                 (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(path)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Startup probe of an engine, which serves with its volume then: ``python3 -S -m kvtier_connector.pod_tools.ready``.
 
-Each disk tier of an engine says in a file of its own, on a directory of the pod, how far it is: one file per engine
-process, of which data parallelism starts several. The command is the startup probe of the container: it passes once the
-engine answers and every tier has its volume, or has decided to serve without. Otherwise it prints what it waits for.
+Each disk tier of an engine reports its progress in a file of its own, in a directory of the pod. There is one file for
+each engine process, and data parallelism starts several. The command is the startup probe of the container: it passes
+once the engine answers and every tier has its volume, or has decided to serve without. Otherwise it prints the reason.
 
 The directory outlives the container, and the next one counts its processes from 1 again. So a file names its process by
 number and time of birth, and one whose process is gone counts for nothing.
@@ -44,7 +44,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What a disk tier says of itself."""
+    """Progress of a disk tier, as it reports it."""
 
     phase: str
     reason: str
@@ -59,11 +59,11 @@ class Statement:
         return not self.birth or _birth(self.pid) == self.birth
 
 
-class Report:
+class StartupReport:
     """The file of one disk tier; any thread may call. Every method raises OSError if the file cannot be written."""
 
     def __init__(self, directory: str, tier: str) -> None:
-        """Store; `begin` writes. Without a directory nobody asks, and nothing is ever written."""
+        """Store the settings; `begin` writes. Without a directory nothing is ever written."""
         self._directory = Path(directory) if directory else None
         self._tier = tier
         self._name = f"{os.getpid()}-{uuid.uuid4().hex}"

@@ -2,7 +2,7 @@
 """Ask a Redis once whether it answers, and say so: ``python3 -m kvtier_connector.pod_tools.redis_check --url redis://HOST:PORT``.
 
 Runs in an init container before an engine that shares its cache there. It never fails: an engine without its Redis
-serves, and computes what it could have read. What is wrong goes to the file that the kubelet reports, for the status.
+serves, and computes what it could have read. A problem goes to the file that the kubelet reports, for the status.
 Standard library only.
 """
 

@@ -6,16 +6,16 @@ a pod, /dev/shm outlives the container; the next engine then does not fit beside
 fails. Runs before an engine starts, in the init container and again in the engine's own process, because a restarted
 container runs no init container.
 
-The kernel says whether anybody holds a file: it leases one for writing to us only where nobody else has it open or
-mapped, in whichever container, and has whoever opens it meanwhile wait until it is removed. So engines of several
+The kernel knows whether a process holds a file. It leases a file for writing only if no other process, in any
+container, has it open or mapped; a process that opens it meanwhile waits until it is removed. So engines of several
 containers may share one /dev/shm. A file that may not be leased because it is another user's stays. Where leases are
-not to be had at all, who holds a file is read from /proc, and then the
-directory must not be shared with processes that /proc does not show. Files are listed before processes are, so a file
-made in between is never a candidate, and one listed had a creator that held it open or is gone.
+not available, /proc shows which process holds a file, and then the directory must not be shared with processes that
+/proc does not show. Files are listed before processes are. So a file made in between is never a candidate, and one
+listed had a creator that held it open or is gone.
 
-In /proc, a process that we may not look into could hold only what its user may open, and vLLM makes the files for
-their owner alone. So such a process protects the files of its user. Our own user is the exception: the system lets us
-look into every ordinary process of ours, so one that it hides (a key agent, a sandbox's first process) is no engine,
+A process that /proc hides from us could hold only files that its user may open, and vLLM makes the files for their
+owner alone. So a hidden process protects the files of its user. Our own user is the exception, since the system shows
+us every ordinary process of ours. One that it hides, such as a key agent or a sandbox's first process, is no engine,
 and would otherwise protect a dead engine's memory for ever.
 """
 
@@ -41,20 +41,20 @@ SHM = Path("/dev/shm")  # noqa: S108 - vLLM puts the files here
 PROC = Path("/proc")
 
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFAULT}
-"""What the system says when it has no page to give; EFAULT is its answer to a mapping that is to be filled."""
+"""Errors of a system without free pages; EFAULT is its answer to a mapping that is to be filled."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Mapped(NamedTuple):
-    """What tells a file from others in a list of mappings, where a device need not be the one that `stat` tells."""
+    """Identifies a file in a list of mappings, whose device need not be the one of `stat`."""
 
     name: str
     inode: int
 
 
 class _Opened(NamedTuple):
-    """What tells a file from others by a descriptor: another file system may have its name and number as well."""
+    """Identifies a file by a descriptor: a file of another file system may have its name and number."""
 
     name: str
     inode: int
@@ -94,10 +94,10 @@ def explaining_shortage(wanted_bytes: int, directory: str | Path = SHM) -> Itera
             room = shutil.disk_usage(directory)
             have = f"{room.free >> 20} of {room.total >> 20} MiB are free"
         except OSError:
-            have = "nobody can tell how much is free"
+            have = "the free space is unknown"
         raise ConfigInvalid(
-            f"{directory} is too small: the CPU tier needs {wanted_bytes >> 20} MiB there and {have} ({error}); lower "
-            "spec.cpu.size of the KVCacheTier, or, in a pod of your own, lower cpu_bytes_to_use or mount a larger "
+            f"{directory} is too small: the CPU tier needs {wanted_bytes >> 20} MiB there and {have} ({error}). Lower "
+            "spec.cpu.size of the KVCacheTier. In a pod of your own, lower cpu_bytes_to_use or mount a larger "
             f"emptyDir of medium Memory at {directory}, within the container's memory limit"
         ) from error
 
@@ -122,12 +122,12 @@ def clear_stale_regions(directory: str | Path = SHM) -> list[str]:
             if is_removed is None and status.st_uid == os.geteuid():
                 untold.append((path, status))
             elif is_removed is None:
-                logger.info("%s: kept, nobody can tell whether another user's process holds it", path)
+                logger.info("%s: kept, since another user's process may hold it", path)
     return sorted([*removed, *_clear_by_processes(directory, untold)])
 
 
 def _gives_leases(directory: str | Path) -> bool:
-    """Say whether a file in the directory that nobody else holds can be leased."""
+    """Return whether an unused file in the directory can be leased."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvtier-lease-") as file:
             return _lease(file.fileno())
@@ -141,7 +141,7 @@ def _lease(descriptor: int) -> bool:
     Raises:
         OSError: it cannot be told.
     """
-    # Whoever opens it meanwhile has the kernel send a signal, which by default ends a process; this one does not.
+    # The kernel signals us when another process opens it. The default signal would end this process.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -151,7 +151,7 @@ def _lease(descriptor: int) -> bool:
 
 
 def _remove_leased(path: Path, seen: os.stat_result) -> bool | None:
-    """Remove a region that nobody holds; say whether it was, None where that cannot be told."""
+    """Remove a region that no process holds; return whether it was removed, None where that is unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

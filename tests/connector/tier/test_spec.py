@@ -118,8 +118,8 @@ def with_little_shared_memory(action: Callable[[], None]) -> None:
 
 
 REMEDY = (
-    "^/dev/shm is too small: the CPU tier needs 2 MiB there and [01] of 1 MiB are free .*; lower spec.cpu.size of the "
-    "KVCacheTier, or, in a pod of your own, lower cpu_bytes_to_use or mount a larger emptyDir"
+    r"^/dev/shm is too small: the CPU tier needs 2 MiB there and [01] of 1 MiB are free .*\. Lower spec.cpu.size of "
+    "the KVCacheTier. In a pod of your own, lower cpu_bytes_to_use or mount a larger emptyDir"
 )
 
 

@@ -18,7 +18,7 @@ import pytest
 from kvtier_connector.pod_tools import shm
 from kvtier_connector.pod_tools.shm import clear_stale_regions
 
-CONNECTOR = Path(shm.__file__ or "").parents[1]
+CONNECTOR = Path(shm.__file__ or "").parents[2]
 SOMEBODY, SOMEBODY_ELSE = 12345, 12346
 
 HOLDER = """
@@ -156,7 +156,7 @@ def test_who_opens_a_region_while_it_is_removed_ends_nobody() -> None:
     program = """
 import os, sys, threading
 sys.path.insert(0, sys.argv[2])
-from kvtier_connector import shm
+from kvtier_connector.pod_tools import shm
 remove = shm._remove
 def remove_while_somebody_opens(path, seen):
     opener = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
@@ -178,7 +178,7 @@ HELD_ELSEWHERE = """
 import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from kvtier_connector import shm
+from kvtier_connector.pod_tools import shm
 shm._gives_leases = lambda _: False
 files = []
 for name in ("here", "elsewhere"):
@@ -220,7 +220,7 @@ def anyones_python() -> str:
 
 
 WITHOUT_LEASES = CLEARING.replace(
-    "print(", "from kvtier_connector import shm; shm._gives_leases = lambda _: False; print("
+    "print(", "from kvtier_connector.pod_tools import shm; shm._gives_leases = lambda _: False; print("
 )
 
 

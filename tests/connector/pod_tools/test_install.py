@@ -14,7 +14,7 @@ import pytest
 from kvtier_connector.pod_tools import install as install_module
 from kvtier_connector.pod_tools.install import CACHES, install, link_caches
 
-PACKAGE = Path(install_module.__file__ or "").parent
+PACKAGE = Path(install_module.__file__ or "").parents[1]
 
 
 @pytest.fixture

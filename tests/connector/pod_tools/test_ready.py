@@ -15,14 +15,14 @@ import pytest
 
 import kvtier_connector
 from kvtier_connector.pod_tools import ready
-from kvtier_connector.pod_tools.ready import Report
+from kvtier_connector.pod_tools.ready import StartupReport
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
 
 SAYS_AND_DIES = """
 import os, sys
-from kvtier_connector.pod_tools.ready import Report
-report = Report(sys.argv[1], "ns/tier")
+from kvtier_connector.pod_tools.ready import StartupReport
+report = StartupReport(sys.argv[1], "ns/tier")
 report.begin("the volume has not answered yet")
 if sys.argv[2] == "attach":
     report.attach()
@@ -82,8 +82,8 @@ def probe(engine: Engine, state: Path, capsys: pytest.CaptureFixture[str]) -> Pr
     return Probe(engine, state, capsys)
 
 
-def begun(state: Path) -> Report:
-    report = Report(str(state), "ns/tier")
+def begun(state: Path) -> StartupReport:
+    report = StartupReport(str(state), "ns/tier")
     report.begin("the volume has not answered yet")
     return report
 
@@ -200,12 +200,12 @@ def test_the_command_runs_as_in_a_container_and_imports_no_other_module_of_ours(
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(printed)
-    assert done.stdout.endswith("['kvtier_connector']\n")
+    assert done.stdout.endswith("['kvtier_connector', 'kvtier_connector.pod_tools']\n")
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    report = Report("", "ns/tier")
+    report = StartupReport("", "ns/tier")
     report.begin("the volume has not answered yet")
     report.attach()
     report.end()

@@ -25,7 +25,7 @@ from kvtier_connector.store.volume_profile import CHOICES_FILE, read_choices
 MIB = 1 << 20
 
 
-def attempt(root: Path, fs: FileSystem | None = None) -> preflight.Report:
+def attempt(root: Path, fs: FileSystem | None = None) -> preflight.PreflightReport:
     return preflight.try_volume(root, most_bytes=16 * MIB, most_seconds=5, fs=fs or FileSystem())
 
 
@@ -66,8 +66,8 @@ def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("module", ["preflight", "install", "ready"])
 def test_what_runs_in_an_image_without_packages_needs_none(module: str) -> None:
-    connector = str(Path(preflight.__file__).parents[1])
-    run = [sys.executable, "-S", "-c", f"import kvtier_connector.{module}"]
+    connector = str(Path(preflight.__file__).parents[2])
+    run = [sys.executable, "-S", "-c", f"import kvtier_connector.pod_tools.{module}"]
     done = subprocess.run(run, env={"PYTHONPATH": connector}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
