@@ -41,13 +41,10 @@ def make_image(root: Path) -> Path:
         (package / "__init__.py").touch()
     shutil.copy(Path(__file__).with_name("light_engine.py"), server / "api_server.py")
     connector = Path(kvtier_connector.__path__[0])
-    shutil.copytree(connector, root / "content" / connector.name, ignore=shutil.ignore_patterns("__pycache__"))
-    installer = root / "installer" / "kvtier_connector" / "pod_tools"
-    installer.mkdir(parents=True)
-    for package in (installer, installer.parent):
-        (package / "__init__.py").touch()
-    shutil.copy(connector / "pod_tools" / "redis_check.py", installer)
-    (installer / "install.py").write_text(INSTALL.format(source=str(root / "content")))
+    for place in ("content", "installer"):
+        shutil.copytree(connector, root / place / connector.name, ignore=shutil.ignore_patterns("__pycache__"))
+    installer = root / "installer" / connector.name / "pod_tools" / "install.py"
+    installer.write_text(INSTALL.format(source=str(root / "content")))
     return root / "installer"
 
 
