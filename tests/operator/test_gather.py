@@ -187,14 +187,14 @@ def test_what_the_first_answer_says_after_a_restart_is_told(rig: Rig) -> None:
     rig.run()
     rig.answers(3)
     assert rig.condition("DiskWithinBudget")["status"] == "True"
-    rig.pods.usage = Usage(**{**vars(USAGE), "brake": "the volume is full"})
+    rig.pods.usage = Usage(**{**vars(USAGE), "store_pause": "the volume is full"})
     with restarted(rig) as others:
         rig.run()
         assert rig.condition("DiskWithinBudget")["status"] == "True"
         others.set()
         until(lambda: len(rig.woken) == 6)
         rig.run()
-    assert rig.condition("DiskWithinBudget")["reason"] == "Braked"
+    assert rig.condition("DiskWithinBudget")["reason"] == "StoresPaused"
 
 
 def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig) -> None:

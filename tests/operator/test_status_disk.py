@@ -49,11 +49,11 @@ def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[st
             id="eviction does not keep up",
         ),
         pytest.param(
-            view(usage(brake="ENOSPC at /var/lib/kvtier")),
+            view(usage(store_pause="ENOSPC at /var/lib/kvtier")),
             "DiskWithinBudget",
-            Reason.BRAKED,
+            Reason.STORES_PAUSED,
             "ENOSPC at /var/lib/kvtier; it ends by itself",
-            id="the brake is on",
+            id="engines may not store",
         ),
         pytest.param(
             view(usage(volume_bytes=VOLUME, volume_free_bytes=VOLUME // 50)),

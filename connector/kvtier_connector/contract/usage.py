@@ -62,8 +62,8 @@ class Usage:
     """When the oldest block was stored; 0 without one."""
     evicted_blocks: int = 0
     """Blocks removed for room since the process began; those that were too old are not among them."""
-    brake: str = ""
-    """Why engines were asked to stop storing; empty while they were not."""
+    store_pause: str = ""
+    """Why engines may not store; empty while they may."""
     quarantined: int = 0
     """Damaged files that wait for a person to look at them."""
     generations: Sequence[GenerationUsage] = ()

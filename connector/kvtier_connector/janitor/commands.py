@@ -533,9 +533,8 @@ def _tier_directory(config_file: Path) -> Path:
     # The tier may have used kvtier's own connector before: its generations are still there.
     if config.layout != BLOCKS_LAYOUT and not find_generations(directory):
         raise ConfigInvalid(
-            f"tier {config.tier}: there are no blocks of kvtier's own connector on the volume, and of vLLM's files "
-            "this command knows nothing; kvtier status shows what they take, and the janitor keeps them within "
-            "spec.disk.budget"
+            f"tier {config.tier}: the volume has no blocks of kvtier's own connector, and this command does not know "
+            "vLLM's files. kvtier status shows their size; the janitor keeps them within spec.disk.budget"
         )
     return directory
 

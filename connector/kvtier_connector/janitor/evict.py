@@ -190,8 +190,8 @@ def remove_victims(pool: Executor, fs: FileSystem, chains: Iterable[Sequence[Vic
     Args:
         pool: Works on several chains at once.
         fs: The system calls.
-        chains: The files of each go one after the other, and none after one that stays: so a process that dies, or a
-            file that was written anew, leaves no block without those before it.
+        chains: The files of each go one after the other, and none after one that stays. So a process that dies leaves
+            no block without those before it, and neither does a file that was written anew.
 
     Returns:
         The results of the files that were tried and not refused.

@@ -81,7 +81,7 @@ class JournalFollower:
         self._segments: dict[str, dict[JournalName, _Segment]] = {}
         self._read_ns: dict[str, int] = {}
         """When all journals of a generation had been read, by the volume's clock."""
-        self._told_at: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         """When each writer last told of a block."""
         self.has_read_all = True
         """Whether a pass over all journals is complete; otherwise the next call continues it."""
@@ -94,8 +94,8 @@ class JournalFollower:
     def writers(self) -> int:
         """How many processes told of a block lately."""
         since = self._now() - ACTIVE_SECONDS
-        self._told_at = {writer: at for writer, at in self._told_at.items() if at >= since}
-        return len(self._told_at)
+        self._reported_at = {writer: at for writer, at in self._reported_at.items() if at >= since}
+        return len(self._reported_at)
 
     def read(
         self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True
@@ -185,7 +185,7 @@ class JournalFollower:
         records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
         if any(record.op != Op.GONE for record in records):
             # A process that only removes needs no share of the room.
-            self._told_at[name.writer] = self._now()
+            self._reported_at[name.writer] = self._now()
         has_moved, is_more = segment.offset > before, count == _READ_BYTES and not segment.stalls
         segment.is_over = not is_last and not segment.stalls and not is_more
         segment.pause = _FIRST_PAUSE_SECONDS if has_moved else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)

@@ -204,7 +204,7 @@ def report_of(catalog: Catalog, state: SweepState, tallies: Tallies) -> JanitorR
         volume_free_bytes=state.space.free_bytes,
         oldest=(state.oldest_ns or 0) / 1e9,
         evicted_blocks=tallies.evicted_for_room,
-        brake=state.store_pause,
+        store_pause=state.store_pause,
         quarantined=state.quarantined.blocks,
         generations=tuple(generations),
         tenants=tuple(
@@ -325,9 +325,9 @@ METRICS = (
         lambda report: report.usage.volume_free_bytes,
     ),
     JanitorMetric(
-        "kvtier_janitor_braked",
+        "kvtier_janitor_stores_paused",
         "1 while engines may not store, else 0.",
-        lambda report: bool(report.usage.brake),
+        lambda report: bool(report.usage.store_pause),
     ),
     JanitorMetric(
         "kvtier_janitor_quarantined_files",

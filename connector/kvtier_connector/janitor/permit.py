@@ -32,8 +32,8 @@ JUMP_SECONDS = 300.0
 HOLD_SECONDS = 3600.0
 """A jump is used only after this: time to set the clock right."""
 TTL_HELD = (
-    "ttl: nearly all blocks are too old at once, so they stay for an hour in case the clock is wrong: set it right, or "
-    "remove them now with kvtier purge"
+    "ttl: nearly all blocks are too old at once, so they stay for an hour in case the clock is wrong. Set it right, or "
+    "remove the blocks now with kvtier purge"
 )
 _ASK_SECONDS = 60.0
 _UNHEARD_PERMITS = 4
@@ -43,8 +43,8 @@ _UNHEARD_PERMITS = 4
 def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
     """Return how many bytes each engine may write under one permit.
 
-    Each permit gives away a quarter of the room, so that engines cannot exceed it before their journals are read; but
-    always at least one block, as long as the room holds one.
+    Each permit gives away a quarter of the room, so that engines cannot exceed it before their journals are read. It is
+    always good for at least one block, as long as the room holds one.
     """
     if room.bytes is None:
         return UNLIMITED_BYTES

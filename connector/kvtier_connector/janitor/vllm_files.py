@@ -4,10 +4,10 @@
 The files are ``<model>_<12 hex>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin`` below a generation, beside
 ``<model>_<12 hex>/config.json``; a file being written ends in ``_<number>.tmp``. Nothing else is ever removed.
 
-These files have no journal, header or checksum. So all of them are walked again and again, and the least recently used
-go first, by the times that the file system keeps: of writing, and of reading where the mount records it (``relatime``
-once a day, ``noatime`` never). An engine that reads a removed file has a miss. Engines cannot be paused, so between two
-walks they may exceed the budget.
+These files have no journal, header or checksum, so all of them are walked again and again. The least recently used go
+first, by the file's times of writing and of reading. A mount records reads once a day (``relatime``) or never
+(``noatime``). An engine that reads a removed file has a miss. Engines cannot be paused, so they may exceed the budget
+between two walks.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _REST = 20
 """A walk after the first rests this many times as long as a directory took: it uses a twentieth of a core or volume."""
 _PARTIALS_SECONDS = 60.0
 _MOST_PARTIALS = 1 << 16
-_MOST_DOUBTFUL = 1 << 16
+_MOST_UNSEEN = 1 << 16
 _RETRY_SECONDS = 60.0
 _LONGEST_RETRY_SECONDS = 3600.0
 _MOST_UNREAD = 4096
@@ -181,7 +181,7 @@ def stat_block(fs: FileSystem, root: str, key: BlockKey) -> os.stat_result | OSE
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-class _Doubt(NamedTuple):
+class _Unseen(NamedTuple):
     """A block named by a journal and not seen."""
 
     look_at: float
@@ -227,7 +227,7 @@ class Scrub:
         """Directories that could not be read, pieces or trees, with the system's message."""
         self.walked_ns = 0
         """When the last complete walk began; 0 before the first."""
-        self._doubtful: dict[Place, _Doubt] = {}
+        self._unseen: dict[Place, _Unseen] = {}
         """Blocks named by a journal and not seen."""
         self._look_error = ""
         """Why the last of them could not be looked at."""
@@ -268,12 +268,12 @@ class Scrub:
     def unseen_bytes(self) -> int:
         """Bytes of blocks that journals say were stored and that the volume did not let the janitor look at."""
         largest = self._catalog.largest_bytes or math.inf
-        return int(sum(min(doubt.size, largest) for doubt in self._doubtful.values()))
+        return int(sum(min(unseen.size, largest) for unseen in self._unseen.values()))
 
     @property
     def look_problem(self) -> str:
         """Message about such blocks; empty without any."""
-        count = sum(doubt.size > 0 for doubt in self._doubtful.values())
+        count = sum(unseen.size > 0 for unseen in self._unseen.values())
         return f"look: {count} blocks that journals name cannot be looked at: {self._look_error}" if count else ""
 
     def resume(self, walked_ns: int) -> None:
@@ -323,8 +323,8 @@ class Scrub:
         """Open the due blocks that journals named and that were not seen, and the unknown blocks before them."""
         now = self._now()
         due: dict[str, list[BlockKey]] = {}
-        for (digest, key), doubt in self._doubtful.items():
-            if doubt.look_at <= now:
+        for (digest, key), unseen in self._unseen.items():
+            if unseen.look_at <= now:
                 due.setdefault(digest, []).append(key)
         for digest, keys in due.items():
             for some in _parts(keys):
@@ -334,7 +334,7 @@ class Scrub:
 
     def _resolve(self, digest: str, keys: Sequence[BlockKey], may_go_on: Callable[[], bool]) -> None:
         generation = self._catalog.generation(digest)
-        doubts = {key: self._doubtful.pop((digest, key)) for key in keys}
+        wanted_of = {key: self._unseen.pop((digest, key)) for key in keys}
         wanted = [key for key in keys if self._catalog.find(generation, key) < 0]
         while wanted:
             opened = self._open(digest, wanted)
@@ -344,11 +344,11 @@ class Scrub:
                 for key in wanted:
                     self._look_later(digest, key, used_ns=0)
                 break
-        for key, doubt in doubts.items():
+        for key, unseen in wanted_of.items():
             if (row := self._catalog.find(generation, key)) >= 0:
-                self._catalog.use(row, doubt.used_ns)
-            elif doubt.size and BlockDirectory(digest, block_path(key).rpartition("/")[0]) in self.unread:
-                self._doubtful[digest, key] = doubt._replace(look_at=self._now() + _RETRY_SECONDS)
+                self._catalog.use(row, unseen.used_ns)
+            elif unseen.size and BlockDirectory(digest, block_path(key).rpartition("/")[0]) in self.unread:
+                self._unseen[digest, key] = unseen._replace(look_at=self._now() + _RETRY_SECONDS)
 
     def recount(self, may_go_on: Callable[[], bool]) -> bool:
         """Look at the file of every block once more; return whether that is done.
@@ -515,9 +515,9 @@ class Scrub:
     def _look_later(
         self, digest: str, key: BlockKey, *, used_ns: int, after_seconds: float = 0.0, size: int = 0
     ) -> None:
-        if len(self._doubtful) < _MOST_DOUBTFUL:
-            known = self._doubtful.get((digest, key), _Doubt(0.0, 0))
-            self._doubtful[digest, key] = _Doubt(
+        if len(self._unseen) < _MOST_UNSEEN:
+            known = self._unseen.get((digest, key), _Unseen(0.0, 0))
+            self._unseen[digest, key] = _Unseen(
                 self._now() + after_seconds, max(known.used_ns, used_ns), max(known.size, size)
             )
 

@@ -443,9 +443,9 @@ def janitor() -> Dashboard:
             parts=3,
         ),
         graph(
-            "Engines are asked to stop storing",
+            "Engines may not store",
             PLAIN,
-            {"1: stopped": f"max(kvtier_janitor_braked{{{_TIER}}})"},
+            {"1: stopped": f"max(kvtier_janitor_stores_paused{{{_TIER}}})"},
             axis="state",
             parts=3,
             limits=Limits(red=1),

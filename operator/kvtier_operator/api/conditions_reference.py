@@ -116,7 +116,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
     "DiskWithinBudget": (
         Reason.WITHIN_BUDGET,
         Reason.OVER_BUDGET,
-        Reason.BRAKED,
+        Reason.STORES_PAUSED,
         Reason.VOLUME_FULL,
         Reason.COUNTING,
         Reason.JANITOR_STARTING,
@@ -254,7 +254,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.POOL_KIND_MISSING: "Install the definitions of Gateway API's inference extension, or remove "
     "`spec.routing.inferencePool`.",
     Reason.POOL_FAILED: "Do what the message says.",
-    Reason.BRAKED: "Raise the budget, or let the claim grow.",
+    Reason.STORES_PAUSED: "Raise the budget, or let the claim grow.",
     Reason.VOLUME_FULL: "Let the claim grow, or remove what else is on it.",
     Reason.STRANGER: "Compare `tier.json` on the volume with the engine; another model must use another directory.",
     Reason.DETACHED: "See that the volume is mounted, reachable and writable; engines take it up by themselves.",

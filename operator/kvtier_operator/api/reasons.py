@@ -133,7 +133,7 @@ class Reason(enum.Enum):
     POOL_FAILED = "PoolFailed", "The InferencePool could not be made, or belongs to somebody else."
     COUNTING = "Counting", "The janitor has not seen every file of the volume yet."
     OVER_BUDGET = "OverBudget", "The blocks take more than spec.disk.budget.maxBytes."
-    BRAKED = "Braked", "The janitor asked the engines to stop storing, since eviction alone does not make room."
+    STORES_PAUSED = "StoresPaused", "The janitor permits no stores, since eviction alone does not make room."
     VOLUME_FULL = "VolumeFull", "Less of the volume is free than spec.disk.budget.minFree asks for."
     STRANGER = (
         "Stranger",

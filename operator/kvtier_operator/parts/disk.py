@@ -70,15 +70,15 @@ def budget_holds(look: Look) -> Problem | None:
     )
 
 
-def brake_is_off(look: Look) -> Problem | None:
+def engines_may_store(look: Look) -> Problem | None:
     """Engines may store."""
     usage = look.snapshot.janitor.usage
-    if usage is None or not usage.brake:
+    if usage is None or not usage.store_pause:
         return None
     return Problem(
-        reason=Reason.BRAKED,
-        message=f"engines were asked to stop storing, loads go on: {usage.brake}; it ends by itself when there is room "
-        "again: free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
+        reason=Reason.STORES_PAUSED,
+        message=f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room again: "
+        "free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
     )
 
 
@@ -185,7 +185,7 @@ def _unless_awaited(told: ConditionRule, is_awaited: Callable[[Snapshot], bool])
 WITHIN_BUDGET: Final = _unless_awaited(
     checked(
         "DiskWithinBudget",
-        (janitor_reports, volume_is_counted, budget_holds, brake_is_off, volume_has_room),
+        (janitor_reports, volume_is_counted, budget_holds, engines_may_store, volume_has_room),
         ok=Reason.WITHIN_BUDGET,
         text="the blocks take no more than they may",
     ),

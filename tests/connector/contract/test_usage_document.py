@@ -24,7 +24,7 @@ USAGES = st.builds(
     volume_bytes=SIZES,
     volume_free_bytes=SIZES,
     oldest=TIMES,
-    brake=st.text(),
+    store_pause=st.text(),
     generations=st.builds(
         GenerationUsage, digest=st.text(), used_bytes=SIZES, blocks=SIZES, created=TIMES, last_used=TIMES
     ).map(lambda one: (one,)),

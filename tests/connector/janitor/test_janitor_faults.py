@@ -115,7 +115,7 @@ def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: R
     rig.clock.move(10)
     sweeper.step()
     assert sweeper.report is not None
-    assert sweeper.report.usage.brake == "the volume has no room left"
+    assert sweeper.report.usage.store_pause == "the volume has no room left"
     assert BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns).refresh() is Mode.READ_ONLY
 
 

@@ -79,7 +79,7 @@ def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig) 
     sweeper = rig.sweeper(fs, max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
     usage = rig.sweep(sweeper)
     assert permit_of(rig).bytes == 0
-    assert "more than 100% of max_bytes" in permit_of(rig).reason == usage.brake
+    assert "more than 100% of max_bytes" in permit_of(rig).reason == usage.store_pause
     fs.calls = ()
     rig.sweep(sweeper)
     rig.sweep(sweeper)
