@@ -26,6 +26,8 @@ _UNBELIEVABLE_BYTES = 1 << 59
 """A file system that claims more than half an exbibyte hides its quota, as Amazon EFS does."""
 _FREE_MORE = 1.25
 """Once too little is free, this multiple of the wanted free bytes is made free, so that evictions are rare."""
+_PORTION = 4
+"""One decision frees this fraction of the lacking bytes: other tiers and users of the volume may free some, too."""
 _CRITICAL_SHARE = 0.5
 """Share of the wanted free bytes below which engines must stop storing: eviction alone does not keep up."""
 _MOST_QUOTAS = 256
@@ -247,7 +249,7 @@ def choose(blocks: BlockColumns, limits: Limits) -> Choice:
     wanted = limits.wanted_free_bytes - int(blocks.size[picker.is_taken].sum())
     above_floor = int(blocks.size[~picker.is_taken].sum()) - limits.floor_bytes
     if wanted > 0 and above_floor > 0:
-        picker.take(wanted, EvictionReason.VOLUME, most=above_floor)
+        picker.take(-(-wanted // _PORTION), EvictionReason.VOLUME, most=above_floor)
     return picker.choice()
 
 

@@ -338,3 +338,17 @@ def test_a_block_of_an_engine_whose_clock_is_far_ahead_goes_like_any_other(rig: 
     rig.clock.move(2 * DAY)
     rig.sweep(sweeper)
     assert not engine.has(1)
+
+
+def test_a_shared_beginning_stays_as_long_as_one_of_its_ends_does(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put_chain(0, 1, 2, 3, 4)
+    for number, parent, position in ((10, 1, 2), (11, 10, 3), (12, 11, 4)):
+        engine.put(number, lineage=Lineage(key(parent).hash, position))
+    engine.use(4)
+    sweeper = rig.sweeper(max_bytes=8 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
+    rig.sweep(sweeper)
+    assert engine.there(range(13)) == [0, 1, 2, 3, 4]
+    sweeper.configure(replace(sweeper.config, max_bytes=5 * BLOCK_BYTES, low_watermark=0.5))
+    rig.sweep(sweeper)
+    assert engine.there(range(13)) == [0, 1]
