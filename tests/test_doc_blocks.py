@@ -37,7 +37,7 @@ SEPARATORS = {"&&", "||", "|", ";", "|&"}
 METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")
 FLAG = "--kv-transfer-config="
 OUTPUT = (
-    *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "TARGET ", "POD", "- nodes: "),
+    *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "PASS  ", "POD", "- nodes: "),
     *("serving/llm: ", "/var/lib/kvtier/", "status:"),
 )
 """How blocks begin that show what a command prints, below a line that is empty, or what lies on a volume."""

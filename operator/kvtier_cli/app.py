@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the verb that was typed, runs it, and turns what it says into an exit code.
+"""The command line: finds the verb, runs it, and turns its result into an exit code.
 
-0: fine. 1: it found something, or could not do what it was asked; what it is stands on standard error or in the answer.
-2: the command line is wrong, and nothing was done.
+0: fine. 1: the verb found something, or could not do its work; the answer or standard error says what. 2: the command
+line is wrong, and nothing was done.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import click
 from click.shell_completion import ShellComplete
 
+from kvtier_cli import client
 from kvtier_cli.output import FOUND, INTERRUPTED
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_operator import __version__
@@ -27,7 +28,7 @@ _PLUGIN: Final = "kubectl-kvtier"
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what it does in a few words."""
+    """Section, place and summary of a verb."""
 
     section: str
     place: str
@@ -35,37 +36,32 @@ class Verb(NamedTuple):
     summary: str
 
 
-_TIERS, _PLANS, _VOLUME, _CLUSTER = (
-    "A tier in a cluster",
-    "Before you apply",
-    "Blocks, by tier or directory",
-    "The cluster",
-)
+_TIERS, _PLANS, _VOLUME, _CLUSTER = ("A tier in a cluster", "Before you apply", "Blocks on a volume", "The cluster")
 
 VERBS: Final[Mapping[str, Verb]] = {
-    "plan": Verb(_PLANS, "kvtier_cli.plan:plan", "say what a tier takes and holds, or what an edit costs"),
-    "validate": Verb(_PLANS, "kvtier_cli.plan:validate", "say what is wrong with a file, and how to mend it"),
+    "plan": Verb(_PLANS, "kvtier_cli.plan:plan", "show sizes of a tier, or the cost of an edit"),
+    "validate": Verb(_PLANS, "kvtier_cli.plan:validate", "show the mistakes in a file, with remedies"),
     "render": Verb(_PLANS, "kvtier_cli.plan:render", "print the objects that the operator would make"),
-    "status": Verb(_TIERS, "kvtier_cli.status:status", "show conditions, sizes, use, hits and what to do next"),
-    "pause": Verb(_TIERS, "kvtier_cli.tiers:pause", "let the operator change nothing, until --off"),
-    "mode": Verb(_TIERS, "kvtier_cli.tiers:mode", "show or set what engines do with the volume, while they run"),
+    "status": Verb(_TIERS, "kvtier_cli.status:status", "show problems, sizes, use and hits"),
+    "pause": Verb(_TIERS, "kvtier_cli.tiers:pause", "stop the operator from changing a tier, until --off"),
+    "mode": Verb(_TIERS, "kvtier_cli.tiers:mode", "show or set whether engines use the volume, while they run"),
     "restart": Verb(_TIERS, "kvtier_cli.tiers:restart", "replace the engines, one at a time"),
     "warm": Verb(_TIERS, "kvtier_cli.warm:warm", "send the prompts of a file, so that their blocks are stored"),
-    "bench": Verb(_TIERS, "kvtier_cli.bench.command:bench", "send the same prompts to tiers, and compare times"),
-    "inspect": Verb(_VOLUME, "kvtier_cli.volume:inspect", "count what is there, by generation, tenant and age"),
+    "bench": Verb(_TIERS, "kvtier_cli.bench:bench", "compare computed prompts with hits, by vllm bench serve"),
+    "inspect": Verb(_VOLUME, "kvtier_cli.volume:inspect", "count blocks by generation, tenant and age"),
     "check": Verb(_VOLUME, "kvtier_cli.volume:check", "verify every byte"),
     "purge": Verb(_VOLUME, "kvtier_cli.volume:purge", "remove blocks by generation, tenant or adapter, or all"),
-    "gc": Verb(_VOLUME, "kvtier_cli.volume:gc", "do once, now, what the janitor does all the time"),
-    "doctor": Verb(_CLUSTER, "kvtier_cli.doctor:doctor", "look whether a cluster has what kvtier needs"),
-    "report": Verb(_CLUSTER, "kvtier_cli.report:report", "pack what support needs to see, without secrets or prompts"),
-    "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print what installs kvtier: operator, chart, samples"),
+    "gc": Verb(_VOLUME, "kvtier_cli.volume:gc", "run one sweep of the janitor now"),
+    "doctor": Verb(_CLUSTER, "kvtier_cli.doctor:doctor", "check that a cluster has what kvtier needs"),
+    "report": Verb(_CLUSTER, "kvtier_cli.report:report", "pack a support bundle without secrets or prompts"),
+    "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print the operator, its chart, samples"),
     "run": Verb(_CLUSTER, "kvtier_cli.run:run", "run the operator until it is told to stop"),
     "version": Verb(_CLUSTER, "kvtier_cli.run:version", "print the version"),
 }
 
 
 class Verbs(click.Group):
-    """The verbs, in sections, each imported when it is called."""
+    """The verbs by section, each imported when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the base class's signature
         """Return the names in the order of the help."""
@@ -107,11 +103,12 @@ class Verbs(click.Group):
 @click.command(
     cls=Verbs,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Exit code 0: fine. 1: it found something, or could not do it. 2: the command line is wrong, and nothing "
-    "was done. Whatever removes something only says what it would do, until --yes.",
+    epilog="Exit code 0: fine. 1: the verb found something, or could not do its work. 2: the command line is wrong. "
+    "A verb that removes something only shows the effect, until --yes.",
 )
+@client.global_options
 @click.version_option(__version__, message="%(version)s")
-def app() -> None:
+def app(**_options: str | None) -> None:
     """Keep the KV cache of vLLM alive on a shared volume."""
 
 
@@ -120,15 +117,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = Path(sys.argv[0]).name
     name = "kubectl kvtier" if called == _PLUGIN else "kvtier"
+    # https://no-color.org: any value but an empty one; click itself looks at the terminal alone.
+    color = False if os.environ.get("NO_COLOR") else None
     try:
-        status = app.main(words, prog_name=name, standalone_mode=False)
+        status = app.main(words, prog_name=name, standalone_mode=False, color=color)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except click.Abort:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read it has seen enough; what is still in the buffer goes nowhere.
+        # The reader, such as `head`, has ended; the rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
     except (OperatorError, ConnectorError) as error:
@@ -141,18 +140,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_words(error: OSError) -> str:
-    """Return what the system refused, without its number."""
+    """Return the message of a system error without its number."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"
 
 
 def complete(arguments: Sequence[str] | None = None) -> int:
-    """Answer kubectl, which asks ``kubectl_complete-kvtier WORD...`` for what may follow."""
+    """Print the completions of a command line, as kubectl asks its plugins: ``kubectl_complete-kvtier WORD...``."""
     words = list(sys.argv[1:] if arguments is None else arguments) or [""]
     found = ShellComplete(app, {}, "kvtier", "_KVTIER_COMPLETE").get_completions(words[:-1], words[-1])
     for each in found:
-        click.echo(f"{each.value}\t{each.help}" if each.help else each.value)
-    # kubectl's own code for: nothing else, and no names of files unless they are asked for.
-    click.echo(":0" if any(each.type in {"file", "dir"} for each in found) else ":4")
+        if each.type == "plain":
+            click.echo(f"{each.value}\t{each.help}" if each.help else each.value)
+    # Directives of cobra: 0 lets the shell complete file names, 4 does not.
+    click.echo(":0" if any(each.type != "plain" for each in found) else ":4")
     return 0

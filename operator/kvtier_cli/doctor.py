@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb ``doctor``: what a cluster needs for kvtier, what it has of that, and what to do about the rest."""
+"""The verb ``doctor``: checks a cluster for everything that kvtier needs, with a remedy for each thing that lacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import client, install
-from kvtier_cli import output as answers
+from kvtier_cli import client, install, output
 from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import __version__, names
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing
@@ -21,20 +20,20 @@ SHARED: Final = re.compile(
     r"cephfs|nfs|efs|filestore|lustre|fsx|azurefile|file\.csi\.azure|glusterfs|weka|vast|beegfs|gpfs|spectrumscale|juicefs",
     re.IGNORECASE,
 )
-"""Provisioners whose volumes several nodes can mount, as far as their names tell."""
+"""Names of provisioners whose volumes several nodes can mount."""
 _ACCELERATORS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
-_MARKS: Final = {"ok": "green", "warning": "yellow", "missing": "red", "unknown": "cyan"}
+_COLORS: Final = {"ok": "green", "warning": "yellow", "missing": "red", "unknown": "cyan"}
 _RIGHTS: Final = (
     (names.GROUP, names.PLURAL, "", "create", "apply tiers"),
     (names.GROUP, names.PLURAL, "", "patch", "pause, mode and restart"),
-    ("", "pods", "exec", "create", "reach a tier's volume by the tier's name"),
+    ("", "pods", "exec", "create", "verbs on the volume of a tier, and bench"),
     ("", "pods", "log", "get", "report"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one look showed."""
+    """Result of one check."""
 
     what: str
     state: str
@@ -43,22 +42,22 @@ class Finding:
     remedy: str = ""
 
 
-@click.command
-@answers.output_option()
+@click.command(epilog=output.examples("kvtier doctor", "kvtier doctor -n ai -o json"))
+@output.output_option()
 @client.cluster_options
-def doctor(*, output: str, **cluster: str) -> int:
-    """Look whether a cluster has what kvtier needs: its version, the CRD, an operator, storage, nodes, your rights.
+def doctor(*, output_format: str, where: client.Where) -> int:
+    """Check a cluster for what kvtier needs: version, CRD, operator, storage, nodes, your rights. Changes nothing.
 
-    Changes nothing. Exit code 1: something is missing.
+    Exit code 1: something is missing.
     """
-    found = examine(client.Where(**cluster))
-    answers.show([asdict(each) for each in found], output, lambda: _page(found))
+    found = examine(where)
+    output.show([asdict(each) for each in found], output_format, lambda: _page(found))
     return FOUND if any(each.state == "missing" for each in found) else FINE
 
 
 def examine(where: client.Where) -> list[Finding]:
-    """Return what each look shows; raises ClusterError where there is no cluster at all."""
-    version = where.person.ask("/version", "ask for the cluster's version")
+    """Return the findings of all checks; raises ClusterError if there is no cluster at all."""
+    version = where.client.ask("/version", "ask for the cluster's version")
     looks: tuple[tuple[str, Callable[[client.Where], Iterator[Finding]]], ...] = (
         ("definition", _definition),
         ("operator", _operators),
@@ -97,7 +96,7 @@ def _definition(where: client.Where) -> Iterator[Finding]:
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
     remedy = "kvtier install generate | kubectl apply --server-side -f -"
     try:
-        live = where.person.ask(path, f"read the definition of {names.KIND}")
+        live = where.client.ask(path, f"read the definition of {names.KIND}")
     except KindMissing:
         message = f"the cluster does not know {names.KIND}"
         yield Finding(what="definition", state="missing", message=message, remedy=remedy)
@@ -111,7 +110,7 @@ def _definition(where: client.Where) -> Iterator[Finding]:
 
 
 def _fields(node: Any) -> Any:
-    """Return the names of all fields, which the API server leaves as they are."""
+    """Return the names of all fields: the API server changes other parts of a schema, and these not."""
     versions = node["spec"]["versions"]
     return {each["name"]: _names(each["schema"]["openAPIV3Schema"]) for each in versions}
 
@@ -125,7 +124,7 @@ def _names(schema: Any) -> Any:
 
 def _operators(where: client.Where) -> Iterator[Finding]:
     selector = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=kvtier"
-    found = where.person.cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
+    found = where.client.cluster.list("apps/v1", "Deployment", namespace="", selector=selector)
     for each in found:
         name = f"{each['metadata']['namespace']}/{each['metadata']['name']}"
         ready = each.get("status", {}).get("readyReplicas", 0)
@@ -140,34 +139,41 @@ def _operators(where: client.Where) -> Iterator[Finding]:
         else:
             yield Finding(what="operator", state="ok", message=f"{name} {__version__} is ready")
     if not found:
-        yield from _held(where)
+        yield from _outside(where)
 
 
 def _release(deployment: names.Manifest, image: str) -> str:
-    """Return the tag of an image, or what its Deployment says where it is named by its digest."""
+    """Return the tag of an image, or the label of its Deployment if the image is named by its digest."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
     said: str = (deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version", "")
     return tag or said
 
 
-def _held(where: client.Where) -> Iterator[Finding]:
-    """Tell of an operator outside the cluster by what the tiers of the namespace say."""
-    tiers = where.person.tiers(where.asked_namespace)
-    seen = [(each.get("status") or {}).get("observedGeneration") == each["metadata"]["generation"] for each in tiers]
-    if seen and all(seen):
-        message = f"none is installed; one that runs elsewhere has looked at each tier of {where.asked_namespace}"
-        yield Finding(what="operator", state="ok", message=message)
+def _outside(where: client.Where) -> Iterator[Finding]:
+    """Report on an operator outside the cluster, as ``kvtier run``: the tiers of the namespace show its work."""
+    namespace = where.asked_namespace
+    tiers = where.client.tiers(namespace)
+    waiting = [
+        str(each["metadata"]["name"])
+        for each in tiers
+        if (each.get("status") or {}).get("observedGeneration") != each["metadata"]["generation"]
+    ]
+    if len(waiting) < len(tiers):
+        late = f"; not yet at {', '.join(waiting)}" if waiting else ""
+        message = f"none is installed; one outside the cluster has looked at {len(tiers) - len(waiting)} of "
+        message += f"{len(tiers)} tiers of {namespace}{late}"
+        yield Finding(what="operator", state="warning", message=message, remedy="see that kvtier run still runs")
         return
     yield Finding(
         what="operator",
         state="missing",
-        message=f"none is installed, and none has looked at each tier of {where.asked_namespace}",
+        message=f"none is installed, and none outside the cluster has looked at a tier of {namespace}",
         remedy="helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
     )
 
 
 def _storage(where: client.Where) -> Iterator[Finding]:
-    found = where.person.ask("/apis/storage.k8s.io/v1/storageclasses", "list storage classes")["items"]
+    found = where.client.ask("/apis/storage.k8s.io/v1/storageclasses", "list storage classes")["items"]
     shared = [each["metadata"]["name"] for each in found if SHARED.search(each.get("provisioner", ""))]
     default = [
         each["metadata"]["name"]
@@ -176,7 +182,7 @@ def _storage(where: client.Where) -> Iterator[Finding]:
     ]
     names_of_all = ", ".join(each["metadata"]["name"] for each in found)
     if shared:
-        message = f"{', '.join(shared)}: shared by nodes, by their names; a Job tries each volume before engines use it"
+        message = f"{', '.join(shared)}: shared by nodes, by their names; a Job tests each volume before engines use it"
         yield Finding(what="storage", state="ok", message=message)
     elif found:
         yield Finding(
@@ -194,7 +200,7 @@ def _storage(where: client.Where) -> Iterator[Finding]:
 
 
 def _nodes(where: client.Where) -> Iterator[Finding]:
-    nodes = where.person.ask("/api/v1/nodes", "list nodes")["items"]
+    nodes = where.client.ask("/api/v1/nodes", "list nodes")["items"]
     devices: dict[str, int] = {}
     for node in nodes:
         allocatable = node.get("status", {}).get("allocatable") or {}
@@ -215,7 +221,7 @@ def _nodes(where: client.Where) -> Iterator[Finding]:
 
 def _namespace(where: client.Where) -> Iterator[Finding]:
     name = where.asked_namespace
-    labels = where.person.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
+    labels = where.client.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce", "none")
     yield Finding(
         what="namespace", state="ok", message=f"{name} enforces Pod Security {level}; kvtier's pods satisfy restricted"
@@ -230,7 +236,7 @@ def _rights(where: client.Where) -> Iterator[Finding]:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": {**attributes, "namespace": where.asked_namespace}},
         }
-        answer = where.person.post(
+        answer = where.client.post(
             "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review, "ask for your own rights"
         )
         full = f"{verb} {resource}{f'/{subresource}' if subresource else ''}"
@@ -245,7 +251,7 @@ def _page(found: list[Finding]) -> str:
     width = max(len(each.what) for each in found)
     lines = []
     for each in found:
-        state = click.style(f"{each.state:7}", fg=_MARKS[each.state])
+        state = click.style(f"{each.state:7}", fg=_COLORS[each.state])
         lines.append(f"{state}  {each.what:{width}}  {each.message}")
         if each.remedy:
             lines.append(f"{'':7}  {'':{width}}  -> {each.remedy}")

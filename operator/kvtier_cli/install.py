@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CRD, the chart, the samples and the rendered operator of this release are.
-
-The verbs ``install …``: what this release installs, as text; nothing is sent to a cluster.
-"""
+"""The verbs ``install …``: print operator, chart and samples of this release; nothing is sent to a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import output as answers
+from kvtier_cli import output
 from kvtier_cli.output import FINE
 from kvtier_operator import names
 
@@ -26,10 +23,10 @@ _HERE: Final = Path(__file__).resolve().parent
 
 
 def carried_file(name: str) -> Path:
-    """Return the path of one of them.
+    """Return the path of a file or folder of this release.
 
     Raises:
-        ClickException: this installation was built without.
+        ClickException: this installation does not have it.
     """
     for base in (_HERE / "carried", _HERE.parents[1]):
         if (base / name).exists():
@@ -43,21 +40,28 @@ def carried_samples() -> dict[str, Path]:
 
 
 _NAMESPACE: Final = "kvtier-system"
-"""Of the rendered operator."""
+"""Namespace of the rendered operator."""
 
 
-@click.group
+@click.group(
+    epilog=output.examples("kvtier install generate | kubectl apply --server-side -f -", "kvtier install samples")
+)
 def install() -> None:
-    """Print what installs kvtier: the operator, its chart, samples."""
+    """Print the operator, its chart, samples."""
 
 
-@install.command
+@install.command(
+    epilog=output.examples(
+        "kvtier install generate | kubectl apply --server-side -f -",
+        "kvtier install generate -n tools --image registry/kvtier-operator:0.1.0",
+    )
+)
 @click.option("-n", "--namespace", default=_NAMESPACE, show_default=True, help="where the operator runs")
-@click.option("--image", help="of the operator")
-@click.option("--connector-image", help="what brings the connector into engine pods")
-@click.option("--janitor-image", help="of the janitors")
-@click.option("--crd/--no-crd", "with_crd", default=True, help="the definition of KVCacheTier, too")
-@answers.output_option("yaml")
+@click.option("--image", help="image of the operator")
+@click.option("--connector-image", help="image that installs the connector in engine pods")
+@click.option("--janitor-image", help="image of the janitors")
+@click.option("--crd/--no-crd", "with_crd", default=True, help="also the definition of KVCacheTier")
+@output.output_option("yaml")
 def generate(  # noqa: PLR0913 - options
     *,
     namespace: str,
@@ -65,9 +69,9 @@ def generate(  # noqa: PLR0913 - options
     connector_image: str | None,
     janitor_image: str | None,
     with_crd: bool,
-    output: str,
+    output_format: str,
 ) -> int:
-    """Print all that the operator takes, for every namespace: `| kubectl apply --server-side -f -`.
+    """Print all objects of an operator for every namespace.
 
     Single namespaces, several operators and monitoring are values of the chart: `kvtier install chart`.
     """
@@ -83,13 +87,13 @@ def generate(  # noqa: PLR0913 - options
             rest = [each for each in container["env"] if each["name"] not in set_here]
             container["env"] = [*rest, *({"name": name, "value": value} for name, value in set_here.items())]
     if with_crd:
-        # A kind stands before what is of it, and a namespace before what is in it.
+        # A kind must come before its objects, and a namespace before its content.
         documents.insert(0, yaml.safe_load(carried_file(CRD).read_text()))
-    if output == "yaml":
-        click.echo(answers.as_yaml(documents), nl=False)
+    if output_format == "yaml":
+        click.echo(output.as_yaml(documents), nl=False)
     else:
         rows = [(each["kind"], each["metadata"]["name"]) for each in documents]
-        answers.show(documents, output, lambda: answers.columns([("KIND", "NAME"), *rows]))
+        output.show(documents, output_format, lambda: output.columns([("KIND", "NAME"), *rows]))
     return FINE
 
 
@@ -108,16 +112,16 @@ def _containers(document: names.Manifest) -> Iterator[dict[str, Any]]:
         yield from document["spec"]["template"]["spec"]["containers"]
 
 
-@install.command
+@install.command(epilog=output.examples("kvtier install chart ./kvtier", "kvtier install chart /tmp/kvtier -o json"))
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@answers.output_option()
-def chart(directory: Path, *, output: str) -> int:
-    """Write the Helm chart of this release to DIRECTORY, which must not be there yet."""
+@output.output_option()
+def chart(directory: Path, *, output_format: str) -> int:
+    """Write the Helm chart of this release to DIRECTORY, which must not exist."""
     if directory.exists():
         raise click.UsageError(f"{directory} is there already: name another directory, or remove it")
     shutil.copytree(carried_file(CHART), directory)
     command = f"helm install kvtier {directory} --namespace {_NAMESPACE} --create-namespace"
-    answers.show({"directory": str(directory), "next": command}, output, lambda: f"{command}\n")
+    output.show({"directory": str(directory), "next": command}, output_format, lambda: f"{command}\n")
     return FINE
 
 
@@ -125,29 +129,31 @@ def _names_like(_context: click.Context, _parameter: click.Parameter, begun: str
     return [each for each in carried_samples() if each.startswith(begun)]
 
 
-@install.command
+@install.command(
+    epilog=output.examples("kvtier install samples", "kvtier install samples minimal | kubectl apply -f -")
+)
 @click.argument("name", required=False, shell_complete=_names_like)
-@answers.output_option()
-def samples(name: str | None, *, output: str) -> int:
-    """List the samples, or print the one of that NAME: `kvtier install samples minimal | kubectl apply -f -`."""
+@output.output_option()
+def samples(name: str | None, *, output_format: str) -> int:
+    """List the samples, or print the sample of a NAME."""
     found = carried_samples()
     if name is None:
         purposes = {each: _purpose(path) for each, path in found.items()}
-        answers.show(purposes, output, lambda: answers.columns([("NAME", "WHAT IT SHOWS"), *purposes.items()]))
+        output.show(purposes, output_format, lambda: output.columns([("NAME", "WHAT IT SHOWS"), *purposes.items()]))
         return FINE
     if name not in found:
         raise click.UsageError(f"there is no sample {name}; there are {', '.join(found)}")
-    if output == "json":
+    if output_format == "json":
         import yaml  # noqa: PLC0415  as above
 
-        answers.show(list(yaml.safe_load_all(found[name].read_text())), output, str)
+        output.show(list(yaml.safe_load_all(found[name].read_text())), output_format, str)
     else:
         click.echo(found[name].read_text(), nl=False)
     return FINE
 
 
 def _purpose(path: Path) -> str:
-    """Return the first sentence of the comment at the top, which may go over several lines."""
+    """Return the first sentence of the comment at the top of a file."""
     words: list[str] = []
     for line in path.read_text().splitlines():
         sentence, stop, _ = line.removeprefix("#").strip().partition(". ")

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exit codes that every verb keeps to.
+"""Output, exit codes and options that the verbs share.
 
-How verbs answer: a page for people, or the same as JSON or YAML; and on standard error, how far long work is.
-
-Types of options: sizes, times and shares as people write them, such as ``100Gi``, ``7d`` and ``90%``.
+Answers go to standard output, as a page or as JSON or YAML. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,52 +20,66 @@ import click
 from kvtier_connector.store.scan import Tell, counted, readable_size
 
 FINE: Final = 0
-"""All is well, or done."""
+"""Exit code: all is well, or done."""
 FOUND: Final = 1
-"""Something was found, or could not be done."""
-MISUSED: Final = 2
-"""The command line is wrong; nothing was done."""
+"""Exit code: something was found, or could not be done."""
 INTERRUPTED: Final = 130
 
-
+FORMATS: Final = ("table", "json", "yaml")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FORMATS: Final = ("table", "json", "yaml")
-_SHOW_SECONDS: Final = 0.2
+_REDRAW_SECONDS: Final = 0.2
 _FIRST_ETA_SECONDS: Final = 2.0
+_SPINNER: Final = "|/-\\"
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
+_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", re.ASCII)
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+", re.ASCII)
 
 
 def output_option(default: str = "table") -> Callable[[Function], Function]:
-    """Give a verb ``-o``."""
+    """Give a verb ``-o``, as its parameter `output_format`."""
     return click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default=default, show_default=True, help="how to answer"
+        "-o",
+        "--output",
+        "output_format",
+        type=click.Choice(FORMATS),
+        default=default,
+        show_default=True,
+        help="format of the answer",
     )
 
 
 def yes_option(verb: str) -> Callable[[Function], Function]:
-    """Give a verb ``--yes``, without which it does nothing."""
-    return click.option("--yes", is_flag=True, help=f"{verb}; otherwise it only says what would be done")
+    """Give a verb ``--yes``, without which it changes nothing."""
+    return click.option("--yes", is_flag=True, help=f"{verb}; without it the command only shows the effect")
 
 
-def show(document: Any, output: str, page: Callable[[], str]) -> None:
-    """Print a document, as a page for people unless something else was asked for."""
-    if output == "json":
+def examples(*lines: str) -> str:
+    """Return the end of a verb's help: commands to copy."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def show(document: Any, output_format: str, page: Callable[[], str]) -> None:
+    """Print a document in the format that was asked for."""
+    if output_format == "json":
         click.echo(json.dumps(document, indent=2))
-    elif output == "yaml":
+    elif output_format == "yaml":
         click.echo(as_yaml([document]), nl=False)
     else:
         click.echo(page(), nl=False)
 
 
 def as_yaml(documents: Sequence[Any]) -> str:
-    """Write objects as people do: whole, in the order of their fields, texts of several lines as blocks."""
+    """Return objects as YAML: fields in their order, texts of several lines as blocks, no aliases."""
     import yaml  # noqa: PLC0415  JSON and pages do without it
 
     class Dumper(yaml.SafeDumper):
-        """A dumper of its own, so that nobody else's output changes."""
+        """A subclass, so that other users of the library keep their output."""
 
         def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002  the library's signature
-            """Write what occurs twice, twice."""
+            """Write a repeated value in full."""
             return True
 
     def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -79,22 +92,43 @@ def as_yaml(documents: Sequence[Any]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:
-    """Align the words of rows, the last of which may be as long as it likes."""
-    widths = [max(len(row[place]) for row in rows if len(row) > place) for place in range(max(map(len, rows)) - 1)]
+    """Align the cells of rows, whose colours take no width; the last cell of a row may have any length."""
+    widths = [max(_width(row[place]) for row in rows if len(row) > place) for place in range(max(map(len, rows)) - 1)]
     lines = (
-        "  ".join([*(word.ljust(width) for word, width in zip(row[:-1], widths, strict=False)), row[-1]])
+        "  ".join(
+            [*(cell + " " * (width - _width(cell)) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]
+        )
         for row in rows
     )
     return "".join(f"{' ' * indent}{line.rstrip()}\n" for line in lines)
 
 
+def _width(cell: str) -> int:
+    return len(_ESCAPES.sub("", cell))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def tell_step(text: str) -> None:
+    """Print a step of long work on standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        click.echo(text, err=True)
+
+
 @contextmanager
 def progress(noun: str = "block") -> Iterator[Tell]:
-    """Return whom to tell how far long work is: one line on standard error, if that is a terminal."""
+    """Yield a function that is told the progress of work, and show it on standard error if that is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda _share, _blocks, _bytes: None
+        yield lambda _share, _count, _bytes: None
         return
     line = _Line(noun)
+    line.start()
     try:
         yield line.tell
     finally:
@@ -102,47 +136,50 @@ def progress(noun: str = "block") -> Iterator[Tell]:
 
 
 class _Line:
-    """One line that is written over and over."""
+    """One line that a thread of its own redraws, so that it moves also while nothing is told.
+
+    `tell` stores the last progress; the thread alone writes to standard error.
+    """
 
     def __init__(self, noun: str) -> None:
         self._noun = noun
-        self._began = self._next = time.monotonic()
+        self._began = time.monotonic()
+        self._state = (0.0, 0, 0)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
 
-    def tell(self, share: float, blocks: int, size: int) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _SHOW_SECONDS
-        took = now - self._began
-        text = f"{share:4.0%}  {counted(blocks, self._noun)}"
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, share: float, count: int, size: int) -> None:
+        self._state = (share, count, size)
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _draw(self) -> None:
+        drawn = 0
+        while not self._is_over.wait(_REDRAW_SECONDS):
+            drawn += 1
+            sys.stderr.write(f"\r\x1b[K{_SPINNER[drawn % len(_SPINNER)]} {self._text()}")
+            sys.stderr.flush()
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+    def _text(self) -> str:
+        share, count, size = self._state
+        took = time.monotonic() - self._began
+        text = f"{duration(took)}  {share:4.0%}  {counted(count, self._noun)}"
         if size:
             text += f", {readable_size(size)}, {readable_size(size / max(took, 1e-3))}/s"
         if took >= _FIRST_ETA_SECONDS and share > 0:
             text += f", {duration(took / share - took)} left"
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        return text
 
 
-def duration(seconds: float) -> str:
-    """Return a time that people can judge."""
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", re.ASCII)
-_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+", re.ASCII)
-
-
-class _Reading(click.ParamType[Any]):
-    """Reads a word with a function that raises for what it cannot read."""
+class _Amount(click.ParamType[Any]):
+    """A type of option, read by a function that raises ValueError."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name = name
@@ -158,7 +195,11 @@ class _Reading(click.ParamType[Any]):
 
 
 def parse_size(text: str) -> int:
-    """Return bytes; raises ValueError with the form that is meant."""
+    """Return bytes.
+
+    Raises:
+        ValueError: the text is no size; the message has an example.
+    """
     match = _AMOUNT.fullmatch(text)
     if match is None or match[2] not in _SIZES:
         unit = text[-2:-1]
@@ -168,7 +209,11 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds; raises ValueError with the form that is meant."""
+    """Return seconds.
+
+    Raises:
+        ValueError: the text is no time above 0; the message has examples.
+    """
     seconds = sum(float(amount) * _TIMES[unit] for amount, unit in _AMOUNT.findall(text) if unit in _TIMES)
     if _DURATION.fullmatch(text) is None or seconds <= 0:
         raise ValueError(f"{text!r} is no time of more than 0; write it as 7d, 12h, 1h30m or 90s")
@@ -176,13 +221,17 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Return a share of one; raises ValueError with the form that is meant."""
+    """Return a share of one.
+
+    Raises:
+        ValueError: the text is no percentage; the message has an example.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
     if match is None or not 0 < float(match[1]) <= 100:  # noqa: PLR2004 - percent
         raise ValueError(f"{text!r} is no share; write it as 90%")
     return float(match[1]) / 100
 
 
-SECONDS = _Reading("time", parse_seconds)
-BYTES = _Reading("size", parse_size)
-SHARE = _Reading("share", parse_share)
+SECONDS = _Amount("time", parse_seconds)
+BYTES = _Amount("size", parse_size)
+SHARE = _Amount("share", parse_share)

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the command line is given instead of a cluster: tiers, a model's config.json, nodes.
-
-What is wrong with the tiers of a file, each field with its remedy, as the operator would say it.
-
-What a tier will take and hold, and what an edit of it would cost, before anything is applied.
-
-The verbs that need no cluster: plan, validate, render.
-"""
+"""The verbs before an apply: plan, validate, render. They read files; only ``plan --diff FILE`` asks a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ import click
 import yaml
 from pydantic.alias_generators import to_camel
 
-from kvtier_cli import output as answers
+from kvtier_cli import client, output
 from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import names, parts, quantity
 from kvtier_operator import settings as settings_module
@@ -61,13 +54,11 @@ def read_documents(file: str) -> list[Any]:
 
 
 def read_tiers(file: str) -> list[Manifest]:
-    """Return the KVCacheTier resources of a file, of which there is at least one.
-
-    What else people keep in one file with a tier, such as its Secret or its claim, is passed over.
+    """Return the KVCacheTier resources of a file, at least one; objects of other kinds are skipped.
 
     Raises:
-        SpecInvalid: it holds none, or something that was to be one.
-        OSError: it cannot be read.
+        SpecInvalid: the file holds no tier, or one of a wrong version or kind.
+        OSError: the file cannot be read.
     """
     documents = read_documents(file)
     bodies = [body for body in documents if _is_tier(body, file)]
@@ -124,7 +115,7 @@ def _called(file: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """About one tier of a file."""
+    """Problems and warnings of one tier of a file."""
 
     file: str
     tier: str
@@ -132,7 +123,7 @@ class Validation:
     warnings: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the fields for JSON and YAML."""
         return {
             "file": self.file,
             "tier": self.tier,
@@ -142,7 +133,7 @@ class Validation:
         }
 
     def page(self) -> str:
-        """Return it for people."""
+        """Return the page."""
         lines = [f"{self.file}: {self.tier}: {each}" for each in self.problems]
         lines += [f"{self.file}: {self.tier}: warning: {each}" for each in self.warnings]
         if not self.problems:
@@ -151,11 +142,11 @@ class Validation:
 
 
 def validate_file(file: str) -> list[Validation]:
-    """Judge every tier of a file.
+    """Validate every tier of a file.
 
     Raises:
-        OperatorError: the file holds something else.
-        OSError: it cannot be read.
+        OperatorError: the file holds no tier.
+        OSError: the file cannot be read.
     """
     return [_judge(file, body) for body in read_tiers(file)]
 
@@ -171,7 +162,7 @@ def _judge(file: str, body: names.Manifest) -> Validation:
         return Validation(file=file, tier=str(tier), problems=tuple(found))
     spec = parse(body)
     decided = decide(spec, tier, None)
-    # A share of nodes is told only where the nodes are: that is no fault of the file.
+    # A share of nodes needs the nodes, which a file does not have: that is no mistake.
     if isinstance(decided, Refusal) and decided.reason is not Reason.NODES_UNKNOWN:
         return Validation(file=file, tier=str(tier), problems=(decided.message,))
     warning = pods.warning(spec.engine.pod_template)
@@ -179,7 +170,7 @@ def _judge(file: str, body: names.Manifest) -> Validation:
 
 
 class Planned(NamedTuple):
-    """What was worked out: as documents, as a page, and whether a node holds it."""
+    """A plan or an edit: its documents, its page, and whether a node can hold the pods."""
 
     documents: list[dict[str, Any]]
     page: str
@@ -222,8 +213,8 @@ def read_nodes(file: str | None) -> Nodes | None:
     """Return the nodes of a file, if one is given.
 
     Raises:
-        SpecInvalid: it holds none.
-        OSError: it cannot be read.
+        SpecInvalid: the file holds no nodes.
+        OSError: the file cannot be read.
     """
     if file is None:
         return None
@@ -249,14 +240,14 @@ def _parse(body: Manifest, config: Mapping[str, Any] | None) -> TierSpec:
 
 
 def make_snapshot(tier: TierRef, found: Nodes | None) -> Snapshot | None:
-    """Return the look at a cluster of which only the nodes are known."""
+    """Return a snapshot of a cluster with nothing but nodes."""
     if found is None:
         return None
     return Snapshot(tier=tier, claim=None, engines=Engines(), pods=(), live={}, nodes=found)
 
 
 def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
-    """Say what the nodes mean for the pods."""
+    """Return which nodes can hold an engine pod, and whether one can."""
     if snapshot is None or snapshot.nodes is None:
         return None, True
     problem = a_node_is_large_enough(Look(spec=plan.spec, snapshot=snapshot, sizing=plan.sizing))
@@ -274,8 +265,8 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     ), True
 
 
-def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None) -> Planned:
-    """Say what it costs to replace the tiers of one file by those of another, or what stands in the cluster.
+def compare(settings: Settings, files: Sequence[str], where: client.Where, *, nodes_file: str | None) -> Planned:
+    """Compare the tiers of one file with those of another file, or with those in the cluster.
 
     Raises:
         OperatorError: a file or the cluster does not allow it.
@@ -283,17 +274,17 @@ def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None)
     """
     new = {str(names.tier_ref(body)): body for body in read_tiers(files[-1])}
     is_live = len(files) == 1
-    old = _live(new.values()) if is_live else {str(names.tier_ref(b)): b for b in read_tiers(files[0])}
+    old = _live(new.values(), where) if is_live else {str(names.tier_ref(b)): b for b in read_tiers(files[0])}
     found_nodes = read_nodes(nodes_file)
     documents: list[dict[str, Any]] = []
     pages = []
     for name in sorted({*old, *new}):
         if name not in old or name not in new:
-            pages.append(f"{name}: {'is new' if name in new else 'is gone; its claim stays or goes as it says'}\n")
+            pages.append(f"{name}: {'only in the new file' if name in new else 'only in the old file'}\n")
             documents.append({"tier": name, "only": "after" if name in new else "before"})
             continue
         tier = names.tier_ref(old[name])
-        snapshot = _live_snapshot(old[name]) if is_live else make_snapshot(tier, found_nodes)
+        snapshot = _live_snapshot(old[name], where) if is_live else make_snapshot(tier, found_nodes)
         # An annotation that the file does not name stays as it is.
         restart = read_annotations(new[name]).restart or read_annotations(old[name]).restart
         found = explain_edit(
@@ -311,7 +302,7 @@ def compare(settings: Settings, files: Sequence[str], *, nodes_file: str | None)
 
 
 def _stored(body: Manifest, snapshot: Snapshot | None, *, connector_image: str, restart: str) -> TierSpec:
-    """Return the spec that the operator carries out of a tier."""
+    """Return the spec that the operator applies to a tier: the stored one, or its last one that could be applied."""
     try:
         return parse(body)
     except SpecInvalid:
@@ -324,17 +315,15 @@ def _stored(body: Manifest, snapshot: Snapshot | None, *, connector_image: str, 
 
 
 def _document(found: diff.Diff) -> dict[str, Any]:
-    """Write an edit as the API writes its fields; what stands in a field of the tier stays as it is."""
+    """Return an edit with the API's names of its fields; values of the tier keep their form."""
     document = {to_camel(name): value for name, value in asdict(found).items()}
     document["changes"] = [{to_camel(name): value for name, value in each.items()} for each in document["changes"]]
     return document
 
 
-def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:
-    """Return the tiers of the same names that stand in the cluster."""
-    from kvtier_operator.kube.client import connect  # noqa: PLC0415  takes a second
-
-    cluster, found = connect(), {}
+def _live(bodies: Iterable[Manifest], where: client.Where) -> dict[str, Manifest]:
+    """Return the tiers of the same names in the cluster."""
+    cluster, found = where.client.cluster, {}
     for body in bodies:
         tier = names.tier_ref(body)
         key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
@@ -344,13 +333,12 @@ def _live(bodies: Iterable[Manifest]) -> dict[str, Manifest]:
     return found
 
 
-def _live_snapshot(body: Manifest) -> Snapshot:
-    """Return what stands of a tier in the cluster, with nodes and pods where one may read them."""
+def _live_snapshot(body: Manifest, where: client.Where) -> Snapshot:
+    """Return the objects of a tier in the cluster, with nodes and pods if the user may read them."""
     from kvtier_operator.gather import gather  # noqa: PLC0415  takes a second
     from kvtier_operator.inventory import Inventory  # noqa: PLC0415  takes a second
-    from kvtier_operator.kube.client import connect  # noqa: PLC0415  takes a second
 
-    cluster = connect()
+    cluster = where.client.cluster
     existing = names.existing_claim_of(body)
     found = gather(cluster, names.tier_ref(body), existing_claim=existing, now=datetime.now(UTC))
     inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
@@ -359,58 +347,64 @@ def _live_snapshot(body: Manifest) -> Snapshot:
 
 _FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)
 _NODES = click.option(
-    "--nodes", type=_FILE, help="nodes and pods as `kubectl get nodes,pods -A -o yaml` prints them, to look what fits"
+    "--nodes", type=_FILE, help="output of `kubectl get nodes,pods -A -o yaml`, to see whether the pods fit"
 )
 _MOST_FILES = 2
 
 
-@click.command
+@click.command(epilog=output.examples("kvtier plan tier.yaml", "kvtier plan --diff tier.yaml"))
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
 @click.option(
-    "--diff",
-    "is_diff",
-    is_flag=True,
-    help="say what it costs to replace OLD by NEW; with one FILE, what stands in the cluster",
+    "--diff", "is_diff", is_flag=True, help="show the cost of replacing OLD by NEW, or the cluster's tier by one FILE"
 )
-@click.option("--config", type=_FILE, help="the model's config.json, where its name does not tell")
+@click.option("--config", type=_FILE, help="the model's config.json, if kvtier does not know the model")
 @_NODES
-@answers.output_option()
-def plan(files: tuple[str, ...], *, is_diff: bool, config: str | None, nodes: str | None, output: str) -> int:
-    """Say what a tier takes and holds, each number with its sum; or with --diff what an edit costs.
+@output.output_option()
+@client.cluster_options
+def plan(  # noqa: PLR0913 - options
+    files: tuple[str, ...],
+    *,
+    is_diff: bool,
+    config: str | None,
+    nodes: str | None,
+    output_format: str,
+    where: client.Where,
+) -> int:
+    """Show the sizes of a tier, each with its sum; or with --diff the cost of an edit.
 
-    FILE is YAML with KVCacheTier resources, - for standard input. Exit code 1 also where no node holds it.
+    FILE is YAML with KVCacheTier resources, - for standard input. Exit code 1: no node can hold an engine.
     """
     if len(files) > (_MOST_FILES if is_diff else 1):
         one = "takes one FILE; to compare two, add --diff"
         raise click.UsageError("takes OLD and NEW, or one FILE to compare with the cluster" if is_diff else one)
     settings = settings_module.parse(os.environ)
     planned = (
-        compare(settings, files, nodes_file=nodes)
+        compare(settings, files, where, nodes_file=nodes)
         if is_diff
         else plan_file(settings, files[0], config_file=config, nodes_file=nodes)
     )
-    answers.show(planned.documents, output, lambda: planned.page)
+    output.show(planned.documents, output_format, lambda: planned.page)
     return FINE if planned.is_fitting else FOUND
 
 
-@click.command
+@click.command(epilog=output.examples("kvtier validate tier.yaml", "kvtier validate tiers/*.yaml -o json"))
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
-@answers.output_option()
-def validate(files: tuple[str, ...], *, output: str) -> int:
-    """Say what is wrong with the KVCacheTier resources of files, field by field, and how to mend it.
+@output.output_option()
+def validate(files: tuple[str, ...], *, output_format: str) -> int:
+    """Show the mistakes in the KVCacheTier resources of files, field by field, with remedies.
 
-    Exit code 1 if anything is.
+    Exit code 1: there are mistakes.
     """
     found = [each for file in files for each in validate_file(file)]
-    answers.show([each.document() for each in found], output, lambda: "".join(each.page() for each in found))
+    output.show([each.document() for each in found], output_format, lambda: "".join(each.page() for each in found))
     return FOUND if any(each.problems for each in found) else FINE
 
 
-@click.command
+@click.command(epilog=output.examples("kvtier render tier.yaml", "kvtier render tier.yaml -o table"))
 @click.argument("file", type=_FILE)
 @_NODES
-@answers.output_option("yaml")
-def render(file: str, *, nodes: str | None, output: str) -> int:
+@output.output_option("yaml")
+def render(file: str, *, nodes: str | None, output_format: str) -> int:
     """Print the objects that the operator would make, the same bytes every time; -o table lists them.
 
     FILE is YAML with KVCacheTier resources, - for standard input.
@@ -428,9 +422,9 @@ def render(file: str, *, nodes: str | None, output: str) -> int:
             snapshot=make_snapshot(tier, found),
         )
         rendered += parts.render(made)
-    if output == "yaml":
-        click.echo(answers.as_yaml(rendered), nl=False)
+    if output_format == "yaml":
+        click.echo(output.as_yaml(rendered), nl=False)
     else:
         rows = [(each["kind"], each["metadata"]["name"], each["metadata"]["namespace"]) for each in rendered]
-        answers.show(rendered, output, lambda: answers.columns([("KIND", "NAME", "NAMESPACE"), *rows]))
+        output.show(rendered, output_format, lambda: output.columns([("KIND", "NAME", "NAMESPACE"), *rows]))
     return FINE

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes out of manifests, metrics and logs what support has no business with: secrets, prompts, names of tenants. Pure.
+"""The verb ``report``: packs a support bundle about tiers, and redacts secrets, prompts and names of tenants.
 
-What may carry a secret goes unless it is known to carry none. The same tenant has the same mark everywhere, so that
-what belongs together can be told.
-
-The verb ``report``: a support bundle with what is known of tiers, and nothing that is secret.
+Any value that may be a secret is redacted unless it is known to be harmless. A tenant has the same mark everywhere, so
+that its lines can be matched. The functions `redact_…` are pure.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import client, doctor, status
-from kvtier_cli import output as answers
+from kvtier_cli import client, doctor, output, status
 from kvtier_cli.output import FINE, FOUND
 from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_operator import __version__, names
@@ -41,7 +38,7 @@ _NAME: Final = (
     r"[a-z0-9_.-]*(?:token(?!s|iz)|(?:api|access|private|encryption)[-_]?key|secret|passw(?:or)?d|passphrase"
     r"|credential|auth(?![a-z])|(?-i:KEY\b))[a-z0-9_.-]*"
 )
-"""What names a secret; not counts of tokens, nor tokenizers."""
+"""Names of secrets, but not of counts of tokens, nor tokenizers."""
 _VALUE: Final = r"""(?:\[[^\]]*\]?|\\+"[^"]*"?|\\+'[^']*'?|"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|\S+)"""
 _SECRET_KEY: Final = re.compile(rf"(?!secretName$){_NAME}", re.IGNORECASE)
 _SECRET_FLAG: Final = re.compile(rf"--?{_NAME}", re.IGNORECASE)
@@ -69,14 +66,14 @@ _MANAGED: Final = frozenset({"managedFields", "kubectl.kubernetes.io/last-applie
 
 
 def tenant_mark(name: str) -> str:
-    """Return the mark of a tenant."""
+    """Return the mark that replaces the name of a tenant."""
     if name in {"", "(other)"}:
         return name
     return f"tenant-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def redact_manifest(node: Any) -> Any:
-    """Return an object of Kubernetes, or a part of one, without what may be secret."""
+    """Return an object of Kubernetes, or a part of one, redacted."""
     if isinstance(node, Mapping):
         return {key: _field(str(key), value, node) for key, value in node.items() if key not in _MANAGED}
     if isinstance(node, list):
@@ -100,7 +97,7 @@ def _field(key: str, value: Any, parent: Mapping[str, Any]) -> Any:
 
 
 def _document(content: str) -> str:
-    """Return a text; what is JSON, as in ConfigMaps and annotations, holds variables and quotas, too."""
+    """Return a text redacted; JSON, as in ConfigMaps and annotations, is redacted field by field."""
     if content.startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             return json.dumps(redact_manifest(json.loads(content)))
@@ -108,7 +105,7 @@ def _document(content: str) -> str:
 
 
 def _items(items: list[Any]) -> list[Any]:
-    """Return the items, but not what follows a flag for a secret."""
+    """Return the items redacted, with values that follow the flag of a secret."""
     found: list[Any] = []
     follows = False
     for item in items:
@@ -123,12 +120,12 @@ def _items(items: list[Any]) -> list[Any]:
 
 
 def redact_text(lines: str) -> str:
-    """Return an exposition, or what else has its lines for themselves, without what may be secret."""
+    """Return an exposition, or another text of independent lines, redacted."""
     return "".join(f"{redact_line(each)}\n" for each in lines.splitlines())
 
 
 def redact_log(lines: str, *, is_cut: bool) -> str:
-    """Return a log without what may be secret, and nothing of a prompt that goes on over several lines.
+    """Return a log redacted, also of prompts over several lines.
 
     Args:
         lines: the log.
@@ -141,11 +138,11 @@ _HEAD: Final = re.compile(
     r"(?:\([^()]*\)\s*)?(?:\[?(?:\d{4}-)?\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*"
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+(?:\d\d-\d\d \d\d:\d\d:\d\d\s*)?)\s*(?:\[[^\]]*\])?"
 )
-"""How a record of vLLM, of its web server or of ours begins. vLLM repeats it on each line of one record."""
+"""Beginning of a record of vLLM, of its web server or of ours. vLLM repeats it on each line of a record."""
 
 
 def _records(lines: Iterable[str], *, is_cut: bool) -> Iterator[str]:
-    """Return lines redacted; of a record that may quote a prompt, no line is left but the beginning of the first."""
+    """Yield lines redacted; a record that may quote a prompt keeps only the beginning of its first line."""
     every = list(lines)
     quoting: str | None = "" if is_cut and any(map(_HEAD.match, every)) else None
     for each in every:
@@ -160,7 +157,7 @@ def _records(lines: Iterable[str], *, is_cut: bool) -> Iterator[str]:
 
 
 def redact_line(words: str) -> str:
-    """Return one line; of one that may quote a prompt, nothing but its beginning is left."""
+    """Return one line redacted; a line that may quote a prompt keeps only its beginning."""
     found = _PROMPT.search(words)
     kept = words[: found.start()] if found else words
     for pattern in _SECRET_WORDS:
@@ -180,29 +177,28 @@ _KINDS: Final = (
     ("batch/v1", "Job"),
 )
 _READ_ME: Final = """\
-What kvtier report found. Values of variables, tokens, lines that may quote a prompt and names of tenants were taken
-out before anything was written; Secrets were not read. Look through it before you send it.
+Output of kvtier report. Values of variables, tokens, lines that may quote a prompt and names of tenants were redacted
+before anything was written; Secrets were not read. Look through it before you send it.
 """
 
 
-@click.command
-@click.argument("tier", required=False)
+@click.command(epilog=output.examples("kvtier report llama", "kvtier report -n ai --file ai.tar.gz --no-logs"))
+@click.argument("tier", required=False, shell_complete=client.complete_tier)
 @click.option(
     "--file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="where to write it  [default: kvtier-report-TIME.tar.gz here]",
+    help="the archive  [default: kvtier-report-TIME.tar.gz here]",
 )
-@click.option("--logs/--no-logs", default=True, help="the last lines of what pods logged, too")
-@answers.output_option()
+@click.option("--logs/--no-logs", default=True, help="also the last lines of the pods' logs")
+@output.output_option()
 @client.cluster_options
-def report(tier: str | None, *, file: Path | None, logs: bool, output: str, **cluster: str) -> int:
-    """Pack what support needs to see of TIER, or of every tier of the namespace, into one archive, redacted.
+def report(tier: str | None, *, file: Path | None, logs: bool, output_format: str, where: client.Where) -> int:
+    """Pack the state of TIER, or of every tier of the namespace, into one redacted archive for support.
 
     Exit code 1: something could not be read; the archive says what.
     """
-    where = client.Where(**cluster)
     namespace = where.asked_namespace
-    bodies = [where.person.tier(namespace, tier)] if tier else where.person.tiers(namespace)
+    bodies = [where.client.tier(namespace, tier)] if tier else where.client.tiers(namespace)
     made = datetime.now(UTC)
     file = file or Path(f"kvtier-report-{made:%Y%m%dT%H%M%SZ}.tar.gz")
     if file.exists():
@@ -216,7 +212,7 @@ def report(tier: str | None, *, file: Path | None, logs: bool, output: str, **cl
             _add_tier(pack, where, body, with_logs=logs)
         pack.add("unread.txt", "\n".join(pack.unread))
     document = {"file": str(file), "tiers": len(bodies), "parts": pack.parts, "unread": pack.unread}
-    answers.show(document, output, lambda: _page(document))
+    output.show(document, output_format, lambda: _page(document))
     return FOUND if pack.unread else FINE
 
 
@@ -231,10 +227,10 @@ def _page(document: dict[str, Any]) -> str:
 
 
 class Pack:
-    """An archive that whoever made it may read alone; what cannot be added is listed. Everything is redacted here."""
+    """An archive that its owner alone may read. It redacts everything, and lists in `unread` what it could not add."""
 
     def __init__(self, file: Path) -> None:
-        """Make the archive; it must not be there."""
+        """Create the archive; the file must not exist."""
         self.unread: list[str] = []
         self.parts = 0
         file.touch(mode=0o600, exist_ok=False)
@@ -256,7 +252,7 @@ class Pack:
         self.parts += 1
 
     def try_to(self, name: str, make: Callable[[], str]) -> None:
-        """Add what can be read, or say why it cannot."""
+        """Add a text, or list why it could not be read."""
         try:
             content = make()
         except OperatorError as error:
@@ -266,7 +262,7 @@ class Pack:
 
     def add_manifests(self, name: str, read: Callable[[], list[Any]]) -> None:
         """Add objects, redacted."""
-        self.try_to(name, lambda: answers.as_yaml(redact_manifest(read())))
+        self.try_to(name, lambda: output.as_yaml(redact_manifest(read())))
 
     def add_metrics(self, name: str, read: Callable[[], str]) -> None:
         """Add an exposition, redacted."""
@@ -289,13 +285,13 @@ def _add_tier(pack: Pack, where: client.Where, body: names.Manifest, *, with_log
     pack.add_manifests(f"{base}/tier.yaml", lambda: [body])
     pack.try_to(f"{base}/status.txt", lambda: _status(where, namespace, tier))
     for version, kind in _KINDS:
-        read = functools.partial(where.person.cluster.list, version, kind, namespace=namespace, selector=selector)
+        read = functools.partial(where.client.cluster.list, version, kind, namespace=namespace, selector=selector)
         pack.add_manifests(f"{base}/{kind.lower()}s.yaml", read)
     pack.add_manifests(
-        f"{base}/events.yaml", lambda: where.person.cluster.events(namespace, uid=body["metadata"]["uid"])
+        f"{base}/events.yaml", lambda: where.client.cluster.events(namespace, uid=body["metadata"]["uid"])
     )
     try:
-        pods = where.person.cluster.list("v1", "Pod", namespace=namespace, selector=selector)
+        pods = where.client.cluster.list("v1", "Pod", namespace=namespace, selector=selector)
     except OperatorError as error:
         pack.unread.append(redact_line(f"{base}: metrics and logs of its pods: {error}"))
         return
@@ -305,7 +301,7 @@ def _add_tier(pack: Pack, where: client.Where, body: names.Manifest, *, with_log
 
 def _status(where: client.Where, namespace: str, tier: str) -> str:
     document = redact_manifest(status.read_tier(where, namespace, tier, asks_pods=True))
-    return click.unstyle(status.one(document)) + "\n" + json.dumps(document, indent=2) + "\n"
+    return click.unstyle(status.one(document, is_verbose=True)) + "\n" + json.dumps(document, indent=2) + "\n"
 
 
 def _add_pod(pack: Pack, where: client.Where, pod: names.Manifest, base: str, *, with_logs: bool) -> None:
@@ -313,9 +309,9 @@ def _add_pod(pack: Pack, where: client.Where, pod: names.Manifest, base: str, *,
     component = (pod["metadata"].get("labels") or {}).get(names.LABEL_COMPONENT)
     port = {names.COMPONENT_ENGINE: names.HTTP_PORT, names.COMPONENT_JANITOR: JANITOR_PORT}.get(component or "")
     if port and status.is_ready(pod):
-        pack.add_metrics(f"{base}/{name}/metrics.txt", lambda: str(where.person.fetch(pod, port, "/metrics")))
+        pack.add_metrics(f"{base}/{name}/metrics.txt", lambda: str(where.client.fetch(pod, port, "/metrics")))
     if not with_logs:
         return
     for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
-        read = functools.partial(where.person.log, pod, container["name"], lines=_LOG_LINES)
+        read = functools.partial(where.client.log, pod, container["name"], lines=_LOG_LINES)
         pack.add_log(f"{base}/{name}/{container['name']}.log", read)

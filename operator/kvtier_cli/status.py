@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tier stands: what the operator says of it, and what its engines and its janitor answer when they are asked.
+"""The verb ``status``: one screen about a tier, or one line about each.
 
-What ``kvtier status`` shows: pages made from the document of a look. Pure.
-
-The verb ``status``: one screen about a tier, or one line about each.
+The document joins the status that the operator writes with the answers of engines and janitor. Pages are made from it.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier_cli import client
-from kvtier_cli import output as answers
+from kvtier_cli import client, output
 from kvtier_cli.client import Where
 from kvtier_cli.output import FINE, FOUND, columns, duration
 from kvtier_connector.contract.janitor import JANITOR_PORT
@@ -32,7 +29,7 @@ from kvtier_operator.errors import ClusterError, OperatorError
 
 Document = dict[str, Any]
 SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
-"""Where vLLM says cached tokens came from, and what people call it."""
+"""vLLM's names for the sources of cached tokens, and those of the pages."""
 _MOST_ASKED: Final = 8
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$")
 _SOURCE: Final = re.compile(r'source="(\w+)"')
@@ -44,7 +41,7 @@ _LOAD_RATE: Final = "vllm:kvtier_disk_load_tokens_per_second"
 
 
 def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Document:
-    """Return how one tier stands.
+    """Return the document of one tier.
 
     Args:
         where: the cluster.
@@ -53,11 +50,11 @@ def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Do
         asks_pods: whether engines and janitor are asked, too.
 
     Raises:
-        ClusterError: there is none, or it cannot be read.
+        ClusterError: the tier does not exist, or cannot be read.
     """
-    body = where.person.tier(namespace, tier)
+    body = where.client.tier(namespace, tier)
     status = body.get("status") or {}
-    pods = where.person.pods(namespace, tier, names.COMPONENT_ENGINE)
+    pods = where.client.pods(namespace, tier, names.COMPONENT_ENGINE)
     document: Document = {
         "tier": f"{namespace}/{tier}",
         "model": (body["spec"].get("model") or {}).get("name", ""),
@@ -89,22 +86,22 @@ def _engine(pod: names.Manifest) -> Document:
 
 
 def is_ready(pod: names.Manifest) -> bool:
-    """Tell whether a pod gets requests."""
+    """True if the pod receives requests."""
     conditions = pod.get("status", {}).get("conditions") or ()
     return any((each.get("type"), each.get("status")) == ("Ready", "True") for each in conditions)
 
 
 def _ask(where: Where, namespace: str, tier: str, pods: list[names.Manifest]) -> Document:
-    """Ask the pods that serve; who does not answer is named, and counts for nothing."""
+    """Ask the ready pods; those that do not answer are listed in `silent`."""
     asked = [pod for pod in pods if is_ready(pod)][:_MOST_ASKED]
-    janitors = [pod for pod in where.person.pods(namespace, tier, names.COMPONENT_JANITOR) if is_ready(pod)][:1]
+    janitors = [pod for pod in where.client.pods(namespace, tier, names.COMPONENT_JANITOR) if is_ready(pod)][:1]
     pages = [(pod, names.HTTP_PORT, "/metrics") for pod in asked]
     pages += [(pod, JANITOR_PORT, USAGE_PATH) for pod in janitors]
     silent: list[str] = []
 
     def fetch(page: tuple[names.Manifest, int, str]) -> str:
         try:
-            text: str = where.person.fetch(*page)
+            text: str = where.client.fetch(*page)
         except OperatorError as error:
             silent.append(str(error))
             return ""
@@ -117,29 +114,20 @@ def _ask(where: Where, namespace: str, tier: str, pods: list[names.Manifest]) ->
 
 
 def hits(expositions: list[str]) -> Document:
-    """Add up what engines say of prompt tokens since they started; empty where none says anything."""
+    """Return the sums of the engines' counters of prompt tokens since their start; empty without an exposition."""
     totals: dict[str, float] = {}
     rates: dict[str, list[float]] = {_COMPUTE_RATE: [], _LOAD_RATE: []}
-    prompt, seconds = 0.0, 0.0
-    for text in expositions:
-        cached, rate, counted = 0.0, 0.0, 0.0
-        for line in text.splitlines():
-            match = _LINE.match(line)
-            if match is None:
-                continue
-            name, labels, value = match[1], match[2] or "", float(match[3])
-            if name == _PROMPT:
-                prompt += value
-            elif name == _CACHED and (source := _SOURCE.search(labels)):
-                totals[source[1]] = totals.get(source[1], 0.0) + value
-                cached += value if source[1] == "disk" else 0.0
-            elif name == _SAVED:
-                counted += value
-            elif name in rates and value > 0:
-                rates[name].append(value)
-                rate = max(rate, value) if name == _COMPUTE_RATE else rate
-        # An engine with an earlier connector counts no seconds.
-        seconds += counted or (cached / rate if rate else 0.0)
+    prompt, saved = 0.0, 0.0
+    for match in filter(None, (_LINE.match(line) for text in expositions for line in text.splitlines())):
+        name, labels, value = match[1], match[2] or "", float(match[3])
+        if name == _PROMPT:
+            prompt += value
+        elif name == _CACHED and (source := _SOURCE.search(labels)):
+            totals[source[1]] = totals.get(source[1], 0.0) + value
+        elif name == _SAVED:
+            saved += value
+        elif name in rates and value > 0:
+            rates[name].append(value)
     if not expositions:
         return {}
     return {
@@ -147,7 +135,7 @@ def hits(expositions: list[str]) -> Document:
         "bySource": {source: round(count) for source, count in totals.items() if count},
         "computeTokensPerSecond": _mean(rates[_COMPUTE_RATE]),
         "loadTokensPerSecond": _mean(rates[_LOAD_RATE]),
-        "prefillSecondsNotSpent": round(seconds, 1),
+        "prefillSecondsNotSpent": round(saved, 1),
     }
 
 
@@ -156,7 +144,7 @@ def _mean(values: list[float]) -> float:
 
 
 def ready(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the condition that sums the others up."""
+    """Return the condition Ready, which summarises the others."""
     return next(
         (each for each in document["conditions"] if each["type"] == "Ready"),
         {"type": "Ready", "status": "Unknown", "reason": "NoOperator", "message": ""},
@@ -166,7 +154,9 @@ def ready(document: Mapping[str, Any]) -> Mapping[str, Any]:
 TierDocument = Mapping[str, Any]
 _COLORS: Final = {"True": "green", "False": "red", "Unknown": "yellow"}
 _NEGATIVE: Final = frozenset({"Reconciling", "Stalled", "Paused", "ClaimShared"})
-"""Conditions that are well where they are False."""
+"""Conditions whose good value is False."""
+_SILENT_REASONS: Final = frozenset({"NotChecked", "NotApplicable"})
+"""Reasons of conditions that say nothing about the tier."""
 _WIDTH: Final = 110
 _MOST_MESSAGES: Final = 4
 _MOST_TENANTS: Final = 5
@@ -182,18 +172,17 @@ def many(documents: list[TierDocument], namespace: str) -> str:
         engines = f"{sum(pod['ready'] for pod in each['engines'])}/{each['wanted']}"
         use = {tier["name"]: tier for tier in each["tiers"] or ()}
         cpu = (each["sizing"] or {}).get("cpuSize", "-")
-        rows.append(
-            (each["tier"], ready(each)["status"], engines, cpu, _use(use.get("disk", {})), ready(each)["reason"])
-        )
+        state = ready(each)
+        rows.append((each["tier"], _colored(state), engines, cpu, _use(use.get("disk", {})), state["reason"]))
     return columns(rows)
 
 
-def one(document: TierDocument) -> str:
-    """Return a screen about one tier."""
+def one(document: TierDocument, *, is_verbose: bool = False) -> str:
+    """Return a screen about one tier: problems, then engines, use and hits, then the next steps."""
     state = ready(document)
-    head = f"{document['tier']}  {document['model']}  Ready={_colored(state['status'], 'Ready')} {state['reason']}\n"
+    head = f"{document['tier']}  {document['model']}  Ready={_colored(state)} {state['reason']}\n"
     parts = (
-        _conditions(document),
+        _conditions(document, is_verbose=is_verbose),
         _engines(document),
         _use_of_tiers(document),
         _hits(document),
@@ -206,26 +195,40 @@ def one(document: TierDocument) -> str:
     )
 
 
-def _colored(status: str, kind: str) -> str:
-    shown = {"True": "False", "False": "True"}.get(status, status) if kind in _NEGATIVE else status
-    return click.style(status, fg=_COLORS.get(shown))
+def _severity(condition: TierDocument) -> int:
+    """Return 0 for a problem, 1 for a condition that is not known yet, 2 for a good one."""
+    status = condition["status"]
+    if status == "Unknown":
+        return 2 if condition["reason"] in _SILENT_REASONS else 1
+    return 2 if status == ("False" if condition["type"] in _NEGATIVE else "True") else 0
 
 
-def _conditions(document: TierDocument) -> tuple[str, str]:
-    rows = [(each["type"], each["status"], each["reason"]) for each in document["conditions"]]
-    if not rows:
+def _colored(condition: TierDocument) -> str:
+    status: str = condition["status"]
+    color = {0: "red", 1: "yellow"}.get(_severity(condition), "green" if status != "Unknown" else None)
+    return click.style(status, fg=color) if color else status
+
+
+def _conditions(document: TierDocument, *, is_verbose: bool) -> tuple[str, str]:
+    """Return the conditions, problems first; good ones are only counted, unless all are asked for."""
+    found = sorted(document["conditions"], key=_severity)
+    if not found:
         return "CONDITIONS", "  none yet: no operator has looked at this tier\n"
-    lines = columns(rows, indent=2).splitlines()
-    colored = (
-        line.replace(f" {status} ", f" {_colored(status, kind)} ", 1)
-        for line, (kind, status, _) in zip(lines, rows, strict=True)
-    )
-    return "CONDITIONS", "".join(f"{line}\n" for line in colored)
+    shown = [each for each in found if is_verbose or _severity(each) < 2]  # noqa: PLR2004 - good, as above
+    text = columns([(each["type"], _colored(each), each["reason"]) for each in shown], indent=2) if shown else ""
+    if hidden := len(found) - len(shown):
+        text += f"  {hidden} without a problem: -v shows them\n"
+    return "CONDITIONS", text
 
 
 def _engines(document: TierDocument) -> tuple[str, str]:
     rows = [
-        (each["pod"], "ready" if each["ready"] else each["phase"], counted(each["restarts"], "restart"), each["node"])
+        (
+            each["pod"],
+            click.style("ready", fg="green") if each["ready"] else click.style(each["phase"], fg="yellow"),
+            counted(each["restarts"], "restart"),
+            each["node"],
+        )
         for each in document["engines"]
     ]
     there = sum(each["ready"] for each in document["engines"])
@@ -296,54 +299,49 @@ def _hits(document: TierDocument) -> tuple[str, str]:
 
 
 def _next(document: TierDocument) -> Iterator[str]:
-    """Say what a person would do now, the most pressing first."""
-    shown = 0
-    for each in document["conditions"]:
-        is_well = each["status"] == ("False" if each["type"] in _NEGATIVE else "True")
-        if is_well or each["type"] == "Ready" or not each["message"] or each["reason"] == "NotChecked":
-            continue
-        shown += 1
-        if shown <= _MOST_MESSAGES:
-            text = f"{each['type']}: {each['message']}"
-            yield from textwrap.wrap(text, _WIDTH, subsequent_indent="    ")
-    for problem in (document.get("usage") or {}).get("problems", ()):
-        yield from textwrap.wrap(f"janitor: {problem}", _WIDTH, subsequent_indent="    ")
-    for problem in document.get("silent", ()):
-        yield from textwrap.wrap(f"not asked: {problem}", _WIDTH, subsequent_indent="    ")
+    """Yield the next steps, those of problems first."""
+    found = [each for each in document["conditions"] if each["type"] != "Ready" and each["message"]]
+    problems = [each for severity in (0, 1) for each in found if _severity(each) == severity]
+    lines = [f"{each['type']}: {each['message']}" for each in problems[:_MOST_MESSAGES]]
+    lines += [f"janitor: {problem}" for problem in (document.get("usage") or {}).get("problems", ())]
+    lines += [f"no answer: {problem}" for problem in document.get("silent", ())]
+    for line in lines:
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="    ")
     if not document["conditions"]:
         yield "kvtier doctor says whether an operator runs, and what it lacks"
-    elif not shown:
-        yield "nothing: it is well"
+    elif not lines:
+        yield "nothing: no problem is known"
 
 
 _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
-@click.command
-@click.argument("tier", required=False)
+@click.command(epilog=output.examples("kvtier status", "kvtier status llama -v --watch"))
+@click.argument("tier", required=False, shell_complete=client.complete_tier)
 @click.option("-A", "--all-namespaces", is_flag=True, help="tiers of every namespace")
-@click.option("-w", "--watch", is_flag=True, help="show it anew until Ctrl-C")
+@click.option("-v", "--verbose", is_flag=True, help="also conditions without a problem")
+@click.option("-w", "--watch", is_flag=True, help="repeat until Ctrl-C")
 @click.option(
-    "--interval", type=click.IntRange(1, 3600), default=5, show_default=True, help="seconds between two looks"
+    "--interval", type=click.IntRange(1, 3600), default=5, show_default=True, help="seconds between repetitions"
 )
 @click.option("--ask/--no-ask", default=True, help="ask engines and janitor for hits and use (takes the right to exec)")
-@answers.output_option()
+@output.output_option()
 @client.cluster_options
 def status(  # noqa: PLR0913 - options
     tier: str | None,
     *,
     all_namespaces: bool,
+    verbose: bool,
     watch: bool,
     interval: int,
     ask: bool,
-    output: str,
-    **cluster: str,
+    output_format: str,
+    where: client.Where,
 ) -> int:
-    """Show how TIER stands: conditions, sizes, use, hits by tier, and what to do next; without TIER, all of them.
+    """Show problems, sizes, use and hits of TIER, and the next steps; without TIER, one line for each tier.
 
     Exit code 1: a tier is not Ready.
     """
-    where = client.Where(**cluster)
     if tier and all_namespaces:
         raise click.UsageError("-A is for all tiers: leave TIER out, or name its namespace with -n")
     namespace = "" if all_namespaces else where.asked_namespace
@@ -351,19 +349,19 @@ def status(  # noqa: PLR0913 - options
     def look() -> Any:
         if tier:
             return read_tier(where, namespace, tier, asks_pods=ask)
-        bodies = where.person.tiers(namespace)
+        bodies = where.client.tiers(namespace)
         return [
             read_tier(where, each["metadata"]["namespace"], each["metadata"]["name"], asks_pods=False)
             for each in bodies
         ]
 
     def page(found: Any) -> str:
-        return one(found) if tier else many(found, namespace)
+        return one(found, is_verbose=verbose) if tier else many(found, namespace)
 
     if watch:
-        return _watch(look, page, interval, output)
+        return _watch(look, page, interval, output_format)
     found = look()
-    answers.show(found, output, lambda: page(found))
+    output.show(found, output_format, lambda: page(found))
     return _judge(found)
 
 
@@ -372,20 +370,20 @@ def _judge(found: Any) -> int:
     return FINE if all(ready(each)["status"] == "True" for each in documents) else FOUND
 
 
-def _watch(look: Callable[[], Any], page: Callable[[Any], str], interval: int, output: str) -> int:
+def _watch(look: Callable[[], Any], page: Callable[[Any], str], interval: int, output_format: str) -> int:
     code = FINE
     try:
         while True:
             try:
                 found = look()
             except ClusterError as error:
-                # An API server that is away for a moment is what one watches for.
-                click.echo(f"{error}; asked again in {interval} s", err=True)
+                # An API server that is away for a moment is no reason to end.
+                click.echo(f"{error}; next try in {interval} s", err=True)
             else:
                 code = _judge(found)
-                if sys.stdout.isatty() and output == "table":
+                if sys.stdout.isatty() and output_format == "table":
                     click.echo(_CLEAR, nl=False)
-                answers.show(found, output, functools.partial(page, found))
+                output.show(found, output_format, functools.partial(page, found))
             time.sleep(interval)
     except KeyboardInterrupt:
         return code

@@ -1,30 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs about blocks: inspect, check, purge and gc, each on a tier by name or on a directory, and their pages."""
+"""The verbs about blocks: inspect, check, purge and gc, on a tier by name or on a directory, and their pages.
+
+A directory is worked on here. A tier is worked on inside the pod of its janitor, by the same code
+(`kvtier_connector.janitor.commands`), with the same document as answer. A target with a slash, or one that is a
+directory here, is a directory; with ``-n`` every target is the name of a tier.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvtier_cli import client
-from kvtier_cli import output as answers
-from kvtier_cli import output as parameters
+from kvtier_cli import client, output
+from kvtier_cli.client import Where
 from kvtier_cli.output import columns, duration
 from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE
+from kvtier_connector.janitor import commands
 from kvtier_connector.store.fsck import OLDER
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, counted, readable_size
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, Tell, counted, readable_size
+from kvtier_operator import names
+from kvtier_operator.errors import ClusterUnavailable
 
 Document = Mapping[str, Any]
+CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
+"""Path of the janitor's document in its pod."""
+_MODULE: Final = "kvtier_connector.janitor.commands"
+_FOR_USE: Final = frozenset({"gc"})
+"""Commands that only make sense on blocks that engines use."""
 _MOST_THREADS: Final = 64
 _MOST_TENANTS: Final = 20
-"""The largest, on a page; JSON has all."""
+"""Tenants on a page, the largest first; JSON has all."""
 _NOTHING: Final = "nothing yet: no engine has stored a block"
 _OTHERS: Final = {"partials": "partial file", "quarantined": "quarantined file"}
-_THREADS = click.IntRange(1, _MOST_THREADS)
-_TARGET = click.argument("target", metavar="TIER|DIR")
 _KEYS = click.Path(exists=True, file_okay=False)
 _GC_OPTIONS: Final = {
     "max_bytes": "--max-bytes",
@@ -36,119 +50,120 @@ _GC_OPTIONS: Final = {
 """Fields of the janitor's document, and the options that replace them."""
 
 
-def _threads(default: int) -> Callable[[answers.Function], answers.Function]:
+def _complete(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    return [*client.complete_tier(context, parameter, begun), CompletionItem(begun, type="dir")]
+
+
+_TARGET = click.argument("target", metavar="TIER|DIR", shell_complete=_complete)
+
+
+def _threads(default: int) -> Callable[[output.Function], output.Function]:
     return click.option(
-        "--threads", type=_THREADS, default=default, show_default=True, help="directories or files read at once"
+        "--threads",
+        type=click.IntRange(1, _MOST_THREADS),
+        default=default,
+        show_default=True,
+        help="directories or files read at once",
     )
 
 
-def _do(verb: str, target: str, cluster: dict[str, str], output: str, options: dict[str, Any]) -> int:
-    with answers.progress() as tell:
-        outcome = client.do(verb, target, client.Where(**cluster), options, tell)
-    answers.show(outcome.document, output, lambda: _PAGES[verb](outcome.document))
-    return outcome.status
+def _run(verb: str, target: str, where: Where, output_format: str, options: dict[str, Any], **page: Any) -> int:
+    with output.progress() as tell:
+        status, document = do(verb, target, where, options, tell)
+    output.show(document, output_format, lambda: _PAGES[verb](document, **page))
+    return status
 
 
-@click.command
+@click.command(epilog=output.examples("kvtier inspect llama", "kvtier inspect /mnt/kv/ai/llama --verbose"))
 @_TARGET
+@click.option("-v", "--verbose", is_flag=True, help="also the identity of each generation, from its tier.json")
 @_threads(4)
-@answers.output_option()
+@output.output_option()
 @client.cluster_options
-def inspect(target: str, *, threads: int, output: str, **cluster: str) -> int:
-    """Count what lies on a volume: names, sizes and times; no block is read.
+def inspect(target: str, *, verbose: bool, threads: int, output_format: str, where: Where) -> int:
+    """Count the blocks on a volume by names, sizes and times, without reading a block.
 
     TIER is a tier's name, reached through its janitor; DIR a directory of a tier, a generation, or any above. Exit
-    code 1: not all could be looked at.
+    code 1: a part could not be read.
     """
-    return _do("inspect", target, cluster, output, {"threads": threads})
+    return _run("inspect", target, where, output_format, {"threads": threads}, is_verbose=verbose)
 
 
-@click.command
+@click.command(
+    epilog=output.examples("kvtier check llama", "kvtier check /mnt/kv/ai/llama --keys-dir /etc/kvtier-keys")
+)
 @_TARGET
 @click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks, one file each; without them only headers count")
 @click.option(
     "--partial-age",
-    type=parameters.SECONDS,
+    type=output.SECONDS,
     default=f"{PARTIAL_AGE_SECONDS:.0f}s",
     show_default=True,
     help="partial files younger than this belong to a writer at work",
 )
 @_threads(min(16, 2 * (os.cpu_count() or 1)))
-@answers.output_option()
+@output.output_option()
 @client.cluster_options
-def check(target: str, *, keys_dir: str | None, partial_age: float, threads: int, output: str, **cluster: str) -> int:
-    """Verify every byte of every block, and list what is wrong. Changes nothing.
-
-    Exit code 1 if there are problems.
-    """
-    if keys_dir and not client.is_directory(target, client.Where(**cluster)):
-        raise click.UsageError(
-            "--keys-dir is for a directory: keys stay where they are, and the janitor of a tier has none"
-        )
-    options = {"keys_dir": keys_dir, "partial_age_seconds": partial_age, "threads": threads}
-    return _do("check", target, cluster, output, options)
-
-
-@click.command
-@_TARGET
-@click.option("--generation", help="of this generation alone")
-@click.option("--tenant", help="of this tenant alone; '' for the common blocks")
-@click.option("--lora", metavar="NAME", help="of this adapter alone, whatever weights it had")
-@click.option("--all", "is_all", is_flag=True, help="everything")
-@answers.yes_option("remove them")
-@_threads(8)
-@answers.output_option()
-@client.cluster_options
-def purge(  # noqa: PLR0913 - options
-    target: str,
-    *,
-    generation: str | None,
-    tenant: str | None,
-    lora: str | None,
-    is_all: bool,
-    yes: bool,
-    threads: int,
-    output: str,
-    **cluster: str,
+def check(  # noqa: PLR0913 - options
+    target: str, *, keys_dir: str | None, partial_age: float, threads: int, output_format: str, where: Where
 ) -> int:
-    """Remove blocks by generation, tenant or adapter, or all; without --yes only say what would go.
+    """Verify every byte of every block, and list the problems. Changes nothing.
 
-    Several options mean the blocks that match each of them. Partial and quarantined files go along. Engines may be at
-    work: what goes is a miss for them, and what they had queued does not come back. Exit code 1 if not all could be
+    Exit code 1: there are problems.
+    """
+    if keys_dir and not is_directory(target, where):
+        raise click.UsageError("--keys-dir is for a directory: the janitor of a tier has no keys, so they stay here")
+    options = {"keys_dir": keys_dir, "partial_age_seconds": partial_age, "threads": threads}
+    return _run("check", target, where, output_format, options)
+
+
+@click.command(epilog=output.examples("kvtier purge llama --tenant acme --yes", "kvtier purge llama --all"))
+@_TARGET
+@click.option("--generation", help="only of this generation")
+@click.option("--tenant", help="only of this tenant; '' for blocks of no tenant")
+@click.option("--lora", metavar="NAME", help="only of this adapter, whatever weights it had")
+@click.option("--all", "is_all", is_flag=True, help="everything")
+@output.yes_option("remove them")
+@_threads(8)
+@output.output_option()
+@client.cluster_options
+def purge(target: str, *, is_all: bool, output_format: str, where: Where, **options: Any) -> int:
+    """Remove blocks by generation, tenant or adapter, or all; without --yes only show the effect.
+
+    Several options select the blocks that match all of them. Partial and quarantined files go along. Engines may be at
+    work: they miss the removed blocks, and what they had queued does not come back. Exit code 1: a part could not be
     removed.
     """
-    chosen = {"generation": generation, "tenant": tenant, "lora": lora}
-    if all(each is None for each in chosen.values()) is not is_all:
+    if all(options[name] is None for name in ("generation", "tenant", "lora")) is not is_all:
         raise click.UsageError("say what is to go: --generation, --tenant, --lora, or else --all")
-    return _do("purge", target, cluster, output, {**chosen, "yes": yes, "threads": threads})
+    return _run("purge", target, where, output_format, options)
 
 
-@click.command
+@click.command(epilog=output.examples("kvtier gc llama", "kvtier gc /mnt/kv/ai/llama --max-bytes 100Gi --ttl 7d --yes"))
 @_TARGET
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
-    help="the janitor's document, for a directory; options go first, and a tier's own is taken for a tier",
+    help="the janitor's document, for a directory; options win over it, and a tier has its own",
 )
-@click.option("--max-bytes", type=parameters.BYTES, help="budget of the tier, as 100Gi")
-@click.option("--high", "high_watermark", type=parameters.SHARE, help="evict above it  [default: 90%]")
-@click.option("--low", "low_watermark", type=parameters.SHARE, help="evict down to it  [default: 75%]")
-@click.option("--ttl", "ttl_seconds", type=parameters.SECONDS, help="remove what is older, as 7d")
+@click.option("--max-bytes", type=output.BYTES, help="budget of the tier, as 100Gi")
+@click.option("--high", "high_watermark", type=output.SHARE, help="evict above it  [default: 90%]")
+@click.option("--low", "low_watermark", type=output.SHARE, help="evict down to it  [default: 75%]")
+@click.option("--ttl", "ttl_seconds", type=output.SECONDS, help="remove older blocks, as 7d")
 @click.option("--keep-previous", type=click.IntRange(0), help="previous generations that stay  [default: all]")
 @click.option("--current", help="the generation in use  [default: the newest]")
-@answers.yes_option("remove it")
-@answers.output_option()
+@output.yes_option("remove them")
+@output.output_option()
 @client.cluster_options
-def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any) -> int:
-    """Do once, and now, what the janitor does all the time; without --yes only say what would go."""
-    where = {name: others.pop(name) for name in ("namespace", "context", "kubeconfig")}
-    if config and not client.is_directory(target, client.Where(**where)):
+def gc(target: str, *, config: str | None, yes: bool, output_format: str, where: Where, **options: Any) -> int:
+    """Run one sweep of the janitor now; without --yes only show the effect. Exit code 1: a part could not be done."""
+    if config and not is_directory(target, where):
         raise click.UsageError("--config is for a directory: a tier has its own document")
-    limits = {name: value for name, value in others.items() if value is not None}
+    limits = {name: value for name, value in options.items() if value is not None}
     if {"low_watermark", "high_watermark"} <= set(limits) and limits["low_watermark"] >= limits["high_watermark"]:
         raise click.UsageError(f"--low {limits['low_watermark']} must be below --high {limits['high_watermark']}")
     try:
-        return _do("gc", target, where, output, {"config": config, "limits": limits, "yes": yes})
+        return _run("gc", target, where, output_format, {"config": config, "limits": limits, "yes": yes})
     except ConfigInvalid as error:
         message = str(error).removeprefix("janitor.json: ")
         for name, option in _GC_OPTIONS.items():
@@ -156,8 +171,137 @@ def gc(target: str, *, config: str | None, yes: bool, output: str, **others: Any
         raise ConfigInvalid(message) from error
 
 
-def _inspect_page(document: Document) -> str:
-    """Return the counts first, then each generation."""
+def is_directory(target: str, where: Where) -> bool:
+    """Return whether a target is a directory and not a tier.
+
+    Raises:
+        UsageError: it looks like a directory that does not exist.
+    """
+    if where.namespace:
+        return False
+    if Path(target).is_dir():
+        return True
+    if "/" in target or target == ".":
+        raise click.UsageError(f"{target} is no directory; a tier is named without a slash, and its namespace by -n")
+    return False
+
+
+def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> tuple[int, Document]:
+    """Run a command on a tier or a directory.
+
+    Raises:
+        ConnectorError: the command cannot be done.
+        ClusterError: the tier or its janitor cannot be reached.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    if is_directory(target, where):
+        return commands.do(verb, Path(target), options, tell)
+    if verb == "gc":
+        # The limits of the tier, from the document of its janitor.
+        options = {"config": CONFIG, **options}
+    return _do_in_pod(target, where, {"verb": verb, "config": CONFIG, "options": options}, tell)
+
+
+def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> tuple[int, Document]:
+    pod = janitor_pod(tier, where, str(request["verb"]))
+    answers = Answers(tell)
+    command = ["python3", "-m", _MODULE, json.dumps(request)]
+    code, complaint = where.client.execute(pod, names.JANITOR_CONTAINER, command, answers.hear)
+    return answers.outcome(f"the janitor of {tier} ({pod['metadata']['name']})", code, complaint)
+
+
+class Answers:
+    """The lines that a command in a pod prints: progress, and one answer at the end."""
+
+    def __init__(self, tell: Tell) -> None:
+        """Store `tell`, which receives the progress."""
+        self._tell = tell
+        self._answers: list[dict[str, Any]] = []
+        self._stray: list[str] = []
+
+    def hear(self, line: str) -> None:
+        """Take a line."""
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            self._stray.append(line)
+            return
+        if "progress" in answer:
+            self._tell(*answer["progress"])
+        else:
+            self._answers.append(answer)
+
+    def outcome(self, who: str, code: int, complaint: str = "") -> tuple[int, Document]:
+        """Return status and document.
+
+        Raises:
+            ClusterUnavailable: the command ended without an answer.
+            ConfigInvalid: the command could not be done.
+        """
+        if not self._answers:
+            said = " ".join([*self._stray, complaint]).strip()[-500:] or "nothing"
+            raise ClusterUnavailable(
+                f"{who} ended with {code} and said {said}; an image of another release may not know this verb, and one "
+                "that was killed may need more memory: spec.janitor.resources"
+            )
+        answer = self._answers[-1]
+        if "error" in answer:
+            raise ConfigInvalid(answer["error"])
+        return answer["status"], answer["document"]
+
+
+def _why_not(body: names.Manifest, verb: str) -> str | None:
+    """Return why the connector of a tier rules a command out; None if it does not."""
+    connector = body["spec"].get("connector") or {}
+    kind, nixl = connector.get("type", "Bundled"), (connector.get("hybrid") or {}).get("nixl")
+    if kind == "VLLMTiering":
+        # Blocks from before a change of the connector are still there, and nothing else removes them.
+        if verb not in _FOR_USE:
+            return None
+        return (
+            f"spec.connector.type {kind} has files of vLLM's own on the volume, which {verb} cannot read. The janitor "
+            "keeps them within spec.disk.budget. inspect, check and purge work on blocks of kvtier's connector"
+        )
+    if kind != "Bundled" and nixl is None:
+        return f"spec.connector.type {kind} keeps nothing on a shared volume"
+    if nixl is not None and nixl.get("blocksOf"):
+        return f"its blocks are those of tier {nixl['blocksOf']} (spec.connector.hybrid.nixl.blocksOf): name that one"
+    return None
+
+
+def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
+    """Return the running janitor of a tier, for a command.
+
+    Raises:
+        ClusterError: there is no such tier, it has no janitor, or its connector rules the command out.
+    """
+    try:
+        namespace = where.asked_namespace
+    except ClusterUnavailable as error:
+        raise ClusterUnavailable(
+            f"{tier} is no directory here, and as the name of a tier it takes a cluster: {error}"
+        ) from error
+    body = where.client.tier(namespace, tier)
+    if (why := _why_not(body, verb)) is not None:
+        raise ClusterUnavailable(f"tier {tier}: {why}")
+    for pod in where.client.pods(namespace, tier, names.COMPONENT_JANITOR):
+        is_running = pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+        if is_running:
+            found: names.Manifest = pod
+            return found
+    if not (body["spec"].get("janitor") or {}).get("enabled", True):
+        raise ClusterUnavailable(
+            f"tier {tier} has no janitor (spec.janitor.enabled: false), through whose pod its volume is reached: run "
+            "this on a directory, where the volume is mounted"
+        )
+    raise ClusterUnavailable(
+        f"the janitor of tier {tier}, through whose pod its volume is reached, does not run now: kubectl get pods -n "
+        f"{namespace} -l {names.LABEL_TIER}={tier}"
+    )
+
+
+def _inspect_page(document: Document, *, is_verbose: bool) -> str:
+    """Return the counts, then each generation."""
     volume = document["volume"]
     generations = document["generations"]
     head = (
@@ -167,10 +311,10 @@ def _inspect_page(document: Document) -> str:
     )
     if not generations:
         return f"{_NOTHING}\n{head}"
-    return head + "".join(_generation(each) for each in generations)
+    return head + "".join(_generation(each, is_verbose=is_verbose) for each in generations)
 
 
-def _generation(document: Document) -> str:
+def _generation(document: Document, *, is_verbose: bool) -> str:
     rows = [("blocks", _heap(document["blocks"]))]
     if document["problem"]:
         rows.insert(0, ("problem", document["problem"]))
@@ -188,7 +332,7 @@ def _generation(document: Document) -> str:
         rows += [(f"  {name}", _heap(heap)) for name, heap in tenants[:_MOST_TENANTS]]
     rows += [(name, _heap(heap, "file")) for name, heap in document["leftovers"].items() if heap["files"]]
     rows.append(("journals", _heap(document["journals"], "file")))
-    rows += [(name, str(value)) for name, value in sorted(document["identity"].items())]
+    rows += [(name, str(value)) for name, value in sorted(document["identity"].items()) if is_verbose]
     return f"\n{document['path']}\n{columns(rows, indent=2)}"
 
 
@@ -197,7 +341,7 @@ def _heap(heap: Document, noun: str = "block") -> str:
 
 
 def _check_page(document: Document) -> str:
-    """Return each problem, and the counts last, where they stay on the screen."""
+    """Return each problem, and the counts last, next to the prompt of the shell."""
     problems = document["problems"]
     lines = [f"{each['path'] or '.'}: {each['kind']}: {each['message']}" for each in problems]
     count = sum(document["problemsByKind"].values())
@@ -223,7 +367,7 @@ def _sealed(blocks: int) -> str:
 
 
 def _purge_page(document: Document) -> str:
-    """Return what went, or would."""
+    """Return the removed blocks, or those that would be removed, and the total of several generations."""
     verb = "would remove" if document["dryRun"] else "removed"
     lines = []
     for each in document["generations"]:
@@ -234,12 +378,13 @@ def _purge_page(document: Document) -> str:
             lines.append(f"{each['path']}: not all of it: {each['problem']}")
     if not document["generations"]:
         lines.append(_NOTHING)
-    lines.append(f"{verb} {counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}")
+    if len(document["generations"]) > 1:
+        lines.append(f"{verb} {counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}")
     return "\n".join([*lines, *_dry(document)]) + "\n"
 
 
 def _gc_page(document: Document) -> str:
-    """Return what went, or would, and why."""
+    """Return the evicted blocks by reason."""
     verb = "would remove" if document["dryRun"] else "removed"
     lines = [f"{verb} {counted(count, 'block')}: {reason}" for reason, count in document["evicted"].items()]
     lines += [f"removed {counted(count, 'leftover')}: {kind}" for kind, count in document["removedLeftovers"].items()]
@@ -254,7 +399,7 @@ def _dry(document: Document) -> list[str]:
     return ["nothing was removed; add --yes to do it"] if document["dryRun"] else []
 
 
-_PAGES: Final[Mapping[str, Callable[[Document], str]]] = {
+_PAGES: Final[Mapping[str, Callable[..., str]]] = {
     "inspect": _inspect_page,
     "check": _check_page,
     "purge": _purge_page,

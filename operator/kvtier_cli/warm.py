@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb ``warm``: sends the prompts of a file to the engines, which store the KV blocks of each.
+"""The verb ``warm``: sends the prompts of a file to the engines, which store their KV blocks.
 
 Each prompt is sent with one token of answer. The text of a prompt is never printed or logged.
 """
@@ -21,14 +21,12 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from kvtier_cli import client
-from kvtier_cli import output as answers
+from kvtier_cli import client, output
 from kvtier_cli.output import FINE, FOUND
 from kvtier_connector.store.scan import Tell, counted
 from kvtier_operator import names
@@ -46,6 +44,8 @@ _ANSWER_SECONDS: Final = 900.0
 _TRIES: Final = 4
 """Attempts of a request that meets a busy engine or a broken connection."""
 _RETRY_SECONDS: Final = 2.0
+_NOT_FINE: Final = 300
+"""HTTP statuses from here on are no success."""
 _BUSY: Final = frozenset({429, 502, 503, 504})
 _LOCKED: Final = frozenset({401, 403})
 _FORWARDING: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
@@ -61,8 +61,10 @@ class Prompt:
     body: Mapping[str, Any]
 
 
-@click.command
-@click.argument("target")
+@click.command(
+    epilog=output.examples("kvtier warm llama prompts.jsonl", "kvtier warm http://llama-engine:8000 prompts.jsonl.gz")
+)
+@click.argument("target", shell_complete=client.complete_tier)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="prompts at once")
 @click.option(
@@ -70,7 +72,7 @@ class Prompt:
 )
 @click.option("--model", default="", help="model of prompts that name none  [default: the first that is served]")
 @click.option("--key-variable", default="VLLM_API_KEY", show_default=True, help="environment variable with the API key")
-@answers.output_option()
+@output.output_option()
 @client.cluster_options
 def warm(  # noqa: PLR0913 - options
     target: str,
@@ -80,8 +82,8 @@ def warm(  # noqa: PLR0913 - options
     times: int | None,
     model: str,
     key_variable: str,
-    output: str,
-    **cluster: str,
+    output_format: str,
+    where: client.Where,
 ) -> int:
     """Send the prompts of FILE to TARGET: the name of a tier, or the address of its Service (http://HOST:PORT).
 
@@ -94,15 +96,15 @@ def warm(  # noqa: PLR0913 - options
     with contextlib.ExitStack() as stack:
         url = target.rstrip("/").removesuffix("/v1")
         if "://" not in target:
-            url, least = stack.enter_context(_forwarded(target, client.Where(**cluster)))
+            url, least = stack.enter_context(_forwarded(target, where))
             times = times or least
         engine = Engine(url, key=os.environ.get(key_variable, ""))
         model = model or engine.served()
-        tell = stack.enter_context(answers.progress("prompt"))
+        tell = stack.enter_context(output.progress("prompt"))
         document = send(
             read(file), engine, model=model, times=times or 1, count=count, concurrency=concurrency, tell=tell
         )
-    answers.show(document, output, lambda: _page(document))
+    output.show(document, output_format, lambda: _page(document))
     return FOUND if document["failed"] else FINE
 
 
@@ -227,7 +229,7 @@ class Engine:
         for attempt in range(1, _TRIES + 1):
             try:
                 status, reason, text = self._send(path, data, times)
-                if status < HTTPStatus.MULTIPLE_CHOICES:
+                if status < _NOT_FINE:
                     answer = json.loads(text)
                     return answer if isinstance(answer, dict) else {}
                 problem = f"{path} answers {status} {reason}"
@@ -249,7 +251,7 @@ class Engine:
                 connection.request("GET" if data is None else "POST", self._parts.path + path, data, self._headers)
                 with connection.getresponse() as answer:
                     text = answer.read()
-                if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                if answer.status >= _NOT_FINE:
                     break
             return answer.status, answer.reason, text
 
@@ -259,7 +261,7 @@ def _forwarded(tier: str, where: client.Where) -> Iterator[tuple[str, int]]:
     """Forward a port to the tier's Service; yield the local address and the tier's ``minReuse``."""
     namespace = where.asked_namespace
     try:
-        body = where.person.tier(namespace, tier)
+        body = where.client.tier(namespace, tier)
     except OperatorError as error:
         raise click.UsageError(f"{tier}: {error}; or name the Service's address, http://…") from error
     kubectl = shutil.which("kubectl")

@@ -19,8 +19,7 @@ from definition import tier_definition
 from kubernetes import client
 from typing_extensions import override
 
-from kvtier_cli import client as targets
-from kvtier_cli import doctor, tiers
+from kvtier_cli import doctor, tiers, volume
 from kvtier_cli.app import main
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
@@ -324,7 +323,7 @@ def test_a_sweep_by_hand_is_refused_where_vllms_files_are_used(
 ) -> None:
     make_tier(api, "no-gc", connector={"type": "VLLMTiering"})
     assert main(["gc", "no-gc"]) == 1
-    assert "has files of vLLM's own on the volume, of which gc knows nothing" in capsys.readouterr().err
+    assert "has files of vLLM's own on the volume, which gc cannot read" in capsys.readouterr().err
 
 
 class Changed:
@@ -368,7 +367,7 @@ async def run_here(_namespace: str, _pod: str, _container: str, command: list[st
 @pytest.fixture
 def _in_its_pod(api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands run in the pod of a janitor, whose document is in the test's directory."""
-    monkeypatch.setattr(targets, "CONFIG", str(tmp_path / "janitor.json"))
+    monkeypatch.setattr(volume, "CONFIG", str(tmp_path / "janitor.json"))
     monkeypatch.setattr(api.server, "pod_exec", run_here)
 
 

@@ -119,7 +119,7 @@ def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
 
 
 def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "typed"]) == 0
+    assert main(["status", "typed", "-v"]) == 0
     page = capsys.readouterr().out
     for word in ("Ready=True", "CONDITIONS", "VolumeBound", "ENGINES  1 of 1 ready", "SIZES AND USE", "HITS", "NEXT"):
         assert word in page
@@ -147,7 +147,7 @@ def test_the_operator_is_told_to_pause_change_the_mode_and_restart(
     typed.reaches("Paused", "True")
     assert answer(capsys, "pause", "typed", "--off")["paused"] is False
     typed.reaches("Paused", "False")
-    assert answer(capsys, "mode", "typed", "ReadOnly")["mode"] == "ReadOnly"
+    assert answer(capsys, "mode", "typed", "readonly")["mode"] == "ReadOnly"
     until(lambda: typed.ask("state")["mode"] == "ReadOnly")
     assert answer(capsys, "mode", "typed", "ReadWrite")["mode"] == "ReadWrite"
     before = {pod["metadata"]["name"] for pod in typed.pods()}
@@ -181,6 +181,6 @@ def test_a_report_holds_what_support_needs_and_nothing_secret(
 def test_the_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     found = {each["what"]: each for each in answer(capsys, "doctor")}
     assert (found["cluster"]["state"], found["definition"]["state"]) == ("ok", "ok")
-    assert "has looked at each tier of default" in found["operator"]["message"]
+    assert "one outside the cluster has looked at" in found["operator"]["message"]
     missing = {each["what"]: each for each in answer(capsys, "doctor", "-n", "kube-system", code=1)}
     assert (missing["operator"]["state"], "kvtier run" in missing["operator"]["remedy"]) == ("missing", True)

@@ -55,10 +55,36 @@ def read_settings(*, kubeconfig: str | None = None, context: str | None = None) 
         file = kubeconfig or os.environ.get("KUBECONFIG")
         config.load_kube_config(config_file=file, context=context, client_configuration=settings)
     except (config.ConfigException, OSError) as error:
-        raise ClusterUnavailable(
-            f"no cluster to talk to: {str(error).rstrip('.')}; set KUBECONFIG to a file that kubectl can use"
-        ) from error
+        raise ClusterUnavailable(f"no cluster to talk to: {_why_no_settings(error, file, context)}") from error
     return settings
+
+
+def _why_no_settings(error: Exception, file: str | None, context: str | None) -> str:
+    """Return why a kubeconfig cannot be used, with the remedy."""
+    if file and not any(Path(each).is_file() for each in file.split(os.pathsep)):
+        return f"there is no file {file}; set KUBECONFIG to a file that kubectl can use"
+    if context:
+        with contextlib.suppress(config.ConfigException, OSError):
+            every, _ = config.list_kube_config_contexts(config_file=file)
+            known = sorted(each["name"] for each in every)
+            if context not in known:
+                return f"the kubeconfig has no context {context}; it has {', '.join(known)}"
+    return f"{str(error).rstrip('.')}; set KUBECONFIG to a file that kubectl can use"
+
+
+def _in_words(error: Exception, server: str) -> str:
+    """Return why the API server gave no answer, without the classes of the HTTP library."""
+    if isinstance(error, urllib3.exceptions.NameResolutionError):
+        return f"the name in {server} is not known"
+    if isinstance(error, urllib3.exceptions.NewConnectionError):
+        cause = error.__cause__ or error.__context__
+        reason = (getattr(cause, "strerror", None) or "no connection").lower()
+        return f"no API server answers at {server} ({reason}): does the cluster run, and is the context right?"
+    if isinstance(error, urllib3.exceptions.ConnectTimeoutError | urllib3.exceptions.ReadTimeoutError):
+        return f"{server} does not answer in time"
+    if isinstance(error, urllib3.exceptions.SSLError):
+        return f"the certificate of {server} is not trusted ({error})"
+    return str(error)
 
 
 def of_person(kubeconfig: str | None) -> str | None:
@@ -343,7 +369,7 @@ class KubernetesCluster:
             )
         except (urllib3.exceptions.HTTPError, client.ApiException, OSError) as error:
             self._on_answer(method, 0)
-            raise ClusterUnavailable(f"cannot {what}: {error}") from error
+            raise ClusterUnavailable(f"cannot {what}: {_in_words(error, self._api.configuration.host)}") from error
         try:
             if is_whole or response.status >= _ERRORS:
                 self._on_answer(method, response.status)

@@ -44,6 +44,13 @@ def test_the_package_is_copied_without_what_python_adds(tmp_path: Path, source: 
     }
 
 
+def test_the_whole_package_is_installed_and_imports_itself(tmp_path: Path) -> None:
+    install(tmp_path)
+    command = [sys.executable, "-S", "-m", "kvtier_connector.pod_tools.ready", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_every_user_can_read_it(tmp_path: Path, source: Path) -> None:
     umask = os.umask(0o077)
     try:
