@@ -14,10 +14,10 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.observe.findings import Findings
 from kvtier_operator.observe.targets import ObservationPlan
-from kvtier_operator.plan import Generation, Refusal
+from kvtier_operator.plan import CacheGeneration, Refusal
 from kvtier_operator.plan.capacity import Capacity
 from kvtier_operator.plan.chunks import Chunking
-from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.plan.sizing import PodSizing
 from kvtier_operator.snapshot import Snapshot
 
 
@@ -73,7 +73,7 @@ class View:
     tier: names.TierRef
     spec: TierSpec | None
     snapshot: Snapshot | None
-    sizing: Sizing | None = None
+    sizing: PodSizing | None = None
     capacity: Capacity | None = None
     node_bytes: int | None = None
     """What a node had left when a share of it was decided."""
@@ -81,7 +81,7 @@ class View:
     """Why the CPU tier is assumed for now; None where it is decided."""
     chunking: Chunking = field(default_factory=Chunking)
     """What of a prompt one file holds."""
-    current: Generation | None = None
+    current: CacheGeneration | None = None
     invalid: OperatorError | None = None
     refusal: Refusal | None = None
     failure: OperatorError | None = None
@@ -109,7 +109,7 @@ class Look:
 
     spec: TierSpec
     snapshot: Snapshot
-    sizing: Sizing
+    sizing: PodSizing
     assumed: Refusal | None = None
     """Why the CPU tier is assumed for now."""
 

@@ -13,15 +13,14 @@ from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec, model_spec
-from kvtier_operator.api.crd import CONDITIONS
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Problem, View, look_of, met
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import PARTS, disk, observations, preflight, routing, serving
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.plan import Generation
+from kvtier_operator.plan import CacheGeneration
 from kvtier_operator.plan import report as plan_report
 
 __all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
@@ -268,6 +267,6 @@ LONGEST_MESSAGE: Final = 4096
 longer than 32768."""
 
 
-def _generation(current: Generation, spec: TierSpec | None) -> dict[str, str]:
+def _generation(current: CacheGeneration, spec: TierSpec | None) -> dict[str, str]:
     is_on_volume = spec is None or spec.connector.uses_volume
     return {"current": current.digest, **({"root": current.root} if is_on_volume else {})}

@@ -10,7 +10,8 @@ from tiers import tier
 
 from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, status
-from kvtier_operator.api import conditions_reference, parse
+from kvtier_operator.api import parse
+from kvtier_operator.api.reasons import REASONS
 from kvtier_operator.plan import Decisions, decide, make_generation, sizing_of
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.snapshot import ContainerStatus, Engines, LiveClaim, LiveJanitor, Node, Pod, Snapshot
@@ -70,7 +71,7 @@ def conditions(view: status.View, previous: dict[str, Any] | None = None) -> dic
     found = {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
     summaries = {"Ready", "Reconciling", "Stalled"}
     for kind in found.keys() - summaries:
-        assert Reason(found[kind]["reason"]) in {*conditions_reference.REASONS[kind], Reason.NOT_CHECKED}
+        assert Reason(found[kind]["reason"]) in {*REASONS[kind], Reason.NOT_CHECKED}
     return found
 
 

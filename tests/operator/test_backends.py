@@ -18,8 +18,7 @@ import yaml
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
-from kvtier_operator.api.crd import CONDITIONS
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.parts import render
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_operator.api import conditions_reference
-from kvtier_operator.api.crd import CONDITIONS
+from kvtier_operator.api.reasons import CONDITIONS
 from kvtier_operator.status import Reason
 
 

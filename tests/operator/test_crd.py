@@ -20,11 +20,11 @@ from kvtier_localcluster.apiserver.admission.crd_schema import set_defaults
 from kvtier_localcluster.apiserver.admission.structural import structural_problems
 from kvtier_operator import names, status
 from kvtier_operator.api import crd, parse
-from kvtier_operator.api import crd as api_reference
+from kvtier_operator.api.reasons import CONDITIONS
 from kvtier_operator.api.tier_spec import LONGEST_NAME
 from kvtier_operator.parts import PARTS
 from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.plan.sizing import PodSizing
 
 CRDS = Path(__file__).parents[2] / "crds"
 SHARE = 0.25
@@ -154,7 +154,7 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
 
 def test_status_has_a_field_for_every_term_of_the_sizing(schema: dict[str, Any]) -> None:
     described = schema["properties"]["status"]["properties"]["sizing"]["properties"]
-    terms = {*Sizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes", "cpu_size"}
+    terms = {*PodSizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes", "cpu_size"}
     assert set(described) == {to_camel(term) for term in terms}
 
 
@@ -162,7 +162,7 @@ def test_the_reference_explains_every_condition_and_reason() -> None:
     page = crd.generate()["API.md"]
     for reason in status.Reason:
         assert f"| `{reason.value}` | {reason.doc} |" in page
-    assert {each.kind for part in PARTS for each in part.conditions} < set(api_reference.CONDITIONS)
+    assert {each.kind for part in PARTS for each in part.conditions} < set(CONDITIONS)
 
 
 def test_the_reference_has_a_row_for_every_field(schema: dict[str, Any]) -> None:

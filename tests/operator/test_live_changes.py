@@ -32,7 +32,11 @@ def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
     before = cluster.look(DEPLOYMENT)
     cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
     assert run(cluster).written == (CONFIG,)
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {"max_bytes": 0, "mode": "Bypass"}
+    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {
+        "max_bytes": 0,
+        "mode": "Bypass",
+        "needs_permit": True,
+    }
     assert cluster.look(DEPLOYMENT) == before
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_decided_is_refused_with_the_remedy(
 
 
 def test_a_share_cannot_be_rendered_without_nodes() -> None:
-    with pytest.raises(SpecInvalid, match=r"^spec\.cpu\.fraction: is a share of nodes that nobody has shown"):
+    with pytest.raises(SpecInvalid, match=r"^spec\.cpu\.fraction: is a share of nodes that are not known"):
         make_unchecked_plan(parse(share()), REF, connector_image="c:1")
 
 

@@ -112,7 +112,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a broken node": ([file, "--nodes", str(node)], "holds a node or a pod that cannot be read (KeyError('name'))"),
         "two files": ([file, file], "takes one FILE; to compare two, add --diff"),
         "three files": (["--diff", file, file, file], "takes OLD and NEW, or one FILE"),
-        "a share of nothing": ([share], "spec.cpu.fraction: is a share of nodes that nobody has shown"),
+        "a share of nothing": ([share], "spec.cpu.fraction: is a share of nodes that are not known"),
     }
 
 

@@ -44,7 +44,7 @@ def test_weights_of_known_size_lengthen_the_startup_budget() -> None:
 def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, weights: int) -> None:
     sizing = make_sizing(cpu_bytes=cpu, engine_memory_bytes=memory, engines_per_pod=engines, weight_bytes=weights)
     assert sizing.shm_bytes == sizing.engines_per_pod * sizing.cpu_bytes + sizing.shm_overhead_bytes
-    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes + sizing.mover_bytes
+    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes + sizing.io_worker_bytes
     assert sizing.startup_seconds == (
         sizing.startup_base_seconds + sizing.startup_pin_seconds + sizing.startup_load_seconds
     )
@@ -89,5 +89,5 @@ def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_th
     one, eight = (
         make_sizing(cpu_bytes=1 << 40, engine_memory_bytes=GIB, workers_per_engine=workers) for workers in (1, 8)
     )
-    assert eight.mover_bytes - one.mover_bytes == 7 * 2 * GIB
-    assert eight.mover_bytes >= 9 * 2 * GIB
+    assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
+    assert eight.io_worker_bytes >= 9 * 2 * GIB

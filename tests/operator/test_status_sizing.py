@@ -36,7 +36,7 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
         "shmOverheadBytes": 1 << 30,
         "shmBytes": 65 << 30,
         "engineMemoryBytes": 16 << 30,
-        "moverBytes": 7 << 28,
+        "ioWorkerBytes": 7 << 28,
         "memoryBytes": 331 << 28,
         "weightBytes": 16100000000,
         "ephemeralBytes": 17 << 30,

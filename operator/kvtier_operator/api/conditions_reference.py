@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write or check docs/conditions.md: ``python -m kvtier_operator.api.conditions_reference --write``.
 
-The conditions, their reasons and what a reason means are taken from the code that reports them; what to do is written
-here, in a sentence, because the message of the condition has the details.
+Conditions, reasons and their meanings come from `api.reasons`. The remedies are written here, in a sentence each: the
+message of the condition has the details.
 """
 
 from __future__ import annotations
@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Final
 
 from kvtier_connector.contract import generated_page
-from kvtier_operator.api.crd import CONDITIONS
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import CONDITIONS, REASONS, Reason
 
 REFERENCE: Final = Path(__file__).parents[3] / "docs" / "conditions.md"
+
+_QUESTIONS: Final = (
+    ("You want to know", "Watch"),
+    ("---", "---"),
+    ("whether requests are answered, for alerts", "`Available`: True while one engine serves, in rollouts, too"),
+    ("whether all is well and a rollout is through", "`Ready`: False from an edit of the engines until all run it"),
+    ("how many engines serve", "`EnginesReady`, `status.readyReplicas`"),
+    ("whether a janitor clears the volume", "`JanitorHealthy`"),
+    ("whether tiers on one claim may take more than it holds", "the reason of `ClaimShared`: `BudgetsOverlap`"),
+    ("whether engines wait for a restart: the operator was upgraded, or their pods were edited", "`UpToDate`"),
+)
 
 _HEAD: Final = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -26,171 +36,17 @@ _HEAD: Final = """\
 `kubectl describe kvt NAME` shows them; `kubectl wait --for=condition=Ready kvt/NAME` waits for the summary. The message
 of a condition names the pod, the field or the object, and the remedy; this page says what each reason stands for.
 
-| You want to know | Watch |
-|---|---|
-| whether requests are answered, for alerts | `Available`: True while one engine serves, through rollouts and scaling |
-| whether all is well and a rollout is through | `Ready`: False from an edit of the engines until all run it |
-| how many engines serve | `EnginesReady`, `status.readyReplicas` |
-| whether somebody clears the volume | `JanitorHealthy` |
-| whether tiers on one claim may take more than it holds | the reason of `ClaimShared`: `BudgetsOverlap` |
-| whether engines wait for a restart: the operator was upgraded, or somebody wrote into their pods | `UpToDate` |
+{questions}
+`Ready` takes its reason from the first problem below. A dead janitor is one, for then nothing clears the volume.
+Scaling a tier up that was ready, or replacing an engine whose node was lost, is none. The conditions `Available`,
+`UpToDate`, `ClaimShared` and `DiskEffective` do not take it away. The status `Unknown` means that it cannot be told
+yet, and is no problem by itself. Flux reads `Reconciling` and `Stalled` (kstatus), and so
+does Argo CD [once it was taught](install.md#argo-cd-and-flux): a tier that is `Stalled` waits for a person to act.
 
-`Ready` takes its reason from the first problem below: a janitor that is dead is one, for then nobody clears the volume;
-scaling a tier up that was ready, or replacing an engine whose node was lost, is none. `Available`, `UpToDate`,
-`ClaimShared` and `DiskEffective` do not take it away. `Unknown` means that nobody can tell yet, and is no problem by
-itself. Flux reads `Reconciling` and `Stalled` (kstatus), and so
-does Argo CD [once it was taught](install.md#argo-cd-and-flux): `Stalled` means that nothing more happens until a
-person acts.
-
-Two annotations on the resource act at once: `kvtier.dev/restart` with any new value replaces every engine once, and
-takes up what a newer operator renders, which otherwise waits for an edit of the spec; `kvtier.dev/paused: "true"` stops
-every change, like `spec.paused`.
+Two annotations on the resource act at once. A new value of `kvtier.dev/restart` replaces every engine once; the new
+ones are as a newer operator renders them. The annotation `kvtier.dev/paused: "true"` stops every change, like
+`spec.paused`.
 """
-
-_ANY: Final = (Reason.NOT_CHECKED, Reason.NOT_APPLICABLE)
-
-REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
-    "Ready": (
-        Reason.READY,
-        Reason.SPEC_INVALID,
-        Reason.OBJECT_NOT_OURS,
-        Reason.APPLY_FAILED,
-        Reason.BLOCKS_NOT_WHOLE,
-        Reason.LAYOUT_NOT_CANONICAL,
-        Reason.HEADS_NOT_DIVISIBLE,
-    ),
-    "Available": (Reason.SERVING, Reason.UNAVAILABLE, Reason.SCALED_TO_ZERO),
-    "VolumeBound": (
-        Reason.BOUND,
-        Reason.CLAIM_EXPANDING,
-        Reason.CLAIM_PENDING,
-        Reason.CLAIM_MISSING,
-        Reason.CLAIM_TERMINATING,
-        Reason.CLAIM_LOST,
-        Reason.CLAIM_NOT_SHARED,
-        Reason.CLAIM_IMMUTABLE,
-        Reason.CLAIM_CANNOT_SHRINK,
-    ),
-    "SizingFits": (
-        Reason.FITS,
-        Reason.DOES_NOT_FIT,
-        Reason.NO_NODE_MATCHES,
-        Reason.NODES_UNKNOWN,
-        Reason.DEVICE_MISSING,
-        Reason.NO_ENGINES,
-    ),
-    "EnginesReady": (
-        Reason.ENGINES_READY,
-        Reason.ENGINES_STARTING,
-        Reason.ENGINES_ADDED,
-        Reason.NOT_SCHEDULED,
-        Reason.PODS_REFUSED,
-        Reason.RUNTIME_CLASS_MISSING,
-        Reason.IMAGE_PULL_FAILED,
-        Reason.CONFIG_MISSING,
-        Reason.MULTI_ATTACH,
-        Reason.VOLUME_NOT_MOUNTED,
-        Reason.INSTALL_FAILED,
-        Reason.OUT_OF_MEMORY,
-        Reason.SHM_TOO_SMALL,
-        Reason.STALE_SHM,
-        Reason.TOKEN_REFUSED,
-        Reason.MODEL_NOT_FOUND,
-        Reason.DEVICE_MISSING,
-        Reason.DEVICE_OUT_OF_MEMORY,
-        Reason.ARGS_REFUSED,
-        Reason.ADAPTER_REFUSED,
-        Reason.MODEL_UNSUPPORTED,
-        Reason.CONFIG_REFUSED,
-        Reason.ENGINE_CRASHED,
-        Reason.CONTAINER_CRASHED,
-        Reason.ROLLOUT_STALLED,
-    ),
-    "HashSeedConsistent": (Reason.SEEDS_AGREE, Reason.SEEDS_DIFFER, Reason.NO_ENGINES),
-    "StorageChecked": (
-        Reason.PREFLIGHT_PASSED,
-        Reason.PREFLIGHT_RUNNING,
-        Reason.PREFLIGHT_FAILED,
-        Reason.PREFLIGHT_OFF,
-    ),
-    "DiskWithinBudget": (
-        Reason.WITHIN_BUDGET,
-        Reason.OVER_BUDGET,
-        Reason.STORES_PAUSED,
-        Reason.VOLUME_FULL,
-        Reason.COUNTING,
-        Reason.JANITOR_STARTING,
-        Reason.JANITOR_WAITING,
-        Reason.JANITOR_DISABLED,
-    ),
-    "DiskHealthy": (
-        Reason.HEALTHY,
-        Reason.JANITOR_HINDERED,
-        Reason.STRANGER,
-        Reason.DETACHED,
-        Reason.KEY_MISSING,
-        Reason.JANITOR_STARTING,
-        Reason.JANITOR_WAITING,
-        Reason.JANITOR_DISABLED,
-    ),
-    "RoutingReady": (
-        Reason.ROUTED_BY_SERVICE,
-        Reason.ROUTED_BY_CLIENT,
-        Reason.ROUTER_READY,
-        Reason.ROUTER_STARTING,
-        Reason.NO_ROUTE,
-        Reason.SCALED_TO_ZERO,
-        Reason.ROUTER_IMAGE_PULL_FAILED,
-        Reason.ROUTER_FAILING,
-        Reason.ROUTER_NOT_SCHEDULED,
-        Reason.ROUTER_REFUSED,
-        Reason.POOL_KIND_MISSING,
-        Reason.POOL_FAILED,
-    ),
-    "SharedCacheVerified": (
-        Reason.CANARY_LOADED,
-        Reason.CANARY_FOUND,
-        Reason.CANARY_PENDING,
-        Reason.CANARY_MISSED,
-        Reason.CANARY_NOT_STORED,
-        Reason.CANARY_BUSY,
-        Reason.CANARY_UNANSWERED,
-        Reason.CANARY_LOCKED,
-        Reason.CANARY_OFF,
-        Reason.SINGLE_REPLICA,
-        Reason.STORE_UNREACHABLE,
-    ),
-    "DiskEffective": (
-        Reason.LOADING_PAYS,
-        Reason.LOADING_LOSES,
-        Reason.NO_DISK_HITS,
-        Reason.NOT_MEASURED,
-        Reason.EFFECT_PENDING,
-    ),
-    "UpToDate": (
-        Reason.CURRENT,
-        Reason.ENGINES_OUTDATED,
-        Reason.VLLM_UNSUPPORTED,
-        Reason.ENGINES_REPLACED,
-    ),
-    "JanitorHealthy": (
-        Reason.JANITOR_RUNS,
-        Reason.JANITOR_FAILING,
-        Reason.JANITOR_IMAGE_PULL_FAILED,
-        Reason.JANITOR_NOT_SCHEDULED,
-        Reason.JANITOR_REFUSED,
-        Reason.JANITOR_HINDERED,
-        Reason.JANITOR_MISSING,
-        Reason.JANITOR_STARTING,
-        Reason.JANITOR_WAITING,
-        Reason.JANITOR_DISABLED,
-    ),
-    "ClaimShared": (Reason.CLAIM_ALONE, Reason.BUDGETS_FIT, Reason.BUDGETS_OVERLAP),
-    "Paused": (Reason.ACTIVE, Reason.PAUSED),
-    "Reconciling": (Reason.IDLE, Reason.PROGRESSING),
-    "Stalled": (Reason.NOT_STALLED,),
-}
-"""Condition to the reasons that belong to it first; `Stalled` repeats the reason of what holds it up."""
 
 REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.SPEC_INVALID: "Correct the field that the message names.",
@@ -268,16 +124,17 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.SINGLE_REPLICA: "Two replicas can prove it.",
     Reason.LOADING_LOSES: "Use faster storage, a larger CPU tier, or `spec.disk.mode: Bypass`.",
 }
-"""What to do about a reason, where there is something to do."""
+"""Reason to its remedy, where there is one."""
 
 
 def render() -> str:
     """Return the document."""
-    parts = [_HEAD]
+    questions = "".join(f"| {question} | {answer} |\n" for question, answer in _QUESTIONS)
+    parts = [_HEAD.replace("{questions}\n", f"{questions}\n")]
     for kind, claim in CONDITIONS.items():
         parts.append(f"\n## {kind}\n\n{claim}\n\n| Reason | Meaning | What to do |\n|---|---|---|\n")
         parts += [f"| `{each.value}` | {each.doc} | {REMEDIES.get(each, '')} |\n" for each in REASONS[kind]]
-    common = ", ".join(f"`{each.value}`: {each.doc}" for each in _ANY)
+    common = ", ".join(f"`{each.value}`: {each.doc}" for each in (Reason.NOT_CHECKED, Reason.NOT_APPLICABLE))
     parts.append(f"\nAny condition can also be Unknown with {common}\n")
     return "".join(parts)
 

@@ -79,8 +79,8 @@ class SimpleCpu(ApiModel):
     mode: Literal["Eager", "Lazy"] = "Eager"
     """`Eager` copies each block when it is full, `Lazy` only those that are about to be evicted."""
     medium: Literal["Memory", "Disk"] = "Memory"
-    """Where blocks go: `Memory` is host memory. `Disk` is a file of each pod on its node's disk, of `spec.cpu.size` in
-    the place of host memory; it is made whole when the engine starts, and goes with the pod."""
+    """Where blocks go: `Memory` is host memory. `Disk` is a file of each pod on its node's disk, in the place of host
+    memory. It has `spec.cpu.size`, is made whole when the engine starts, and goes with the pod."""
     use_page_cache: StrictBool = False
     """Whether the kernel's page cache stands between the engine and that file. Only with `Disk`."""
 
@@ -99,7 +99,7 @@ _IS_REDIS: Final = Rule.that(
     # No name that cannot be looked up and no port that cannot exist: LMCache would raise on them.
     TEXT.matches(f"rediss?://{_LABEL}([.]{_LABEL})*[.]?:{_PORT}"),
     "must be redis://HOST:PORT, or rediss:// for TLS, with a port of 1 to 65535 and no empty part between the dots of "
-    "the name, without user, password or path: LMCache writes its URL to the log; the password comes from "
+    "the name. Write no user, password or path: LMCache writes its URL to the log; the password comes from "
     "passwordSecretRef",
 )
 
@@ -121,7 +121,7 @@ class TrialRedis(ApiModel):
     command: Literal["redis-server", "valkey-server"] = "redis-server"
     """Program of that image."""
     memory: ByteQuantity = "4Gi"
-    """What it may hold. The least recently used go first. The pod asks for a quarter more."""
+    """Memory of its contents. The least recently used go first. The pod asks for a quarter more."""
 
     @property
     def memory_bytes(self) -> int:
@@ -144,8 +144,8 @@ class LMCacheRedis(ApiModel):
         Rule.exactly_one("url", "trial"),
         Rule.that(
             ~at("passwordSecretRef").is_given | at("url").matches("redis://.*"),
-            "is given to LMCache for redis:// URLs only: with rediss:// it takes one in the URL alone, which it writes "
-            "to the log; use redis:// in a network that you trust, or a proxy for TLS",
+            "is given to LMCache for redis:// URLs only: with rediss:// it takes a password in the URL alone, and logs "
+            "it. Use redis:// in a network that you trust, or a proxy for TLS",
             field=".passwordSecretRef",
         ),
     )
@@ -155,7 +155,7 @@ class LMCacheDisk(ApiModel):
     """A directory of each pod on its node's disk. LMCache's index of it goes with the process."""
 
     size: ByteQuantity
-    """What each rank's share of the directory may take, all ranks of one engine together."""
+    """Size of the directory, for all ranks of one engine together."""
 
     @property
     def size_bytes(self) -> int:
@@ -167,8 +167,8 @@ class LMCache(ApiModel):
     """LMCache, of the package `lmcache` in the engine's image. Experimental."""
 
     mode: Literal["InProcess", "MultiProcess"] = "InProcess"
-    """`InProcess` is `LMCacheConnectorV1`: each rank of the engine has its part of the host memory. `MultiProcess` is
-    `LMCacheMPConnector`: a cache server in the same container, which the engine starts and ends."""
+    """`InProcess` (`LMCacheConnectorV1`): each rank of the engine has its part of the host memory. `MultiProcess`
+    (`LMCacheMPConnector`): the engine starts and ends a cache server in the same container."""
     chunk_tokens: BlockTokens = 256
     """Tokens of one chunk."""
     serde: Literal["naive", "cachegen", "kivi"] = "naive"
@@ -203,7 +203,7 @@ class Nixl(ApiModel):
     """NIXL beside kvtier's own connector: prefill engines hand blocks to decode engines. Experimental."""
 
     role: Literal["Prefill", "Decode", "Both"] = "Both"
-    """What the engines of this tier do. A router sends a prompt to a `Prefill` tier first and its answer's
+    """Role of the engines of this tier. A router sends a prompt to a `Prefill` tier first and its answer's
     `kv_transfer_params` to a `Decode` tier."""
     blocks_of: ObjectName | None = None
     """Another KVCacheTier of this namespace and claim whose blocks these engines read and write, with whose budget and
@@ -280,9 +280,9 @@ class Mooncake(ApiModel):
     """
 
     config: Anything
-    """Mooncake's own configuration (`MOONCAKE_CONFIG_PATH`), written to a file of the pods. `master_server_address` is
-    the operator's with `master`; `global_segment_size` is `spec.cpu.size` for each rank's share where it is left out
-    and the mode is embedded."""
+    """Mooncake's own configuration (`MOONCAKE_CONFIG_PATH`), written to a file of the pods. With `master`, the operator
+    sets `master_server_address`. Left out in the embedded mode, `global_segment_size` is each rank's share of
+    `spec.cpu.size`."""
     master: MooncakeMaster | None = None
     """The master service is made by the operator. Without it, `config.master_server_address` names yours."""
     load_async: StrictBool = True
@@ -653,16 +653,15 @@ RULES: Final = (
     ),
     Rule.that(
         ~at("connector.lmcache.mode").is_("MultiProcess") | ~at("engine.image").matches(_OLD_LMCACHE),
-        "is of an LMCache that cannot start the cache server of mode MultiProcess by itself, so that each engine would "
-        "wait for it and end: use an image with LMCache 0.5.6, or set spec.connector.lmcache.mode to InProcess",
+        "has an LMCache that cannot start the cache server of mode MultiProcess, so each engine would wait and end: "
+        "use an image with LMCache 0.5.6, or set spec.connector.lmcache.mode to InProcess",
         field=".engine.image",
     ),
     *(
         Rule.that(
             ~at(f"{path}.localDisk").is_given | _ONE_ENGINE,
-            "is one directory of the pod, and with --data-parallel-size in spec.engine.args several engine cores would "
-            "write into it and remove each other's files: raise spec.replicas instead, set "
-            "--data-parallel-size-local=1, or remove it",
+            "is one directory of the pod, and --data-parallel-size in spec.engine.args has several engine cores remove "
+            "each other's files there: raise spec.replicas instead, set --data-parallel-size-local=1, or remove it",
             field=f".{path}.localDisk",
         )
         for path in ("connector.lmcache", "connector.hybrid.lmcache")

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the reference page of the API from its CustomResourceDefinition. Pure.
-
-The page says nothing that the cluster does not know: the same descriptions answer ``kubectl explain``, and the same
-sentences are what the API server answers to a resource that it refuses.
-
-Generate the CustomResourceDefinition and its reference page from the models of the API.
+"""Generate the CustomResourceDefinition and its reference page from the models of the API.
 
 ``python -m kvtier_operator.api.crd --write DIR`` writes both files, ``--check DIR`` prints a diff and exits with 1 when
 they are stale. `definition` is pure; only `main` touches files.
@@ -22,41 +17,12 @@ from typing import Any, Final
 import yaml
 
 from kvtier_operator import names
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.api.rules import ApiModel
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 
 ReadSchema = Mapping[str, Any]
-
-CONDITIONS: Final[Mapping[str, str]] = {
-    "Ready": "The summary: all engines serve and share the volume, and somebody clears it. Its reason is that of the "
-    "first problem below.",
-    "Available": "At least one engine serves, be it of this spec or of an earlier one: what alerts should watch.",
-    "VolumeBound": "The volume that holds the blocks is there.",
-    "SizingFits": "Nodes have room for the memory and devices of every engine.",
-    "EnginesReady": "As many engines as asked for serve, all of them with the current spec.",
-    "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
-    "StorageChecked": "The volume was tried before engines started on it: they may write, renames are atomic, there is "
-    "room. `status.storage` shows how fast it is.",
-    "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
-    "janitor has counted.",
-    "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
-    "JanitorHealthy": "The janitor runs and can do its work. Unknown until it has reported.",
-    "RoutingReady": "Requests come to the engines as `spec.routing` says: the router serves, the `InferencePool` that "
-    "was asked for is there.",
-    "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
-    "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
-    "depend on it.",
-    "UpToDate": "Pods are what this operator would make, and of a vLLM that the connector is tested with. `Ready` "
-    "does not depend on it.",
-    "ClaimShared": "Other tiers keep their blocks on the same claim; the reason says whether all budgets fit it. "
-    "`Ready` does not depend on it.",
-    "Paused": "`spec.paused` is true and the operator changes nothing.",
-    "Reconciling": "The operator or the cluster is still working towards the spec (kstatus).",
-    "Stalled": "Nothing more will happen until a person acts (kstatus).",
-}
-"""Condition type to what it means when it is true."""
 
 _INTRODUCTION: Final = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -373,8 +339,8 @@ def _columns() -> list[Schema]:
 
 def _resource() -> Schema:
     return {
-        "description": "A group of vLLM engines whose KV cache outlives them: kept in host memory and on a shared "
-        "volume, so that any replica, and any later restart, reads what one replica computed.",
+        "description": "A group of vLLM engines whose KV cache outlives them, in host memory and on a shared volume: "
+        "any replica, and any later restart, reads what one replica computed.",
         "type": "object",
         "x-kubernetes-validations": [NAME_FITS_CHILDREN.to_schema(), BLOCKS_OF_ANOTHER.to_schema()],
         "required": ["spec"],

@@ -78,13 +78,13 @@ class Tenants(ApiModel):
         return 0 if self.default_max_size is None else quantity.parse_bytes(self.default_max_size)
 
 
-class Admission(ApiModel):
+class AdmissionSpec(ApiModel):
     """Which blocks are worth writing to the volume and reading from it."""
 
     min_reuse: Annotated[StrictInt, Field(ge=1, le=100, json_schema_extra={"format": "int32"})] = 1
-    """Write a block when an engine offers it for this many-th time. `1` writes every block. `2` writes a fraction,
-    which pays only where the budget holds a small part of what is used, or where writes are scarce: what is not written
-    the first time cannot be read the second time."""
+    """Write a block when an engine offers it for this many-th time. With `1`, every block is written. With `2`, a
+    fraction is: that pays only where the budget is small or writes are scarce. A block that is not written the first
+    time cannot be read the second time."""
     cost_aware: StrictBool = True
     """Whether an engine computes a prompt again where it measures that this is quicker than reading it. It measures
     both while it serves, and tries the other way now and then. `false` always reads."""
@@ -167,8 +167,8 @@ class Budget(ApiModel):
     """Age at which a block is removed, however often it is read: the longest that anything derived from a prompt is
     kept."""
     min_free: FreeSpace = "5%"
-    """What stays free of the volume, whoever fills it, as a share such as `5%` or an amount such as `50Gi`: the janitor
-    evicts when less is left, and has engines stop storing where that does not help. `0%` leaves it to others."""
+    """Share of the volume that stays free, such as `5%`, or an amount such as `50Gi`. The janitor evicts when less is
+    left, and has engines stop storing where that does not help. `0%` leaves it to others."""
     min_size: Annotated[ByteQuantity | None, Field(alias="minBytes")] = None
     """Share that this tier keeps when others fill the volume: for the sake of `minFree`, the janitor does not evict
     below it. At most `maxBytes`."""
@@ -226,7 +226,7 @@ class Budget(ApiModel):
         return quantity.parse_seconds(self.ttl)
 
 
-class Encryption(ApiModel):
+class EncryptionSpec(ApiModel):
     """Encryption of the blocks on the volume, with AES-256-GCM."""
 
     secret_name: ObjectName
@@ -241,7 +241,7 @@ class Disk(ApiModel):
     """The tier on the volume."""
 
     mode: Literal["ReadWrite", "ReadOnly", "Bypass"] = "ReadWrite"
-    """What engines use the volume for: `ReadOnly` loads and stores nothing, `Bypass` does not touch it. Engines follow
+    """How engines use the volume: `ReadOnly` loads and stores nothing, `Bypass` does not touch it. Engines follow
     within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""
@@ -254,16 +254,16 @@ class Disk(ApiModel):
     is refused where vLLM does not certify it: layers that keep a state, pipeline or context parallelism, KV heads that
     cannot be dealt out evenly. Changing it starts a new cache generation; after that, changing `tensorParallel` does
     not."""
-    admission: Admission = Admission()
+    admission: AdmissionSpec = AdmissionSpec()
     """Which blocks are worth writing to the volume and reading from it."""
     tenants: Tenants = Tenants()
     """Who the requests come from, so that each has a directory and a quota of its own on the volume."""
     compression: Literal["Off", "Auto", "Always"] = "Off"
-    """Whether blocks are compressed when they are written, without a loss. bfloat16 takes about a third less. `Auto`
-    does so where the volume, as `proof.preflight` measured it, is slower than half of the processors that an engine may
-    use would be; `Always` wherever it saves bytes. Engines read both, whatever this is; those of a release before
-    compression compute such blocks again. Changing it keeps the cache, and restarts the engines."""
-    encryption: Encryption | None = None
+    """Whether blocks are compressed when they are written, without a loss. bfloat16 takes about a third less. With
+    `Auto`, they are where the volume, as `proof.preflight` measured it, is slower than half of an engine's processors
+    would be. With `Always`, they are wherever it saves bytes. Engines read both, whatever this is; those of a release
+    before compression compute such blocks again. Changing it keeps the cache, and restarts the engines."""
+    encryption: EncryptionSpec | None = None
     """Encryption of the blocks on the volume. Without it they lie there as they are."""
 
     @property
@@ -273,7 +273,7 @@ class Disk(ApiModel):
 
 
 class Generations(ApiModel):
-    """What becomes of the blocks of earlier specs."""
+    """Fate of the blocks of earlier specs."""
 
     keep_previous: Annotated[StrictInt, Field(ge=0, le=32, json_schema_extra={"format": "int32"})] = 1
     """How many earlier generations stay on the volume, so that going back to one finds its blocks. Older ones are
@@ -281,7 +281,7 @@ class Generations(ApiModel):
 
 
 class JanitorResources(ApiModel):
-    """What the janitor's container asks for."""
+    """Resources of the janitor's container."""
 
     cpu: CpuQuantity = "100m"
     """Processors that it asks for; it may use more when others do not."""
@@ -308,4 +308,4 @@ class Janitor(ApiModel):
     image: Word | None = None
     """Image with the janitor in it; the operator's own choice if left out."""
     resources: JanitorResources = JanitorResources()
-    """What its container asks for."""
+    """Resources of its container."""

@@ -249,12 +249,12 @@ class CompileCache(ApiModel):
     that cannot write there compiles for itself."""
 
 
-def _is_cpu_limit_enough(engine: Engine) -> bool:
+def _is_cpu_limit_enough(engine: EngineSpec) -> bool:
     limit = str(amounts(of_engine(engine.pod_template.containers), "limits").get("cpu", ""))
     return not quantity.is_quantity(limit) or quantity.parse_millis(limit) >= quantity.parse_millis(engine.cpu)
 
 
-class Engine(ApiModel):
+class EngineSpec(ApiModel):
     """The vLLM engine of one replica."""
 
     image: Word = "vllm/vllm-openai:v0.32.0"

@@ -74,7 +74,7 @@ class LoraSource(ApiModel):
     )
 
 
-class Lora(ApiModel):
+class LoraSpec(ApiModel):
     """One adapter."""
 
     name: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128), Checked((_IS_ADAPTER,))]
@@ -108,7 +108,7 @@ _HAS_PREFIXES: Final = Rule(
 )
 
 
-class Model(ApiModel):
+class ModelSpec(ApiModel):
     """The model that every replica serves."""
 
     name: Annotated[Word, Checked((_NAME,))]
@@ -119,7 +119,7 @@ class Model(ApiModel):
     token_secret_ref: SecretKey | None = None
     """Secret with the Hugging Face token for a gated model."""
     loras: Annotated[
-        tuple[Annotated[dict[str, Any], Pasted(Lora)], ...], Field(max_length=MOST_LORAS), Keyed("name")
+        tuple[Annotated[dict[str, Any], Pasted(LoraSpec)], ...], Field(max_length=MOST_LORAS), Keyed("name")
     ] = ()
     """Adapters (LoRA) that the engines serve beside the model, each under its name. Their blocks lie beside those of
     the model. Changing the list restarts the engines and keeps the cache."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of raw KVCacheTier bodies: their spec, and what people ask for with annotations. Pure.
+"""The one reader of raw KVCacheTier bodies: their spec, and requests made by annotations. Pure.
 
-Kept apart from the models so that what a user reads about a wrong type is written in one place, in the words of the API
-and not of the library that found it. A restart and a pause are annotations and not only fields because they are of the
-moment: whoever keeps the spec in git need not touch it.
+Messages about wrong types are written here, in the words of the API and not of the library that finds the mistakes. A
+restart and a pause are annotations, and not only fields, because they are of the moment: a spec that is kept in git
+stays as it is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def document(spec: TierSpec) -> dict[str, Any]:
 
 
 def read_leniently(spec: Mapping[str, Any], *, instead: Mapping[str, Any]) -> TierSpec | None:
-    """Read a spec of which another release may refuse parts.
+    """Read a spec that another release may refuse in part.
 
     Args:
         spec: the spec as it is stored.
@@ -159,7 +159,7 @@ LONGEST_RESTART: Final = 253
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the annotations ask for."""
+    """Requests made by annotations."""
 
     restart: str = ""
     """Any text; another one rolls the engines once."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed set of condition reasons. Pure.
+"""The conditions of a tier, and the closed set of their reasons. Pure.
 
 Alerts and scripts match on these words: one is added freely, and renamed only with a line in the changelog.
 """
@@ -7,8 +7,9 @@ Alerts and scripts match on these words: one is added freely, and renamed only w
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 
 class Reason(enum.Enum):
@@ -46,10 +47,10 @@ class Reason(enum.Enum):
     PAUSED = "Paused", "spec.paused or the annotation kvtier.dev/paused is true: nothing is changed until it is not."
     PROGRESSING = "Progressing", "The cluster is on its way to this spec."
     SPEC_INVALID = "SpecInvalid", "A field cannot be honoured; the message names it."
-    OBJECT_NOT_OURS = "ObjectNotOurs", "An object that the tier needs to make exists and belongs to somebody else."
+    OBJECT_NOT_OURS = "ObjectNotOurs", "An object that the tier needs to make exists and is not the tier's."
     APPLY_FAILED = "ApplyFailed", "The API server did not accept what was applied; it is tried again."
     CLAIM_MISSING = "ClaimMissing", "The claim does not exist."
-    CLAIM_TERMINATING = "ClaimTerminating", "Somebody deleted the claim; it goes when no pod uses it."
+    CLAIM_TERMINATING = "ClaimTerminating", "The claim was deleted; it goes when no pod uses it."
     CLAIM_LOST = "ClaimLost", "The volume behind the claim is gone."
     CLAIM_PENDING = "ClaimPending", "No volume is bound to the claim yet."
     CLAIM_EXPANDING = "ClaimExpanding", "The claim is bound and on its way to the size that was asked for."
@@ -83,7 +84,7 @@ class Reason(enum.Enum):
     TOKEN_REFUSED = "TokenRefused", "The model hub refuses the token, or its account may not have the model."
     MODEL_NOT_FOUND = "ModelNotFound", "There is no model of this name and revision."
     SHM_TOO_SMALL = "SharedMemoryTooSmall", "An engine found too little room in /dev/shm."
-    STALE_SHM = "StaleSharedMemory", "What a dead engine left in /dev/shm keeps the next one from starting."
+    STALE_SHM = "StaleSharedMemory", "Files of a dead engine in /dev/shm keep the next one from starting."
     DEVICE_MISSING = "DeviceMissing", "An engine found no accelerator, or no node has one left."
     DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory", "The model and its KV cache do not fit the accelerator."
     ARGS_REFUSED = "ArgsRefused", "vLLM does not take the flags that it was given."
@@ -106,12 +107,12 @@ class Reason(enum.Enum):
     PREFLIGHT_FAILED = "PreflightFailed", "The volume was tried and cannot be used."
     PREFLIGHT_OFF = (
         "PreflightOff",
-        "Nobody tries the volume: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
+        "The volume is not tried: spec.proof.preflight is Never, or spec.disk.mode keeps engines from writing.",
     )
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
-    JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: nobody measures or clears the volume."
-    JANITOR_MISSING = "JanitorMissing", "blocksOf names no other tier on the claim, so nobody clears the blocks."
+    JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: the volume is neither measured nor cleared."
+    JANITOR_MISSING = "JanitorMissing", "blocksOf names no other tier on the claim, so no janitor clears the blocks."
     JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
     JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."
     JANITOR_RUNS = "JanitorRuns", "The janitor runs and reports."
@@ -130,7 +131,7 @@ class Reason(enum.Enum):
     ROUTER_NOT_SCHEDULED = "RouterNotScheduled", "No node takes the router."
     NO_ROUTE = "NoRoute", "The router has no engine to send requests to."
     POOL_KIND_MISSING = "PoolKindMissing", "The cluster does not know InferencePools of v1."
-    POOL_FAILED = "PoolFailed", "The InferencePool could not be made, or belongs to somebody else."
+    POOL_FAILED = "PoolFailed", "The InferencePool could not be made, or is not the tier's."
     COUNTING = "Counting", "The janitor has not seen every file of the volume yet."
     OVER_BUDGET = "OverBudget", "The blocks take more than spec.disk.budget.maxBytes."
     STORES_PAUSED = "StoresPaused", "The janitor permits no stores, since eviction alone does not make room."
@@ -157,6 +158,74 @@ class Reason(enum.Enum):
     NOT_MEASURED = "NotMeasured", "Engines have not measured both ways yet."
     EFFECT_PENDING = "EffectPending", "Engines have not been watched for an hour yet."
     SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."
+
+
+CONDITIONS: Final[Mapping[str, str]] = {
+    "Ready": "The summary: all engines serve and share the volume, and a janitor clears it. Its reason is that of the "
+    "first problem below.",
+    "Available": "At least one engine serves, be it of this spec or of an earlier one: what alerts should watch.",
+    "VolumeBound": "The volume that holds the blocks is there.",
+    "SizingFits": "Nodes have room for the memory and devices of every engine.",
+    "EnginesReady": "As many engines as asked for serve, all of them with the current spec.",
+    "HashSeedConsistent": "All engines name blocks alike, so that they find each other's.",
+    "StorageChecked": "The volume was tried before engines started on it: they may write, renames are atomic, there is "
+    "room. `status.storage` shows how fast it is.",
+    "DiskWithinBudget": "The blocks take no more of the volume than `spec.disk.budget` allows. Unknown until the "
+    "janitor has counted.",
+    "DiskHealthy": "Engines and janitor can use the volume. Unknown while the janitor does not report.",
+    "JanitorHealthy": "The janitor runs and can do its work. Unknown until it has reported.",
+    "RoutingReady": "Requests come to the engines as `spec.routing` says: the router serves, the `InferencePool` that "
+    "was asked for is there.",
+    "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
+    "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
+    "depend on it.",
+    "UpToDate": "Pods are what this operator would make, and of a vLLM that the connector is tested with. `Ready` "
+    "does not depend on it.",
+    "ClaimShared": "Other tiers keep their blocks on the same claim; the reason says whether all budgets fit it. "
+    "`Ready` does not depend on it.",
+    "Paused": "`spec.paused` is true and the operator changes nothing.",
+    "Reconciling": "The operator or the cluster is still working towards the spec (kstatus).",
+    "Stalled": "Nothing more will happen until a person acts (kstatus).",
+}
+"""Condition type to what it means when it is true."""
+
+_BY_VALUE: Final = {reason.value: reason for reason in Reason}
+
+REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
+    kind: tuple(_BY_VALUE[name] for name in names.split())
+    for kind, names in {
+        "Ready": "Ready SpecInvalid ObjectNotOurs ApplyFailed BlocksNotWhole LayoutNotCanonical HeadsNotDivisible",
+        "Available": "Serving Unavailable ScaledToZero",
+        "VolumeBound": "Bound ClaimExpanding ClaimPending ClaimMissing ClaimTerminating ClaimLost ClaimNotShared "
+        "ClaimImmutable ClaimCannotShrink",
+        "SizingFits": "Fits DoesNotFit NoNodeMatches NodesUnknown DeviceMissing NoEngines",
+        "EnginesReady": "EnginesReady EnginesStarting EnginesAdded NotScheduled PodsRefused RuntimeClassMissing "
+        "ImagePullFailed ConfigMissing MultiAttach VolumeNotMounted InstallFailed OutOfMemory "
+        "SharedMemoryTooSmall StaleSharedMemory TokenRefused ModelNotFound DeviceMissing "
+        "DeviceOutOfMemory ArgsRefused AdapterRefused ModelUnsupported ConfigRefused "
+        "EngineCrashed ContainerCrashed RolloutStalled",
+        "HashSeedConsistent": "SeedsAgree SeedsDiffer NoEngines",
+        "StorageChecked": "PreflightPassed PreflightRunning PreflightFailed PreflightOff",
+        "DiskWithinBudget": "WithinBudget OverBudget StoresPaused VolumeFull Counting JanitorStarting JanitorWaiting "
+        "JanitorDisabled",
+        "DiskHealthy": "Healthy JanitorHindered Stranger Detached KeyMissing JanitorStarting JanitorWaiting "
+        "JanitorDisabled",
+        "RoutingReady": "RoutedByService RoutedByClient RouterReady RouterStarting NoRoute ScaledToZero "
+        "RouterImagePullFailed RouterFailing RouterNotScheduled RouterRefused PoolKindMissing "
+        "PoolFailed",
+        "SharedCacheVerified": "CanaryLoaded CanaryFound CanaryPending CanaryMissed CanaryNotStored CanaryBusy "
+        "CanaryUnanswered CanaryLocked CanaryOff SingleReplica StoreUnreachable",
+        "DiskEffective": "LoadingPays LoadingLoses NoDiskHits NotMeasured EffectPending",
+        "UpToDate": "Current EnginesOutdated VllmUnsupported EnginesReplaced",
+        "JanitorHealthy": "JanitorRuns JanitorFailing JanitorImagePullFailed JanitorNotScheduled JanitorRefused "
+        "JanitorHindered JanitorMissing JanitorStarting JanitorWaiting JanitorDisabled",
+        "ClaimShared": "ClaimAlone BudgetsFit BudgetsOverlap",
+        "Paused": "Active Paused",
+        "Reconciling": "Idle Progressing",
+        "Stalled": "NotStalled",
+    }.items()
+}
+"""Condition to the reasons that belong to it first; `Stalled` repeats the reason of what holds it up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,9 +74,9 @@ class Router(ApiModel):
     """Pods. Those of `consistent_hash` agree on where a session goes; of the other policies each decides by itself."""
     policy: Literal["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"] = "consistent_hash"
     """Who gets a request. `consistent_hash`: requests of one session go to one engine. A session is the header
-    `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. `cache_aware`: the engine that was sent the
-    longest common beginning, unless others have much less to do. `power_of_two`: the less busy one of two.
-    `round_robin` and `random` as their names say. Another engine takes over where one goes."""
+    `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. With `cache_aware`, it is the engine that
+    was sent the longest common beginning, unless others have much less to do. With `power_of_two`, it is the less busy
+    one of two. The others do as their names say. Another engine takes over where one goes."""
     resources: RouterResources = RouterResources()
     """Resources of its container."""
     service: ServiceSettings = ServiceSettings()
@@ -112,9 +112,9 @@ class Routing(ApiModel):
     """How a request comes to the replica that has its cache."""
 
     type: Literal["None", "ClientIP", "Router"] = NONE
-    """`None`: the Service spreads connections over the engines. `ClientIP`: it keeps a client's address with one
-    engine. `Router`: a router stands before them, behind a Service named after the tier and `-router`. The volume is
-    shared with each of these; what is near is the cache of the accelerator and of host memory."""
+    """With `None`, the Service spreads connections over the engines. With `ClientIP`, it keeps a client's address with
+    one engine. With `Router`, a router stands before them, behind a Service named after the tier and `-router`. All
+    of them share the volume; the caches of the accelerator and of host memory are what is near."""
     client_ip: ClientIp | None = Field(default=None, alias="clientIP")
     """Settings of `ClientIP`."""
     router: Router | None = None

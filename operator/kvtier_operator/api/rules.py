@@ -8,6 +8,7 @@ the API server estimates the cost of its rules from it and refuses unbounded one
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import typing
@@ -129,13 +130,14 @@ class At:
     def is_default(self) -> Term:
         """The field has its default."""
 
+        @functools.cache
         def term(model: type[ApiModel]) -> Term:
             default = _default(model, self.path)
             return ~self.is_given if default is None else self.is_(default)
 
         return Term(
             lambda model: term(typing.cast("type[ApiModel]", model)).to_cel(model),
-            lambda value: term(type(value)).holds(value),
+            lambda value: term(typing.cast("Any", type(value))).holds(value),
         )
 
     def matches(self, pattern: str) -> Term:
@@ -194,7 +196,7 @@ def _resolve(value: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         if value is None:
             return None
-        value = getattr(value, _attribute(type(value), name))
+        value = getattr(value, _attribute(typing.cast("Any", type(value)), name))
     return value
 
 
@@ -208,6 +210,7 @@ def _default(model: type[ApiModel], path: tuple[str, ...]) -> Any:
     return _default(below, path[1:])
 
 
+@functools.cache
 def _attribute(model: type[ApiModel], alias: str) -> str:
     """Return the Python name of a field of the API."""
     return next(name for name, field in model.model_fields.items() if (field.alias or name) == alias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``status`` of a KVCacheTier, as a schema: what the operator reports, described for whoever reads it. Pure."""
+"""``status`` of a KVCacheTier, as a schema: the operator's report about a tier. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Condition(ApiModel):
     """One thing that is true, false or unknown about the tier, with the reason and the remedy."""
 
     type: Annotated[StrictStr, Field(max_length=316)]
-    """What is judged, such as `Ready`."""
+    """Name of the condition, such as `Ready`."""
     status: Literal["True", "False", "Unknown"]
     """The verdict."""
     reason: Annotated[
@@ -29,7 +29,7 @@ class Condition(ApiModel):
     """`metadata.generation` that was judged."""
 
 
-class Sizing(ApiModel):
+class SizingStatus(ApiModel):
     """Every term of the sizes of one engine pod, so that each sum can be checked by hand."""
 
     cpu_bytes: Amount | None = None
@@ -47,16 +47,16 @@ class Sizing(ApiModel):
     """Bytes of the pod's `/dev/shm`: CPU tiers and overhead."""
     engine_memory_bytes: Amount | None = None
     """Bytes of host memory beside shared memory: `spec.engine.memory`."""
-    mover_bytes: Amount | None = None
+    io_worker_bytes: Amount | None = None
     """Bytes of the processes that move blocks, and of the page tables of all that map the CPU tier."""
     memory_bytes: Amount | None = None
     """Bytes of memory that the engine container requests and is limited to: engine memory, shared memory, which is
-    charged to the pod, and `moverBytes`."""
+    charged to the pod, and `ioWorkerBytes`."""
     weight_bytes: Amount | None = None
     """Bytes of the weights: of the table of known models, or else as many as `spec.engine.memory` holds."""
     ephemeral_bytes: Amount | None = None
-    """Bytes of the node's disk that the engine container requests where `spec.engine.ephemeralStorage` does not say:
-    2 GiB of caches, and the weights where they are downloaded and no volume is mounted for them."""
+    """Bytes of the node's disk that the engine container requests, unless `spec.engine.ephemeralStorage` is set: 2 GiB
+    of caches, and the weights where they are downloaded without a volume for them."""
     startup_base_seconds: Amount | None = None
     """Seconds allowed for imports, compilation and warm-up."""
     startup_pin_seconds: Amount | None = None
@@ -89,10 +89,10 @@ class Sizing(ApiModel):
     device_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
     """How the estimate comes about."""
     notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] | None = None
-    """What is unknown and which field tells it, and sizes that make no sense together."""
+    """Sizes that are unknown, with the field that tells them, and sizes that make no sense together."""
 
 
-class Generation(ApiModel):
+class GenerationStatus(ApiModel):
     """The set of blocks that engines of this spec can read."""
 
     current: Annotated[StrictStr, Field(max_length=64)] | None = None
@@ -102,7 +102,7 @@ class Generation(ApiModel):
 
 
 class Storage(ApiModel):
-    """What is known of the volume: from trying it while it was new, and from engines that use it."""
+    """Facts about the volume: from trying it while it was new, and from engines that use it."""
 
     key: Annotated[StrictStr, Field(max_length=64)] | None = None
     """The claim, and the user of the pods, that was tried; another one is tried anew."""
@@ -121,26 +121,26 @@ class Storage(ApiModel):
     stat_microseconds: Amount | None = None
     """Microseconds to look a file up."""
     file_system: Annotated[StrictStr, Field(max_length=256)] | None = None
-    """What holds the volume, as the kernel calls it."""
+    """File system of the volume, as the kernel calls it."""
     round_trip_microseconds: Amount | None = None
     """Microseconds until the volume said that it does not have a file."""
     chosen: Annotated[StrictStr, Field(max_length=1024)] | None = None
-    """What engines do on this volume, and why."""
+    """Ways in which engines use this volume, and why."""
     advice: Annotated[StrictStr, Field(max_length=1024)] | None = None
-    """What to change about the mount; absent if nothing is known."""
+    """Advice about the mount; absent if there is none."""
     break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
     """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
     hit is."""
 
 
-class GenerationUsage(ApiModel):
+class GenerationEntry(ApiModel):
     """One generation on the volume."""
 
     digest: Annotated[StrictStr, Field(max_length=64)]
     """Digest of its identity, and the name of its directory."""
     role: Literal["Current", "Previous", "Unshared"] | None = None
-    """`Current` is what engines use; `Previous` ones stay for a rollback, see `spec.generations`; `Unshared` ones
-    hold blocks of one engine whose weights cannot be told, and go an hour after its last use of them."""
+    """Engines use the `Current` one. Those that are `Previous` stay for a rollback, see `spec.generations`. Those that
+    are `Unshared` hold blocks of one engine whose weights cannot be told, and go an hour after its last use."""
     used_bytes: Amount | None = None
     """Bytes that its blocks take, to about a percent."""
     blocks: Amount | None = None
@@ -152,7 +152,7 @@ class GenerationUsage(ApiModel):
 
 
 class TierUsage(ApiModel):
-    """What one tier can hold, and holds."""
+    """Capacity and use of one tier."""
 
     name: Annotated[StrictStr, Field(max_length=16)]
     """`cpu` is the host memory of one engine, `disk` the volume."""
@@ -166,8 +166,8 @@ class TierUsage(ApiModel):
     """`usedBytes` as a share of `capacityBytes`, for people."""
 
 
-class Proof(ApiModel):
-    """What asking the engines has shown, beside the conditions."""
+class ProofStatus(ApiModel):
+    """Results of asking the engines, beside the conditions."""
 
     rollout: Annotated[StrictStr, Field(max_length=64)] | None = None
     """Engines that `SharedCacheVerified` is about; others have to be proven anew."""
@@ -192,7 +192,7 @@ class RoutingStatus(ApiModel):
 
 
 class TierStatus(ApiModel):
-    """What the operator sees."""
+    """State of the tier, as the operator sees it."""
 
     observed_generation: Amount | None = None
     """`metadata.generation` that this status describes."""
@@ -205,26 +205,26 @@ class TierStatus(ApiModel):
     conditions: Annotated[
         tuple[Annotated[dict[str, object], Pasted(Condition)], ...], Field(max_length=32), Keyed("type")
     ] = ()
-    """What is true of the tier. `Ready` is the summary."""
-    sizing: Sizing | None = None
+    """Conditions of the tier. `Ready` is the summary."""
+    sizing: SizingStatus | None = None
     """The sizes of one engine pod, term by term."""
-    proof: Proof | None = None
-    """What asking the engines has shown."""
+    proof: ProofStatus | None = None
+    """Results of asking the engines."""
     storage: Storage | None = None
-    """What is known of the volume."""
+    """Facts about the volume."""
     routing: RoutingStatus | None = None
     """How requests come to the engines."""
-    generation: Generation | None = None
+    generation: GenerationStatus | None = None
     """The set of blocks that engines of this spec can read."""
     generations: Annotated[
-        tuple[Annotated[dict[str, object], Pasted(GenerationUsage)], ...], Field(max_length=64), Keyed("digest")
+        tuple[Annotated[dict[str, object], Pasted(GenerationEntry)], ...], Field(max_length=64), Keyed("digest")
     ] = ()
     """The generations on the volume, the current one first, the others as they were last used. Left out where no
     janitor counts them."""
     tiers: Annotated[
         tuple[Annotated[dict[str, object], Pasted(TierUsage)], ...], Field(max_length=8), Keyed("name")
     ] = ()
-    """What each tier can hold, and holds."""
+    """Capacity and use of each tier."""
     loras: Annotated[
         tuple[Annotated[dict[str, object], Pasted(ServedLora)], ...], Field(max_length=64), Keyed("name")
     ] = ()

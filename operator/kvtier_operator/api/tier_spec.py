@@ -16,8 +16,8 @@ from kvtier_operator import quantity
 from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.disk_spec import Disk, Generations, Janitor
-from kvtier_operator.api.engine_spec import NO_ACCELERATOR, Engine
-from kvtier_operator.api.model_spec import ONE_PLACE, Model
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
+from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
 from kvtier_operator.api.routing_spec import KvEvents, Routing
 from kvtier_operator.api.rules import (
     TEXT,
@@ -28,7 +28,7 @@ from kvtier_operator.api.rules import (
     Rule,
     at,
 )
-from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, Volume
+from kvtier_operator.api.volume_spec import NO_VOLUME, SHARED, VolumeSpec
 
 
 class Canary(ApiModel):
@@ -42,7 +42,7 @@ class Canary(ApiModel):
     """Seconds from one proof to the next while the engines stay the same; six hours by default."""
 
 
-class Proof(ApiModel):
+class ProofSpec(ApiModel):
     """How the operator finds out whether the tier works."""
 
     canary: Canary = Canary()
@@ -103,7 +103,7 @@ class Hash(ApiModel):
     version of Python. xxhash is faster, not safe against forged prompts, and needs the xxhash package in the image."""
 
 
-class CpuTier(ApiModel):
+class CpuSpec(ApiModel):
     """The tier in host memory, between the accelerator and the volume."""
 
     size: ByteQuantity | None = None
@@ -141,21 +141,21 @@ class CpuTier(ApiModel):
 class TierSpec(ApiModel):
     """A model, the engines that serve it, and the places of its KV cache."""
 
-    model: Model
+    model: ModelSpec
     """The model that every replica serves."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000, json_schema_extra={"format": "int32"})] = 1
     """Engine pods. The scale subresource sets it, so `kubectl scale`, HPA and KEDA work. More than one needs a
     `ReadWriteMany` volume."""
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     """The vLLM engine of one replica."""
     hash: Hash = Hash()
     """How blocks are named."""
     connector: Connector = Connector()
     """Who moves blocks between the accelerator, host memory and storage."""
-    cpu: CpuTier
+    cpu: CpuSpec
     """The tier in host memory."""
     # Without a default in the schema: the API server would fill it in, and it is no volume.
-    volume: Annotated[Volume, Field(json_schema_extra=lambda schema: schema.pop("default", None))] = NO_VOLUME
+    volume: Annotated[VolumeSpec, Field(json_schema_extra=lambda schema: schema.pop("default", None))] = NO_VOLUME
     """The volume that all replicas share. Required where `connector` keeps blocks on it."""
     disk: Disk = Disk()
     """The tier on the volume."""
@@ -168,7 +168,7 @@ class TierSpec(ApiModel):
     kv_events: KvEvents | None = None
     """Has engines and the janitor publish what they store and remove, for routers; nothing is published if left out.
     Changing it restarts the engines and keeps the cache."""
-    proof: Proof = Proof()
+    proof: ProofSpec = ProofSpec()
     """How the operator finds out whether the tier works."""
     operator_class_name: ObjectName | None = None
     """Class of the operator that works on this tier, as its `--operator-class` says. Left out, an operator without a

@@ -24,7 +24,7 @@ def _constant(field: str, *, cel: str = "self == oldSelf") -> Rule:
     return Rule(cel=cel, message=f"{field} cannot change after creation: {_MOVE}", check=None)
 
 
-class Claim(ApiModel):
+class ClaimSpec(ApiModel):
     """A PersistentVolumeClaim that the operator makes."""
 
     storage_class_name: ObjectName | None = None
@@ -72,10 +72,10 @@ class Claim(ApiModel):
         return quantity.parse_bytes(self.size)
 
 
-class Volume(ApiModel):
+class VolumeSpec(ApiModel):
     """The volume that all replicas share: exactly one of `claim` and `existingClaim`."""
 
-    claim: Claim | None = None
+    claim: ClaimSpec | None = None
     """A PersistentVolumeClaim that the operator makes."""
     existing_claim: Annotated[ObjectName, Checked((_constant("spec.volume.existingClaim"),))] | None = None
     """Name of a PersistentVolumeClaim in the same namespace, which the operator never changes or deletes. Cannot
@@ -115,5 +115,5 @@ class Volume(ApiModel):
         return self.claim is not None or self.existing_claim is not None
 
 
-NO_VOLUME: Final = Volume.model_construct(claim=None, existing_claim=None, path="", deletion_policy="Retain")
+NO_VOLUME: Final = VolumeSpec.model_construct(claim=None, existing_claim=None, path="", deletion_policy="Retain")
 """Volume of a tier whose connector keeps nothing on one."""

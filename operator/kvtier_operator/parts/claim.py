@@ -23,7 +23,7 @@ from kvtier_operator.conditions import (
     quoted,
 )
 from kvtier_operator.names import Manifest
-from kvtier_operator.plan import SHARED, Refusal, TierPlan, lets_claim_go
+from kvtier_operator.plan import SHARED, Refusal, TierPlan, releases_claim
 from kvtier_operator.snapshot import LiveClaim, Snapshot
 
 DELETE: Final = "Delete"
@@ -119,7 +119,7 @@ def claim_exists(look: Look) -> Problem | None:
         remedy = (
             "the tier's own pods are stopped for that; `kubectl describe pvc "
             f"{name}` names others that use it (Used By)"
-            if lets_claim_go(look.spec, look.snapshot)
+            if releases_claim(look.spec, look.snapshot)
             else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too"
         )
         return Problem(

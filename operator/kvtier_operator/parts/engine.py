@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_operator import names, quantity
 from kvtier_operator.api import pod_template
-from kvtier_operator.api.disk_spec import Encryption
+from kvtier_operator.api.disk_spec import EncryptionSpec
 from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, listed, met, not_checked, unknown
@@ -341,7 +341,7 @@ def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
     ]
 
 
-def _keys(encryption: Encryption) -> Manifest:
+def _keys(encryption: EncryptionSpec) -> Manifest:
     """Return the volume with the keys: readable for the pod's group, as its block files are, and for nobody else."""
     secret = {"secretName": encryption.secret_name, "defaultMode": 0o440, "optional": False}
     return {"name": "kvtier-keys", "secret": secret}

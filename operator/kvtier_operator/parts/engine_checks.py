@@ -19,7 +19,7 @@ from kvtier_operator.conditions import Check, ConditionRule, Look, Problem, View
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
 from kvtier_operator.plan import nodes as shares
-from kvtier_operator.plan.sizing import Sizing
+from kvtier_operator.plan.sizing import PodSizing
 from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
 
@@ -74,21 +74,21 @@ def a_node_is_large_enough(look: Look) -> Problem | None:
     )
 
 
-def _sum(sizing: Sizing, beside: int) -> str:
+def _sum(sizing: PodSizing, beside: int) -> str:
     """Write the terms of the memory of a pod."""
     each = "" if sizing.engines_per_pod == 1 else f"{sizing.engines_per_pod} x "
     more = f" + {quantity.show_bytes(beside)} of spec.engine.podTemplate.containers" if beside else ""
     return (
         f"engine {quantity.show_bytes(sizing.engine_memory_bytes)} + CPU tier {each}"
         f"{quantity.show_bytes(sizing.cpu_bytes)} + shared memory of vLLM "
-        f"{quantity.show_bytes(sizing.shm_overhead_bytes)} + {quantity.show_bytes(sizing.mover_bytes)} to move blocks"
-        f"{more}"
+        f"{quantity.show_bytes(sizing.shm_overhead_bytes)} + {quantity.show_bytes(sizing.io_worker_bytes)} to move "
+        f"blocks{more}"
     )
 
 
-def _most_cpu_bytes(sizing: Sizing, memory_bytes: int) -> int:
+def _most_cpu_bytes(sizing: PodSizing, memory_bytes: int) -> int:
     """Return the largest CPU tier of one engine that a node with so much memory can hold."""
-    beside = sizing.engine_memory_bytes + sizing.shm_overhead_bytes + sizing.mover_bytes
+    beside = sizing.engine_memory_bytes + sizing.shm_overhead_bytes + sizing.io_worker_bytes
     return max(0, memory_bytes - beside) // sizing.engines_per_pod
 
 

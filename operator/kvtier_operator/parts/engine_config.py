@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.model_spec import Model
+from kvtier_operator.api.model_spec import ModelSpec
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.parts import connectors
@@ -53,7 +53,7 @@ _MOST_AT_ONCE: Final = 8
 """Adapters that are computed together where nobody said: each takes memory of the devices."""
 
 
-def adapter_args(model: Model) -> list[str]:
+def adapter_args(model: ModelSpec) -> list[str]:
     """Return the flags of vLLM; none without adapters."""
     if not model.loras:
         return []
@@ -69,7 +69,7 @@ def adapter_args(model: Model) -> list[str]:
     ]
 
 
-def adapter_volumes(model: Model) -> list[Manifest]:
+def adapter_volumes(model: ModelSpec) -> list[Manifest]:
     """Return a volume for each claim."""
     return [
         {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
@@ -77,7 +77,7 @@ def adapter_volumes(model: Model) -> list[Manifest]:
     ]
 
 
-def adapter_mounts(model: Model) -> list[Manifest]:
+def adapter_mounts(model: ModelSpec) -> list[Manifest]:
     """Return where the engine finds each claim."""
     return [
         {"name": name, "mountPath": f"{names.LORA_MOUNT}/{claim}", "readOnly": True}
@@ -85,7 +85,7 @@ def adapter_mounts(model: Model) -> list[Manifest]:
     ]
 
 
-def _claims(model: Model) -> dict[str, str]:
+def _claims(model: ModelSpec) -> dict[str, str]:
     """Return the volume of each claim. A claim may have a longer name than a volume, so they are numbered."""
     found = sorted({lora["source"]["claim"] for lora in model.loras if "claim" in lora["source"]})
     return {claim: f"kvtier-lora-{number}" for number, claim in enumerate(found)}

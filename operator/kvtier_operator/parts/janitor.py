@@ -15,7 +15,7 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, quoted, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import engine_config, pods
-from kvtier_operator.plan import TierPlan, lets_claim_go
+from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.plan.janitor_config import JanitorPlan
 from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
@@ -215,7 +215,7 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
             Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: nobody measures the volume, and nothing is removed"
         )
     found, name = view.snapshot.janitor, names.janitor(view.snapshot.tier)
-    if lets_claim_go(view.spec, view.snapshot):
+    if releases_claim(view.spec, view.snapshot):
         return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
     dead = _dead_janitor(view.snapshot)
     if dead is not None:

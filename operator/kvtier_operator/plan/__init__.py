@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide what a tier becomes: spec and snapshot in, one complete plan or one refusal out.
 
-Pure and total. What cannot be decided is refused as a value, with the remedy in its message.
+Pure and total. A refusal is a value, with the remedy in its message.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.model_layout import KvUnknown, attention_heads
 from kvtier_operator.plan.pin import Pin
-from kvtier_operator.plan.sizing import Sizing, make_sizing
+from kvtier_operator.plan.sizing import PodSizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
 
 __all__ = [
+    "CacheGeneration",
     "Decisions",
-    "Generation",
     "Refusal",
     "Sizing",
     "TierPlan",
     "decide",
-    "lets_claim_go",
     "live_text",
     "make_generation",
     "make_pinned_plan",
     "make_plan",
     "make_unchecked_plan",
+    "releases_claim",
     "sizing_of",
 ]
 
@@ -46,7 +46,7 @@ SHARED: Final = "ReadWriteMany"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class CacheGeneration:
     """One set of mutually readable blocks: its identity, its digest, and where it lies in the pod."""
 
     digest: str
@@ -62,25 +62,25 @@ class TierPlan:
     spec: TierSpec
     connector_image: str
     decisions: Decisions
-    sizing: Sizing
-    generation: Generation
+    sizing: PodSizing
+    generation: CacheGeneration
     config_text: str
     config_digest: str
     live_text: str
-    """What engines follow without a restart: no digest of a pod template contains it."""
+    """Settings that engines follow without a restart: no digest of a pod template contains them."""
     claim_name: str
     janitor: JanitorPlan | None
     is_on_one_node: bool = False
     """Whether only pods of one node can mount the volume."""
     is_janitor_in_the_way: bool = False
-    """Whether the janitor's pod must end: a deleted claim is let go, or an engine on another node waits for a volume
+    """Whether the janitor's pod must end: a deleted claim is released, or an engine on another node waits for a volume
     of one node."""
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
     pin: Pin | None = None
-    """What the engines that run were made from, where that is still what the spec asks for: it is applied again."""
+    """Source of the engines that run, where the spec still asks for the same: it is applied again."""
     fresh: TierPlan | None = None
-    """What would be made anew, where the pods are kept as they are."""
+    """The plan for new pods, where the pods are kept as they are."""
     listen_host: str = names.EVERY_IPV4_ADDRESS
     """Address that the servers in the pods listen on."""
     is_recorded: bool = False
@@ -106,12 +106,12 @@ def make_plan(  # noqa: PLR0913  each by its name
         restart=restart,
         is_recorded=True,
         is_on_one_node=is_on_one_node,
-        is_janitor_in_the_way=lets_claim_go(spec, snapshot)
+        is_janitor_in_the_way=releases_claim(spec, snapshot)
         or (is_on_one_node and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods)),
     )
 
 
-def lets_claim_go(spec: TierSpec, snapshot: Snapshot) -> bool:
+def releases_claim(spec: TierSpec, snapshot: Snapshot) -> bool:
     """Tell whether the claim was deleted and the user has stopped the engines: then no pod of ours may hold it."""
     return snapshot.claim is not None and snapshot.claim.is_terminating and spec.replicas == 0
 
@@ -120,7 +120,7 @@ def make_pinned_plan(plan: TierPlan, pin: Pin, *, janitor_image: str) -> TierPla
     """Return the plan with what the engines that run were made from in the place of what would be made today."""
     try:
         document = json.loads(pin.config)
-        generation = Generation(digest=document["digest"], identity=document["identity"], root=document["root"])
+        generation = CacheGeneration(digest=document["digest"], identity=document["identity"], root=document["root"])
     except (ValueError, TypeError, KeyError):
         return plan
     return replace(
@@ -149,7 +149,7 @@ def make_unchecked_plan(
     janitor_image: str = JANITOR_IMAGE,
     snapshot: Snapshot | None = None,
 ) -> TierPlan:
-    """Decide the same for a cluster that nobody has looked at: for rendering offline.
+    """Decide the same without a cluster: for rendering offline.
 
     Raises:
         SpecInvalid: it takes a look at the nodes, and the snapshot, if there is one, has none.
@@ -159,7 +159,7 @@ def make_unchecked_plan(
         if snapshot is None and decisions.reason is Reason.NODES_UNKNOWN:
             raise SpecInvalid(
                 "spec.cpu.fraction",
-                "is a share of nodes that nobody has shown: give them with --nodes FILE, as `kubectl get nodes,pods -A "
+                "is a share of nodes that are not known: give them with --nodes FILE, as `kubectl get nodes,pods -A "
                 "-o yaml` prints them, or set spec.cpu.size",
             )
         field, _, message = decisions.message.partition(": ")
@@ -175,7 +175,7 @@ def decide(
     Args:
         spec: what the user wants.
         tier: whose.
-        snapshot: what stands; None where nobody has looked.
+        snapshot: the cluster; None offline.
         may_assume: where no node is there to take a share of, assume an amount until there is one: a pod that waits is
             what makes an autoscaler add the node.
         is_running: engines were made from this spec; a release that would refuse it for new ones decides all the same.
@@ -254,10 +254,12 @@ def live_text(spec: TierSpec) -> str:
         spec.disk.mode,
         max_bytes=spec.disk.budget.max_bytes or 0,
         active_key="" if encryption is None else encryption.active_key,
+        # Another tier's janitor permits stores of engines that share its blocks.
+        needs_permit=spec.connector.is_ours and (spec.connector.blocks_of is not None or spec.janitor.enabled),
     )
 
 
-def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
+def sizing_of(spec: TierSpec, decisions: Decisions) -> PodSizing:
     """Return the sizes of one engine pod of this spec."""
     connector = spec.connector
     return make_sizing(
@@ -267,7 +269,7 @@ def sizing_of(spec: TierSpec, decisions: Decisions) -> Sizing:
         engines_per_pod=engine_args.read(spec.engine.args).engines_per_pod,
         workers_per_engine=spec.engine.tensor_parallel,
         compresses=spec.disk.compresses,
-        # Weights pass through this memory, so it says how large they may be where nobody knows the model.
+        # Weights pass through this memory, so it bounds them where the model is unknown.
         weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
         keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
         is_in_shm=connector.kind.is_in_shm,
@@ -284,13 +286,13 @@ def _has_model_volume(spec: TierSpec) -> bool:
     )
 
 
-def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Generation:
+def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> CacheGeneration:
     """Return the generation that engines of this spec read and write."""
     identity = digest.identity(spec, decisions.chunking.settings())
     key = digest.digest(identity)
     owner = spec.connector.blocks_of or tier.name
     parts = (names.VOLUME_MOUNT, spec.volume.path.strip("/"), f"{tier.namespace}.{owner}", key)
-    return Generation(digest=key, identity=identity, root="/".join(part for part in parts if part))
+    return CacheGeneration(digest=key, identity=identity, root="/".join(part for part in parts if part))
 
 
 def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether engines of any number of ranks can read the same blocks: vLLM's canonical layout.
 
-Pure. vLLM certifies layer by layer that a page can be laid out as without parallelism. What it would refuse at the
-start of every engine is refused here, with the reason; an engine that finds more at its start refuses it, too.
+Pure. vLLM certifies layer by layer that a page can be laid out as without parallelism. A model that it would refuse at
+the start of every engine is refused here, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _obstacle(spec: TierSpec) -> str | None:
     args, ranks = engine_args.read(spec.engine.args), spec.engine.tensor_parallel
     split = [flag for flag in _PARALLEL if args.count(flag) > 1]
     if split:
-        return f"--{split[0]} in spec.engine.args splits blocks in ways of which they cannot be freed"
+        return f"--{split[0]} in spec.engine.args splits blocks in ways that depend on the number of ranks"
     drafts = [flag for flag in _DRAFTS if args.has(flag)]
     if drafts:
         return f"--{drafts[0]} in spec.engine.args may add layers of a draft model, whose heads are others"

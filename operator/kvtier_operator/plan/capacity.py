@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers of one engine hold, in tokens, and what a person should know about it. Pure."""
+"""Capacity of the tiers of one engine in bytes and tokens, with notes for people. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY_SHARE: Final = 0.92
 _LARGE_FILE_BYTES: Final = 64 << 20
 
 WORKING_BYTES: Final = 2 << 30
-"""What activations, graphs and libraries take on each device, roughly."""
+"""Memory of activations, graphs and libraries on each device, roughly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
     Args:
         spec: what the user wants.
         decisions: what was made of it.
-        snapshot: the cluster; None where nobody has looked at one.
+        snapshot: the cluster; None offline.
     """
     disk = _disk_bytes(spec, snapshot)
     kv = kv_of(spec)
@@ -82,19 +82,19 @@ def _checkpoint_notes(kept: Checkpoints, kv: ModelLayout, chunk_tokens: int | No
         windows = int((kv.token_bytes - full) * kept.window_share)
         text = (
             f"of two prompts, the second goes on from the last multiple of {kept.window_interval:,} tokens that they "
-            f"share: layers with a window of {kv.layers.window:,} tokens are kept there, which takes "
-            f"{quantity.show_bytes(windows)} for each token on the volume beside {quantity.show_bytes(full)} of the "
-            "others; --prefix-cache-retention-interval in spec.engine.args sets other places"
+            f"share. Layers with a window of {kv.layers.window:,} tokens are kept there: "
+            f"{quantity.show_bytes(windows)} for each token on the volume, beside {quantity.show_bytes(full)} of the "
+            "others. With --prefix-cache-retention-interval in spec.engine.args, it goes on at other places"
         )
         return (text,)
     if kept.step_tokens is not None:
         state_bytes = 0 if chunk_tokens is None else kv.state_groups * bytes_of(chunk_tokens, kv)
         each = f" of {quantity.show_bytes(state_bytes)}" if state_bytes else ""
         text = (
-            "of two prompts, the second goes on from the last state before they part: while there are several "
-            f"requests, the engine computes at most {kept.step_tokens:,} tokens of a prompt in a step and keeps a "
-            f"state{each} at the end of each; --long-prefill-token-threshold in spec.engine.args sets other steps, and "
-            f"--max-num-batched-tokens={kept.step_tokens} has a prompt that is alone computed so, too"
+            "of two prompts, the second goes on from the last state before they part. Of several requests, the engine "
+            f"computes at most {kept.step_tokens:,} tokens of a prompt in a step, and keeps a state{each} at its end. "
+            "Other steps are set by --long-prefill-token-threshold in spec.engine.args, and those of a single request "
+            f"by --max-num-batched-tokens={kept.step_tokens}"
         )
         return (text,)
     return ()
@@ -145,8 +145,8 @@ def _chunk_notes(spec: TierSpec, kv: KvUnknown | ModelLayout) -> tuple[str, ...]
     return ("files hold one block of vLLM each, which is small for many models; spec.disk.blockTokens sets more",)
 
 
-def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, told: tuple[str, ...]) -> Capacity:
-    notes = list(told)
+def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, first: tuple[str, ...]) -> Capacity:
+    notes = list(first)
     if found.chunk_tokens is None:
         notes.append("how many tokens a file holds is known only to the engine: its blocks hold a state of the model")
     elif chunking.tokens is not None and found.chunk_bytes is not None and found.chunk_bytes > _LARGE_FILE_BYTES:
@@ -164,8 +164,8 @@ def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, told: tupl
         least = found.device_kv_tokens * kv.token_bytes
         notes.append(
             f"the CPU tier holds {found.cpu_tokens:,} tokens and the accelerators' own KV cache about "
-            f"{found.device_kv_tokens:,}: what falls out of the one is seldom still in the other; give "
-            f"the CPU tier more than {quantity.show_bytes(least)}"
+            f"{found.device_kv_tokens:,}: what the one evicts, the other seldom has; give the CPU tier more than "
+            f"{quantity.show_bytes(least)}"
         )
     return replace(found, notes=tuple(notes))
 

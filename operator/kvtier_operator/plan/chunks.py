@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens one file on the volume holds.
+"""Tokens of one file on the volume, and the places in a prompt that engines keep. Pure.
 
-Pure. Small files cost a round trip each, large ones are read for their first tokens only; between 4 and 16 MiB a volume
-gives its full rate. The number is given to vLLM in blocks of the engine, because only the engine knows how many tokens
-its block really has; whoever sets the number of tokens instead has vLLM check it.
+Small files cost a round trip each, large ones are read for their first tokens only; between 4 and 16 MiB a volume gives
+its full rate. The number is given to vLLM in blocks of the engine, because only the engine knows how many tokens its
+block really has.
 
-Where a later prompt can go on from what it shares with an earlier one, for layers that do not keep every token.
-
-Pure. A layer with a window keeps the last tokens, a Mamba or linear-attention layer one state. vLLM by itself keeps
-those for the end of a prompt only, so of two prompts with much in common the second finds nothing that it can go on
-from. Kept at places in between they cost memory and disk, which is why the places are chosen and told.
+A layer with a window keeps the last tokens, a Mamba or linear-attention layer one state. By itself, vLLM keeps those
+for the end of a prompt only. A prompt that parts from an earlier one before could not go on from it. Kept at places in
+between they cost memory and disk. The function `choose_checkpoints` chooses the places.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ PAGE_BYTES: Final = 4096
 """Rows of the CPU tier, and so the payloads of files, are whole pages."""
 
 HEADER_BYTES: Final = 4096
-"""What a file holds beside its payload."""
+"""Bytes of a file beside its payload."""
 
 MOST_AUTO_BYTES: Final = 8 << 20
 """The largest file that is chosen; with twice the tokens it would be larger, so it has more than half of this."""
@@ -37,7 +35,7 @@ MOST_AUTO_TOKENS: Final = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Chunking:
-    """What vLLM is told; both None leave it at one block."""
+    """Settings of the chunk for vLLM; both None leave it at one block."""
 
     tokens: int | None = None
     """``block_size`` of the connector: what the user asked for."""
@@ -92,7 +90,7 @@ def held_tokens(capacity_bytes: int, kv: ModelLayout, *, chunk_tokens: int, on_d
 
 LEAST_INTERVAL_TOKENS: Final = 512
 STEP_TOKENS: Final = 2048
-"""What vLLM computes of a prompt in one step, where the model has states: it has a state at the end of a step."""
+"""Tokens of a prompt that vLLM computes in one step, where the model has states: it has one at the end of a step."""
 
 LARGEST_BLOCK_TOKENS: Final = 128
 """Attention kernels with blocks larger than vLLM's usual ones have this many tokens in one, at most. An interval that
@@ -106,7 +104,7 @@ _NO_WINDOWS: Final = ("disable-sliding-window", "disable-hybrid-kv-cache-manager
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """What the engine is told; None where nothing is."""
+    """Settings of the engine about places that it keeps; None leaves one to vLLM."""
 
     window_interval: int | None = None
     """Tokens from one place where windows are kept to the next."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided once for a tier and then kept: a share of a node in bytes, the size of files, the startup budget.
+"""Decisions that are made once for a tier and then kept: a share of a node in bytes, the size of files.
 
 Pure. A pod that starts elsewhere, a node that joins, or a newer operator with a longer table of models must not
 restart engines or empty a cache. So each decision is written to the Deployment with a digest of the fields that it was
@@ -35,7 +35,7 @@ _KV_FLAGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What was decided, and for which fields."""
+    """Decisions, with digests of the fields that they were made for."""
 
     cpu_bytes: int
     """Of one engine."""
@@ -44,7 +44,7 @@ class Decisions:
     cpu_for: str
     chunking: Chunking
     weight_bytes: int | None
-    """None where nobody knows the model."""
+    """None where the model is unknown."""
     model_for: str
     assumed: Refusal | None = None
     """Why the CPU tier is assumed for now; None where it is decided."""
@@ -66,14 +66,14 @@ class Decisions:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a Deployment says was decided before; empty where it says nothing that can be read."""
+    """Earlier decisions as the Deployment carries them; empty where it carries none that can be read."""
 
     cpu: Mapping[str, Any]
     model: Mapping[str, Any]
 
 
 def read(text: str) -> Kept:
-    """Read what `Decisions.encode` wrote; what somebody else made of it counts as nothing."""
+    """Read the text of `Decisions.encode`; any other text counts as nothing."""
     try:
         document = json.loads(text) if text else {}
     except ValueError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an edit of a tier costs: which fields start a new cache generation, and which replace the pods.
+"""Costs of an edit of a tier: which fields start a new cache generation, and which replace the pods.
 
-Pure. Nobody keeps a second list of such fields: each changed field is tried alone, so the answer is what the operator
+Pure. There is no second list of such fields: each changed field is tried alone, so the answer is what the operator
 would do.
 """
 
@@ -20,7 +20,7 @@ _ABSENT: Final = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What a spec becomes, as far as an edit can change it."""
+    """Results of a spec that an edit can change."""
 
     generation: str
     """Digest of the blocks that its engines read."""
@@ -45,7 +45,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """What an edit does."""
+    """Costs of an edit."""
 
     changes: tuple[Change, ...]
     generation: str
@@ -55,11 +55,11 @@ class Diff:
     replicas: tuple[int, int]
     """Engine pods before and after."""
     warm_bytes: int | None
-    """Bytes that the current generation holds on the volume; None where nobody said."""
+    """Bytes that the current generation holds on the volume; None where they are unknown."""
     upgrade: tuple[str, ...] = ()
-    """What else another release of the operator changes in pods that are replaced; empty if nothing."""
+    """Other changes that another release of the operator makes in replaced pods; empty for none."""
     ranks_hint: str = ""
-    """What could be done about a cache that another ``tensorParallel`` discards, or why nothing can; empty if none."""
+    """Advice about a cache that another ``tensorParallel`` discards; empty for none."""
 
     @property
     def discards_cache(self) -> bool:
@@ -86,17 +86,17 @@ def make_diff(
     """
     old, new = effect_of(before), effect_of(after)
     runs = running or old
-    standing = document(before)
+    old_document = document(before)
 
     def effect_alone(path: tuple[str, ...], value: object) -> Effect:
         try:
-            return effect_of(TierSpec.model_validate(with_value(standing, path, value)))
+            return effect_of(TierSpec.model_validate(with_value(old_document, path, value)))
         except ValueError:
             # Not valid without the other fields: then it shares what all of them do.
             return new
 
     changes = []
-    for path, was, becomes in differences(standing, document(after)):
+    for path, was, becomes in differences(old_document, document(after)):
         alone = effect_alone(path, becomes)
         changes.append(
             Change(
@@ -132,23 +132,25 @@ def warm_bytes(status: Mapping[str, Any]) -> int | None:
 
 def warnings(diff: Diff) -> tuple[str, ...]:
     """Return what a person should know before such an edit, as sentences; nothing where it costs nothing."""
-    told = []
+    sentences = []
     if diff.discards_cache:
         held = "" if diff.warm_bytes is None else f" ({quantity.show_bytes(diff.warm_bytes)} on the volume)"
-        told.append(
+        sentences.append(
             f"starts an empty cache: blocks of generation {diff.generation}{held} cannot be read by engines with "
-            f"{_fields(change for change in diff.changes if change.is_new_generation)}; they stay on the volume for "
-            "a rollback until they are removed as an old generation"
+            f"{_fields(change for change in diff.changes if change.is_new_generation)}; they stay for a rollback until "
+            "they are removed as an old generation"
         )
     if diff.ranks_hint:
-        told.append(diff.ranks_hint)
+        sentences.append(diff.ranks_hint)
     if diff.restarted_pods:
         causes = _fields(change for change in diff.changes if change.is_restart)
         pods = "1 engine pod" if diff.restarted_pods == 1 else f"{diff.restarted_pods} engine pods, one after another"
-        told.append(f"replaces {pods}: {causes} changed")
+        sentences.append(f"replaces {pods}: {causes} changed")
     if diff.restarted_pods and diff.upgrade:
-        told.append(f"an earlier operator made the engines that run; new ones differ in {', '.join(diff.upgrade)}, too")
-    return tuple(told)
+        sentences.append(
+            f"an earlier operator made the engines that run; new ones differ in {', '.join(diff.upgrade)}, too"
+        )
+    return tuple(sentences)
 
 
 def _fields(changes: Iterator[Change]) -> str:

@@ -2,8 +2,8 @@
 """Which blocks fit which engine: the identity of a generation, and its digest.
 
 Pure. KV bytes are valid only for the exact model, layout and hashing that made them. The identity is an explicit list
-of fields, so that adding a field to the spec changes nobody's cache by accident; raising ``IDENTITY_VERSION`` changes
-everybody's on purpose.
+of fields, so that a new field of the spec changes no cache by accident; raising ``IDENTITY_VERSION`` changes
+every cache on purpose.
 """
 
 from __future__ import annotations

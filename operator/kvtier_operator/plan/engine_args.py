@@ -35,7 +35,7 @@ _SHORT: Final = {
 
 IDENTITY: Final = frozenset(
     {
-        # Which weights are loaded, and what becomes of them.
+        # Which weights are loaded, and how.
         *("code-revision", "config-format", "convert", "dtype", "hf-config-path", "hf-overrides", "ignore-patterns"),
         *("load-format", "model-class-overrides", "model-impl", "model-loader-extra-config", "model-weights"),
         *("quantization", "quantization-config", "runner", "trust-remote-code"),
@@ -60,11 +60,11 @@ IDENTITY: Final = frozenset(
         # Which tokens and heads a rank holds.
         *("cp-kv-cache-interleave-size", "dcp-kv-cache-interleave-size", "decode-context-parallel-size"),
         *("pipeline-parallel-size", "prefill-context-parallel-size"),
-        # What becomes of an image or a video that the key names by its own hash.
+        # How an image or a video is processed, which the key names by its own hash.
         *("media-io-kwargs", "mm-device-do-normalize", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path"),
         *("mm-hasher-algorithm", "mm-processor-device", "mm-processor-kwargs", "video-pruning-method"),
         "video-pruning-rate",
-        # What becomes of an adapter that the key names by its contents.
+        # How an adapter is applied, which the key names by its contents.
         *("enable-mixed-moe-lora-format", "enable-moe-shared-loras", "enable-tower-connector-lora", "lora-dtype"),
         "lora-target-modules",
         # A draft model has KV of its own in the same blocks; the short forms are another way to write the config.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the janitor of a tier is told: the budget, the generations to keep, and where the blocks lie. Pure."""
+"""The janitor's document: the budget, the generations to keep, and the place of the blocks. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier_operator.names import TierRef
 from kvtier_operator.plan import digest
 
 JANITOR_IMAGE: Final = f"ghcr.io/kvtier/janitor:{__version__}"
-"""Where nobody names another one."""
+"""The default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def make_janitor(
 
 
 def _events(spec: TierSpec, tier: TierRef, chunk_tokens: int | None) -> dict[str, Any]:
-    """Return the settings of KV events; none where nobody wants any."""
+    """Return the settings of KV events; empty where none are published."""
     if spec.kv_events is None or not spec.connector.is_ours:
         return {}
     return {

@@ -85,7 +85,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in _NESTED:
         nested = config.get(name)
         if isinstance(nested, Mapping) and any(count in nested for count in _LAYER_COUNTS):
-            # What is said only outside (the type of the numbers, quantization) holds inside, too.
+            # The outer part also describes the inner one (the type of the numbers, quantization).
             return {**config, **nested}
     return config
 
@@ -211,9 +211,9 @@ def _chunked(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]]
     """Llama 4: layers with RoPE look at their chunk only."""
     if not config.get("attention_chunk_size"):
         return None
-    marks = config.get("no_rope_layers")
-    if isinstance(marks, list) and marks:
-        return [(SLIDING,) if mark else (FULL,) for mark in marks]
+    rope_layers = config.get("no_rope_layers")
+    if isinstance(rope_layers, list) and rope_layers:
+        return [(SLIDING,) if mark else (FULL,) for mark in rope_layers]
     interval = number(config, "no_rope_layer_interval", default=4)
     return [(FULL,) if (layer + 1) % interval == 0 else (SLIDING,) for layer in range(count)]
 
@@ -317,7 +317,7 @@ class ModelLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class KvUnknown:
-    """Why nobody can tell how large the KV is."""
+    """The reason why the size of the KV is unknown."""
 
     why: str
 

@@ -15,8 +15,8 @@ _GB: Final = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What is known about one model."""
+class KnownModel:
+    """Facts about one model."""
 
     config: Mapping[str, Any]
     weight_bytes: int
@@ -166,8 +166,8 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
     (_dense(12, 768, 12, 12, torch_dtype="float16"), 0.251, ("facebook/opt-125m",)),
 )
 
-_MODELS: Final[Mapping[str, Model]] = {
-    name.lower(): Model(config=config, weight_bytes=round(gigabytes * _GB))
+_MODELS: Final[Mapping[str, KnownModel]] = {
+    name.lower(): KnownModel(config=config, weight_bytes=round(gigabytes * _GB))
     for config, gigabytes, names in _TABLE
     for name in names
 }
@@ -176,6 +176,6 @@ NAMES: Final = tuple(sorted(name for _, _, names in _TABLE for name in names))
 """Every name in the table, as its publisher writes it."""
 
 
-def known(name: str) -> Model | None:
+def known(name: str) -> KnownModel | None:
     """Return what is known about a model, by its name on the hub; None where nothing is."""
     return _MODELS.get(name.lower())

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes an engine pod may run on, and what they have left for it.
+"""Nodes that an engine pod may run on, their room for it, and the CPU tier as a share of it.
 
 Pure. Follows the scheduler as far as a spec can say where its pods go: node selector, required node affinity, taints,
-and the devices that a node offers. What it cannot know (topology of volumes, affinity between pods) it leaves open.
-
-The CPU tier of one engine in bytes, from an amount or from a share of a node. Pure.
+and the devices that a node offers. Topology of volumes and affinity between pods are left to the scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.names import TierName, TierRef
 from kvtier_operator.plan import digest, engine_args
 from kvtier_operator.plan.decisions import Kept
-from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_mover_bytes
+from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_io_worker_bytes
 from kvtier_operator.quantity import show_bytes
 from kvtier_operator.snapshot import Node, Nodes, PodUsage
 
@@ -238,7 +236,7 @@ def decide_cpu(spec: TierSpec, tier: TierRef, kept: Kept, found: Nodes | None) -
 
 
 ENDS_WITH_A_NODE: Final = frozenset({Reason.NO_NODE_MATCHES, Reason.DOES_NOT_FIT})
-"""What another node can end; a pod that waits for one is how an autoscaler learns of it."""
+"""Refusals that another node can end; an autoscaler adds one for a pod that waits."""
 
 LEAST_BYTES: Final = 1 << 30
 """CPU tier of an engine for which no size was ever decided, until a node is there to take a share of."""
@@ -256,8 +254,8 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     if found is None or found.usage is None:
         return Refusal(
             reason=Reason.NODES_UNKNOWN,
-            message="spec.cpu.fraction: the operator cannot see the nodes, because it serves single namespaces or may "
-            "not list nodes and pods of the whole cluster: set spec.cpu.size instead, or give it that right",
+            message="spec.cpu.fraction: the operator cannot see the nodes, for it serves single namespaces or may not "
+            "list nodes and pods: set spec.cpu.size instead, or give it that right",
         )
     smallest = smallest_node(spec, tier, found)
     if smallest is None:
@@ -271,24 +269,23 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     engines = engine_args.read(spec.engine.args).engines_per_pod
     each = left * percent // 100 // engines // _UNIT * _UNIT
     passing = spec.connector.passing_bytes
-    movers = (
+    workers = (
         engines * passing
         if passing is not None
-        else make_mover_bytes(
+        else make_io_worker_bytes(
             each,
             engines_per_pod=engines,
             workers_per_engine=spec.engine.tensor_parallel,
             compresses=spec.disk.compresses,
         )
     )
-    beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + movers + sidecar_requests(spec)[0]
+    beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + workers + sidecar_requests(spec)[0]
     if each == 0 or engines * each + beside > left:
         return Refusal(
             reason=Reason.DOES_NOT_FIT,
             message=f"spec.cpu.fraction: node {node.name} has {show_bytes(left)} left for one pod; {spec.cpu.fraction} "
-            f"of it and the {show_bytes(beside)} that the pod needs beside (spec.engine.memory, shared memory, "
-            "moving blocks and spec.engine.podTemplate.containers) do not fit: lower spec.cpu.fraction or "
-            "spec.engine.memory",
+            f"of it does not fit beside {show_bytes(beside)} of spec.engine.memory, shared memory, moving blocks and "
+            "spec.engine.podTemplate.containers: lower spec.cpu.fraction or spec.engine.memory",
         )
     return each, left
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pods of a Deployment were made from, as the Deployment itself carries it. Pure.
+"""The source of a Deployment's pods, as the Deployment itself carries it. Pure.
 
 Another version of the operator may render other pods from the same spec, and a replaced engine costs its memory, its
 start and its place on a node. So the Deployment carries what its pods were made from: the spec, the pod template, and
@@ -19,7 +19,7 @@ from kvtier_operator.api.parse import document
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """What the pods of a Deployment were made from."""
+    """The source of a Deployment's pods."""
 
     spec: Mapping[str, Any]
     restart: str

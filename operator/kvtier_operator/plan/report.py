@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says about itself: every size by its name in the status, and the page of ``kvtier plan``. Pure."""
+"""Texts about a plan: every size by its name in the status, and the page of ``kvtier plan``. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_operator import quantity
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.plan import TierPlan, diff
 from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, Sizing
+from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, PodSizing
 from kvtier_operator.quantity import show_bytes
 
 _WIDTH: Final = 100
@@ -23,7 +23,7 @@ _UNKNOWN: Final = "unknown"
 _UNTOLD_DEVICE: Final = "needs the size of the weights and spec.engine.accelerator.memory, or nodes that say it"
 
 Row = tuple[str, str, str, str]
-"""What, its amount, the same in tokens, and how it comes about."""
+"""A name, its amount, the same in tokens, and how it comes about."""
 
 
 def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str = "") -> str:
@@ -32,7 +32,7 @@ def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: s
     Args:
         plan: what was decided.
         capacity: what the tiers hold.
-        fits: what the nodes say to it; None where nobody looked at nodes.
+        fits: whether nodes have room; None where the nodes are unknown.
         warning: what else a person should know of the pods; empty for nothing.
     """
     spec = plan.spec
@@ -142,7 +142,7 @@ def _pod(plan: TierPlan) -> Iterable[Row]:
     pinned = "" if is_in_shm else f"+ {show_bytes(engines * sizing.cpu_bytes)} CPU tier "
     memory = (
         f"{show_bytes(sizing.engine_memory_bytes)} spec.engine.memory + {show_bytes(sizing.shm_bytes)} shared memory "
-        f"{pinned}+ {show_bytes(sizing.mover_bytes)} to move blocks"
+        f"{pinned}+ {show_bytes(sizing.io_worker_bytes)} to move blocks"
     )
     yield "memory, request = limit", show_bytes(sizing.memory_bytes), "", memory
     yield _storage(plan)
@@ -190,7 +190,7 @@ def _notes(notes: Iterable[str]) -> list[str]:
     return ["", *wrapped] if wrapped else []
 
 
-def terms(sizing: Sizing, capacity: Capacity | None, *, node_bytes: int | None) -> dict[str, Any]:
+def terms(sizing: PodSizing, capacity: Capacity | None, *, node_bytes: int | None) -> dict[str, Any]:
     """Return every term that is known, by its name in ``status.sizing``."""
     found: dict[str, Any] = {
         **asdict(sizing),

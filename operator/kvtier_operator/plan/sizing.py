@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every size the pod needs, derived from the CPU tier and the engine's own memory.
 
-Pure. The four numbers that people otherwise keep equal by hand (CPU tier, shared memory, container memory, startup
-budget) come from one, and each term is kept so that status can show the sum.
+Pure. CPU tier, shared memory, container memory and startup budget, which people otherwise keep equal by hand, come from
+one number. Each term is kept so that status can show the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOAD_BYTES_PER_SECOND: Final = GIB // 2
 MOST_CHUNK_BYTES: Final = 16 << 20
 """A chunk is chosen to be no longer, where it can be chosen."""
 
-MOVER_STEP_BYTES: Final = 256 << 20
+STEP_BYTES: Final = 256 << 20
 
 MAPPED_PER_BYTE: Final = 512
 """A process that maps memory keeps eight bytes for each page of 4 KiB."""
@@ -41,7 +41,7 @@ SCRATCH_BYTES: Final = 2 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizing:
+class PodSizing:
     """The terms and their sums; bytes and seconds."""
 
     cpu_bytes: int
@@ -49,7 +49,7 @@ class Sizing:
     shm_overhead_bytes: int
     shm_bytes: int
     engine_memory_bytes: int
-    mover_bytes: int
+    io_worker_bytes: int
     memory_bytes: int
     weight_bytes: int
     ephemeral_bytes: int
@@ -71,7 +71,7 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     is_in_shm: bool = True,
     passing_bytes: int | None = None,
     file_bytes: int = 0,
-) -> Sizing:
+) -> PodSizing:
     """Return the sizes of one pod.
 
     Args:
@@ -83,32 +83,32 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
         weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
         keeps_weights: whether they are downloaded to the node's disk.
         is_in_shm: whether the CPU tier is a file in /dev/shm; otherwise it is memory of the processes themselves.
-        passing_bytes: what blocks pass through on their way to the next tier; None for kvtier's own movers.
+        passing_bytes: what blocks pass through on their way to the next tier; None for kvtier's own I/O workers.
         file_bytes: what blocks take on the node's disk.
     """
     overhead = engines_per_pod * SHM_OVERHEAD_BYTES
     pinned = engines_per_pod * cpu_bytes
     shm = (pinned if is_in_shm else 0) + overhead
-    movers = (
+    passing = (
         engines_per_pod * passing_bytes
         if passing_bytes is not None
-        else make_mover_bytes(
+        else make_io_worker_bytes(
             cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine, compresses=compresses
         )
     )
     pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
     load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
-    return Sizing(
+    return PodSizing(
         cpu_bytes=cpu_bytes,
         engines_per_pod=engines_per_pod,
         shm_overhead_bytes=overhead,
         shm_bytes=shm,
         engine_memory_bytes=engine_memory_bytes,
-        mover_bytes=movers,
+        io_worker_bytes=passing,
         # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
-        memory_bytes=engine_memory_bytes + pinned + overhead + movers,
+        memory_bytes=engine_memory_bytes + pinned + overhead + passing,
         weight_bytes=weight_bytes,
-        # In whole GiB: nobody recognises an estimate by its bytes.
+        # In whole GiB, as an estimate is written.
         ephemeral_bytes=SCRATCH_BYTES
         + engines_per_pod * file_bytes
         + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
@@ -119,7 +119,7 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     )
 
 
-def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int, compresses: bool) -> int:
+def make_io_worker_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int, compresses: bool) -> int:
     """Return what moving blocks takes beside the CPU tiers themselves.
 
     Each worker and the scheduler map the whole CPU tier, those that move blocks a part of it, and have a buffer.
@@ -130,4 +130,4 @@ def make_mover_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine
     )
     each = blocks + tables
     # In steps that people recognise.
-    return -(-engines_per_pod * each // MOVER_STEP_BYTES) * MOVER_STEP_BYTES
+    return -(-engines_per_pod * each // STEP_BYTES) * STEP_BYTES
