@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvtier_localcluster.apiserver.requests import Target, parse_path, verb_of
+from kvtier_localcluster.apiserver.requests import RequestTarget, parse_path, verb_of
 from kvtier_localcluster.apiserver.store.api_errors import ApiError
 from kvtier_localcluster.apiserver.store.objects import Json
 
@@ -72,7 +72,7 @@ class Rbac:
 
     roles: list[Json]
     is_subject: Callable[[web.Request], bool]
-    exists: Callable[[Target], bool] = lambda _target: True
+    exists: Callable[[RequestTarget], bool] = lambda _target: True
     """Whether an object stands: applying one that does not is a create, too."""
     used: set[Grant] = field(default_factory=set)
     denied: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Rbac:
             verbs.append("create")
         return next(filter(None, (self._judge(verb, target, request) for verb in verbs)), None)
 
-    def _judge(self, verb: str, target: Target, request: web.Request) -> ApiError | None:
+    def _judge(self, verb: str, target: RequestTarget, request: web.Request) -> ApiError | None:
         allowing = {grant for grant in self.grants if _allows(grant, verb, target, request.query)}
         if allowing:
             self.used |= allowing
@@ -106,7 +106,7 @@ class Rbac:
         return ApiError(403, "Forbidden", message)
 
 
-def _allows(grant: Grant, verb: str, target: Target, query: Any) -> bool:
+def _allows(grant: Grant, verb: str, target: RequestTarget, query: Any) -> bool:
     is_named = (
         not grant.name or grant.name == target.name or query.get("fieldSelector") == f"metadata.name={grant.name}"
     )
@@ -119,5 +119,5 @@ def _allows(grant: Grant, verb: str, target: Target, query: Any) -> bool:
     )
 
 
-def _resource(target: Target) -> str:
+def _resource(target: RequestTarget) -> str:
     return f"{target.plural}/{target.subresource}" if target.subresource else target.plural

@@ -101,7 +101,7 @@ def _up_detached(options: argparse.Namespace, data: DataDirectory) -> int:
             process.terminate()
             raise ClusterUnavailable(f"the cluster did not start: {data.output.read_text().strip()[-1000:]}")
         time.sleep(_POLL_SECONDS)
-    process.returncode = 0  # it is meant to outlive us: Popen would warn about a child that nobody waited for
+    process.returncode = 0  # it outlives us: Popen would warn about a child without a wait
     _print_next_steps(str(running["url"]), Path(str(running["kubeconfig"])), "`kvtier-localcluster down` stops it.")
     return 0
 

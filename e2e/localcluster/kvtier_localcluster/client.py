@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP client through which the node and the controllers talk to the API server, like any other component.
+"""The HTTP client of the node and the controllers for the API server.
 
 One event loop; every call may raise ApiFailure.
 """

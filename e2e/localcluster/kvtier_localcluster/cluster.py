@@ -2,9 +2,9 @@
 """The whole cluster: API server, controllers and node, in one event loop.
 
     async with LocalCluster(ClusterSettings(data=path)) as cluster: ...     in an event loop
-    with ClusterThread(ClusterSettings(data=path)) as cluster: ...          anywhere else, e.g. tests with kopf's runner
+    with ClusterThread(ClusterSettings(data=path)) as cluster: ...          in tests with kopf's runner, for example
 
-Both have `url` and `kubeconfig` (the path of the file) once started. When either is left, no process of a pod is alive.
+Both have `url` and `kubeconfig` (the path of the file) once started. After the end no process of a pod is alive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def default_images() -> list[ImageProfile]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """What can be chosen about a cluster."""
+    """Settings of a cluster."""
 
     data: Path
     """Where claims, logs and the kubeconfig go; claims are found again by the next cluster on the same directory."""

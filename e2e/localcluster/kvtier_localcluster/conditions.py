@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions in a status: their times move only when they do. Pure."""
+"""Conditions in a status; their times change only with their status. Pure."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where everything lies on disk: one directory for each cluster, and one with a short path for its pods.
+"""Paths on disk: one directory for each cluster, and one with a short path for its pods.
 
-pvc/<namespace>/<claim>/                    outlives the cluster; removed with the claim
-logs/<namespace>/<pod>/<container>.log      of this run of the cluster; `.previous.log` of the container before
-kubeconfig, cluster.json, cluster.lock, cluster.log
-/tmp/kvtier-<user>-<digest>/<pod>/          volumes and working directories; removed with the pod
+- `pvc/<namespace>/<claim>/` outlives the cluster; removed with the claim
+- `logs/<namespace>/<pod>/<container>.log` of this run; `.previous.log` of the container before
+- `kubeconfig`, `cluster.json`, `cluster.lock`, `cluster.log`
+- `/tmp/kvtier-<user>-<digest>/<pod>/` volumes and working directories; removed with the pod
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ class DataDirectory:
         """Make the directories.
 
         Raises:
-            ClusterUnavailable: the pods' directory, whose name others can guess, belongs to somebody else.
+            ClusterUnavailable: the pods' directory, whose name others can guess, belongs to another user.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self.pods.mkdir(mode=0o700, exist_ok=True)
         found = self.pods.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
             raise ClusterUnavailable(
-                f"{self.pods} belongs to somebody else: remove it, or choose another data directory"
+                f"{self.pods} belongs to another user: remove it, or choose another data directory"
             )
 
     def release(self) -> None:
-        """Remove the pods' directory once it is empty; who finds something in it knows that the end was not orderly."""
+        """Remove the pods' directory if it is empty; a directory that is left tells of a crash."""
         with contextlib.suppress(OSError):
             self.pods.rmdir()
 

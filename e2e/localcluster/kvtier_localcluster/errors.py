@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong around the embedded cluster.
+"""Errors of the embedded cluster, all below LocalClusterError.
 
-LocalClusterError
-├── ApiFailure               the API server answered with an error, or could not be reached
-│   ├── NotFound             the object does not exist (any more)
-│   ├── Conflict             somebody else was faster, or the name is taken
-│   └── Expired              the resource version is too old to watch from: list again
-├── ConfigMissing            a container refers to a ConfigMap, Secret or key that does not exist
-├── VolumeMissing            a volume of a pod cannot be set up yet
-├── StartFailed              the command of a container cannot be executed
-└── ClusterUnavailable       the cluster cannot be started, or is not running: the user must act
+- ApiFailure: the API server answered with an error, or could not be reached
+    - NotFound, Conflict
+    - Expired: the resource version is too old to watch from; list again
+- ConfigMissing, VolumeMissing: a container or its pod waits for an object
+- StartFailed: the command of a container cannot be executed
+- ClusterUnavailable: the cluster cannot be started, or is not running; the user must act
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A local copy of the objects of each kind, kept fresh by a watch; listeners hear of every change.
+"""A local copy of the objects of each kind, kept fresh by a watch; listeners are called with every change.
 
-One event loop: nothing here is locked. A component that writes remembers the answer at once, so that its next
-decision never rests on a copy older than its own last write.
+One event loop: nothing here is locked. A component that writes remembers the answer at once, so its next decision never
+uses a copy older than its own last write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Listener = Callable[[Change], None]
 class Informer:
     """The copy of one kind.
 
-    A change of type LOST is a deletion that nobody saw: the object was there before a new listing, and not after.
+    A change of type LOST is a deletion that the watch missed: the object was there before a new listing, and not after.
     """
 
     def __init__(self, client: ApiClient, kind: Kind) -> None:
@@ -131,7 +131,7 @@ class Informer:
 
 
 class Informers:
-    """One informer for each kind that somebody asked for before the start."""
+    """One informer for each kind that was asked for before the start."""
 
     def __init__(self, client: ApiClient) -> None:
         """Store; `start` runs what was asked for until then."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of objects that the node and the controllers read and write, and small questions one asks of any object.
+"""The kinds that the node and the controllers read and write, and helpers for any object.
 
 Pure. Objects are JSON as the API sends it; nothing here changes one.
 """

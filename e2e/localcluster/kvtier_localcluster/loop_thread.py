@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Something asynchronous for code that has no event loop: it lives in a thread of its own, inside a `with`."""
+"""An event loop in a thread of its own, for code that has none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for processes that are told theirs before they listen."""
+"""Ports for processes that get theirs before they listen."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import secrets
 import socket
 
 FIRST, LAST = 15_000, 30_000
-"""Below those that the kernel gives to connections: until somebody listens, one of these may take what was free."""
+"""The range lies below the ports of connections, which could take a free port before its process listens."""
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a port of this machine on which no process listens."""
     while True:
         port = FIRST + secrets.randbelow(LAST - FIRST)
         with socket.socket() as probe:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posts Events about objects, one for each distinct message, counting repetitions.
+"""Post Events about objects, one for each distinct message, counting repetitions.
 
-Best effort: an Event that cannot be posted is logged and forgotten, and nobody ever waits for one.
+Best effort: an Event that cannot be posted is logged and dropped, and no caller waits for one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Happening:
-    """What an Event says about an object."""
+    """The content of an Event about an object."""
 
     reason: str
     message: str

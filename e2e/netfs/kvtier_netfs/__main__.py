@@ -35,7 +35,7 @@ def main() -> int:
         for name, kind in KINDS.items():
             print(f"{name}: {kind.why_not() or 'can be had'}")
         return 0
-    # What ends this program ends it in order.
+    # SIGTERM ends the program in order.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:

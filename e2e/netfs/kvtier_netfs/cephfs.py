@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CephFS: a monitor, a manager, a metadata server and two servers of objects, which keep one copy; and two ceph-fuse.
 
-Nobody authenticates.
+There is no authentication.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GlusterFS: two bricks on xfs, and two clients; files spread over the bricks, or each on both.
 
-Bricks and clients are GlusterFS's own programs with the translators that ``gluster volume create`` gives them. What is
-left out is glusterd, which distributes their settings: there is one of it a host, and it may be in use.
+Bricks and clients are GlusterFS's own programs with the translators that ``gluster volume create`` gives them. They run
+without glusterd, which distributes their settings: there is one of it a host, and it may be in use.
 """
 
 from __future__ import annotations
@@ -14,47 +14,7 @@ from kvtier_netfs.volume import ADDRESS, SharedVolume, wait_for
 
 _PORTS = (24101, 24102)
 
-_BRICK = """
-volume posix
-    type storage/posix
-    option directory {directory}
-end-volume
-volume access-control
-    type features/access-control
-    subvolumes posix
-end-volume
-volume locks
-    type features/locks
-    subvolumes access-control
-end-volume
-volume upcall
-    type features/upcall
-    subvolumes locks
-end-volume
-volume io-threads
-    type performance/io-threads
-    subvolumes upcall
-end-volume
-volume index
-    type features/index
-    option xattrop-pending-watchlist trusted.afr.kv-
-    option xattrop-dirty-watchlist trusted.afr.dirty
-    option index-base {directory}/.glusterfs/indices
-    subvolumes io-threads
-end-volume
-volume brick
-    type debug/io-stats
-    subvolumes index
-end-volume
-volume server
-    type protocol/server
-    option transport-type tcp
-    option transport.socket.bind-address {address}
-    option transport.socket.listen-port {port}
-    option auth.addr.brick.allow {address}
-    subvolumes brick
-end-volume
-"""
+_BRICK = Path(__file__).with_name("gluster_brick.vol").read_text()
 _REMOTE = """
 volume kv-client-{number}
     type protocol/client
@@ -81,33 +41,7 @@ volume spread
     subvolumes kv-client-0 kv-client-1
 end-volume
 """
-_CLIENT = """
-volume utime
-    type features/utime
-    option noatime on
-    subvolumes spread
-end-volume
-volume write-behind
-    type performance/write-behind
-    subvolumes utime
-end-volume
-volume open-behind
-    type performance/open-behind
-    subvolumes write-behind
-end-volume
-volume quick-read
-    type performance/quick-read
-    subvolumes open-behind
-end-volume
-volume md-cache
-    type performance/md-cache
-    subvolumes quick-read
-end-volume
-volume kv
-    type debug/io-stats
-    subvolumes md-cache
-end-volume
-"""
+_CLIENT = Path(__file__).with_name("gluster_client.vol").read_text()
 
 
 class GlusterDistribute(SharedVolume):

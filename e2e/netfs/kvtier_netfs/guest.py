@@ -108,7 +108,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return _SKIPPED
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
-    # What ends this program ends it in order.
+    # SIGTERM ends the program in order.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-guest-") as base:
         return run_in_guest(words, memory_mib=given.memory_mib, base=Path(base))

@@ -109,7 +109,7 @@ class SharedVolume(ABC):
 
     name: ClassVar[str]
     commands: ClassVar[dict[str, str]]
-    """What must be on PATH, and the Debian package that has it."""
+    """Programs that must be on PATH, and the Debian package of each."""
     serving: ClassVar[tuple[str, ...]]
     """The servers that hold files, by name."""
     disk_mib: int = 4096
@@ -206,7 +206,7 @@ def run(*command: str) -> str:
 
 
 def unmount(directory: Path) -> None:
-    """Unmount, also where somebody still works there or the server is gone."""
+    """Unmount, also while files are open or the server is gone."""
     if subprocess.run(["umount", str(directory)], capture_output=True, check=False).returncode != 0:
         subprocess.run(["umount", "--lazy", str(directory)], capture_output=True, check=False)
 

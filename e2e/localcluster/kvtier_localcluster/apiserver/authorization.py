@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may do what: Roles and ClusterRoles as their bindings give them to users, asked of the present state.
+"""Role-based access control: the rules that bindings give to a user in the present state.
 
-There is no authentication: who does not impersonate anybody (`kubectl --as`) is kubernetes-admin, who may do all.
+There is no authentication. A request without impersonation (`kubectl --as`) comes from kubernetes-admin, which may do
+everything.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 
 from multidict import CIMultiDictProxy
 
-from kvtier_localcluster.apiserver.requests import Target
+from kvtier_localcluster.apiserver.requests import RequestTarget
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, qualified
 from kvtier_localcluster.apiserver.store.memory import Storage
 from kvtier_localcluster.apiserver.store.objects import Json
@@ -32,7 +33,7 @@ class User:
 
     @classmethod
     def named(cls, name: str, groups: tuple[str, ...]) -> User:
-        """Return a user in the groups named and in those that everybody of its kind is in."""
+        """Return a user in the groups named and in those of all users of its kind."""
         if name.startswith(_SERVICE_ACCOUNT):
             namespace = name.removeprefix(_SERVICE_ACCOUNT).partition(":")[0]
             groups = (*groups, "system:serviceaccounts", f"system:serviceaccounts:{namespace}")
@@ -40,14 +41,14 @@ class User:
 
     @classmethod
     def of(cls, headers: CIMultiDictProxy[str]) -> User:
-        """Return whom a request speaks for."""
+        """Return the user of a request."""
         name = headers.get("Impersonate-User")
         return cls() if name is None else cls.named(name, tuple(headers.getall("Impersonate-Group", ())))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """One thing that somebody wants to do; a field that is empty stands for none."""
+    """One action on the API; an empty field stands for none."""
 
     verb: str
     group: str = ""
@@ -59,7 +60,7 @@ class Access:
     """Of a request that is not about resources."""
 
     @classmethod
-    def to(cls, verb: str, target: Target) -> Access:
+    def to(cls, verb: str, target: RequestTarget) -> Access:
         """Return the access that a request needs."""
         resource = f"{target.plural}/{target.subresource}" if target.subresource else target.plural
         namespace, name = target.namespace or "", target.name or ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAPI v3 documents, one per group and version: what kubectl validates against and explains from.
+"""Discovery documents, one by one and aggregated, and OpenAPI v3 documents for each group and version.
 
-Discovery documents: which groups, versions and resources there are, one by one and aggregated.
+kubectl validates against the OpenAPI documents, and `kubectl explain` prints them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode the Protobuf bodies that typed Go clients (kubectl create, helm) send. Pure.
 
-Messages are described in protobuf_messages.txt; a body of any other kind is answered with 415. What JSON leaves out
-when it is empty (a zero that is no pointer in Go, an empty struct) is left out here too, or it would count as set.
+Messages are described in protobuf_messages.txt; a body of any other kind is answered with 415. Values that JSON omits
+when they are empty are omitted here, too: a zero that is no pointer in Go, an empty struct.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists, in pages where the client asks for them, and the logs of pods.
+"""Lists with pages, watches, and the logs of pods.
 
-Watches: the initial state or the history, then events as they are committed, bookmarks in between.
-
-Objects that move into or out of a selector appear as ADDED and DELETED, as the real server shows them.
+A watch sends the present state or the history, then each commit, and bookmarks. Objects that move into or out of a
+selector appear as ADDED and DELETED, as on a real server.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ Frame = tuple[str, Json]
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What a client asks of a watch."""
+    """The options of a watch request."""
 
     version: int | None
     """Where to resume; None starts with the present state."""
@@ -235,5 +234,5 @@ async def stream_watch(
             shown = manifest if kind in ("BOOKMARK", "ERROR") else shape(manifest)
             await response.write((compact_json({"type": kind, "object": shown}) + "\n").encode())
     except ConnectionError:
-        return response  # the client has gone, and there is nobody left to tell
+        return response  # the client has gone
     return response

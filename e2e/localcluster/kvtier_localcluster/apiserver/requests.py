@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked of the API: request targets in terms of RBAC, and the audit log that tests read. Pure."""
+"""Request targets in the terms of RBAC, and the audit log that tests read. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class RequestTarget:
     """The object, list or subresource that a path names."""
 
     group_version: str
@@ -28,7 +28,7 @@ class Target:
         return self.group_version.rpartition("/")[0]
 
 
-def parse_path(path: str) -> Target | None:
+def parse_path(path: str) -> RequestTarget | None:
     """Return what a path names, or None for a path that is not about resources."""
     match path.strip("/").split("/"):
         case ["api", version, *rest] if rest:
@@ -44,7 +44,7 @@ def parse_path(path: str) -> Target | None:
     if len(rest) > 3:  # noqa: PLR2004 (plural, name, subresource)
         return None
     plural, name, subresource = (*rest, "", "")[:3]
-    return Target(
+    return RequestTarget(
         group_version=group_version,
         plural=plural,
         namespace=namespace,
@@ -63,7 +63,7 @@ class AuditEntry:
     user_agent: str
     verb: str
     """As RBAC names it: get, list, watch, create, update, patch, delete, deletecollection."""
-    target: Target | None
+    target: RequestTarget | None
     """None for discovery, health and the like."""
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class AuditEntry:
         return f"{self.method} {self.path}{'?' if self.query else ''}{self.query} {self.user_agent}"
 
 
-def verb_of(method: str, target: Target | None, query: Mapping[str, str]) -> str:
+def verb_of(method: str, target: RequestTarget | None, query: Mapping[str, str]) -> str:
     """Return the RBAC verb of a request."""
     is_named = target is not None and target.name is not None
     if method == "GET":

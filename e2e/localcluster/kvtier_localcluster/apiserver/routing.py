@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP in and out: turns a request into one call of a writer, deleter, list or watch, and its answer into JSON."""
+"""HTTP requests and answers: each request becomes one call of a writer, deleter, list or watch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier_localcluster.apiserver.registry import scale
 from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
-from kvtier_localcluster.apiserver.requests import AuditEntry, Target, parse_path, verb_of
+from kvtier_localcluster.apiserver.requests import AuditEntry, RequestTarget, parse_path, verb_of
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.store.memory import Storage
 from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, object_key
@@ -49,7 +49,7 @@ _YamlLoader.yaml_implicit_resolvers = {
 
 @dataclass(kw_only=True)
 class Api:
-    """What requests work on."""
+    """The parts of the server that requests use."""
 
     storage: Storage
     registry: Registry
@@ -120,7 +120,7 @@ class _Call:
     api: Api
     request: web.Request
     resource: Resource
-    target: Target
+    target: RequestTarget
     options: WriteOptions
 
     @property
@@ -144,7 +144,7 @@ class _Call:
         return self.api.writer.find(self.resource, self.namespace, self.name)
 
 
-async def _parse(api: Api, request: web.Request, target: Target | None, warnings: list[str]) -> _Call | None:
+async def _parse(api: Api, request: web.Request, target: RequestTarget | None, warnings: list[str]) -> _Call | None:
     if target is None:
         return None
     resource = api.registry.get(target.group_version, target.plural)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that an API server makes for itself when it starts: namespaces, and the ClusterRoles for people. Pure.
+"""The API server: `ApiServer` for code in an event loop, `ApiServerThread` for other code.
 
-Of what the real roles allow, only the kinds that are served here are named.
-
-The server itself: `ApiServer` for code that lives in an event loop, `ApiServerThread` for code that does not.
+It starts with the usual namespaces and the ClusterRoles for people, which name only kinds that are served here.
 """
 
 from __future__ import annotations

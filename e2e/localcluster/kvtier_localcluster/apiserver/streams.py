@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of SPDY 3.1 as port-forwarding takes: streams that a client opens, data both ways, no flow control. Pure.
+"""Commands and connections into pods over a WebSocket, as kubectl 1.31 and later ask.
 
-kubectl sends SPDY through a WebSocket, and its SPDY ignores windows; so does this.
+kubectl exec: each message begins with the number of its channel. In the fifth version of the protocol a client ends the
+command's input and still receives its output; in the fourth the input ends when the client leaves.
 
-kubectl port-forward: streams of one WebSocket become connections to a port of a pod, as kubectl 1.31 and later ask.
-
-Each connection has two streams, named by a request id: one for its data, one for what went wrong.
-
-kubectl exec: one WebSocket carries a command's input and output and, in the end, how it ended, as kubectl 1.31 asks.
-
-Each message begins with the number of its channel. In the fifth version of the protocol, a client ends the command's
-input and still hears what the command says; in the fourth the input ends when the client goes.
+kubectl port-forward: each connection has two streams, named by a request id, one for data and one for errors. They come
+as SPDY 3.1 through the WebSocket. The `Session` here has streams that a client opens and data both ways. It has no flow
+control, as kubectl's SPDY ignores windows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.resources
 import json
 import struct
 import zlib
@@ -29,23 +27,6 @@ from aiohttp import WSMsgType, web
 from kvtier_localcluster.apiserver.store.api_errors import bad_request
 from kvtier_localcluster.apiserver.store.objects import Json, field_at
 
-_NAMES: Final = (
-    "options head post put delete trace accept accept-charset accept-encoding accept-language accept-ranges age allow "
-    "authorization cache-control connection content-base content-encoding content-language content-length "
-    "content-location content-md5 content-range content-type date etag expect expires from host if-match "
-    "if-modified-since if-none-match if-range if-unmodified-since last-modified location max-forwards pragma "
-    "proxy-authenticate proxy-authorization range referer retry-after server te trailer transfer-encoding upgrade "
-    "user-agent vary via warning www-authenticate method get status 200|OK version HTTP/1.1 url public set-cookie "
-    "keep-alive origin"
-)
-_REST: Final = (
-    "100101201202205206300302303304305306307402405406407408409410411412413414415416417502504505203 Non-Authoritative "
-    "Information204 No Content301 Moved Permanently400 Bad Request401 Unauthorized403 Forbidden404 Not Found500 "
-    "Internal Server Error501 Not Implemented503 Service UnavailableJan Feb Mar Apr May Jun Jul Aug Sept Oct Nov Dec "
-    "00:00:00 Mon, Tue, Wed, Thu, Fri, Sat, Sun, GMTchunked,text/html,image/png,image/jpg,image/gif,application/xml,"
-    "application/xhtml+xml,text/plain,text/javascript,publicprivatemax-age=gzip,deflate,sdchcharset=utf-8charset="
-    "iso-8859-1,utf-,*,enq=0."
-)
 _LENGTH: Final = struct.Struct(">I")
 _HEADER: Final = struct.Struct(">II")
 _CONTROL: Final = 0x80030000
@@ -61,9 +42,11 @@ def _sized(text: str) -> bytes:
     return _LENGTH.pack(len(text)) + text.encode()
 
 
+@functools.cache
 def dictionary() -> bytes:
     """Return the texts that both sides know before the first header."""
-    return b"".join(_sized(name.replace("|", " ")) for name in _NAMES.split()) + _REST.encode()
+    names, rest = (importlib.resources.files(__package__) / "spdy_dictionary.txt").read_text().splitlines()
+    return b"".join(_sized(name.replace("|", " ")) for name in names.split()) + rest.encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +249,7 @@ async def execute(request: web.Request, pod: Json, source: PodExec | None) -> we
     command = asyncio.ensure_future(
         source(*names, container, request.query.getall("command"), send, None if queue is None else _pieces(queue))
     )
-    # Whoever goes away ends the command.
+    # A client that leaves ends the command.
     listening = asyncio.ensure_future(_listen(socket, queue))
     await asyncio.wait((command, listening), return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(ConnectionError):

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of JSONPath that printer columns use: fields, indexes, wildcards and filters by equality. Pure.
+"""Tables for `kubectl get`: printer columns of custom resources and of built-in kinds. Pure except for the clock.
 
-The cells that `kubectl get` prints for built-in kinds. Pure but for the clock, which ages need.
-
-A column whose name starts with `+` is shown by `-o wide` only.
-
-What `kubectl get` shows: Tables with the printer columns of custom resources and of the built-in kinds.
+A column whose name starts with `+` is shown by `-o wide` only. `first_match` reads the part of JSONPath that printer
+columns use: fields, indexes, wildcards and filters by equality.
 """
 
 from __future__ import annotations

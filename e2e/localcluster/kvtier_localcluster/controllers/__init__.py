@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controllers: what kube-controller-manager, kube-scheduler and kube-proxy do, each in one module."""
+"""Controllers: the work of kube-controller-manager, kube-scheduler and kube-proxy, one module for each kind."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PersistentVolumeClaims: one directory each, which outlives the cluster and ends only with the claim.
+"""PersistentVolumeClaims: one directory each, which outlives the cluster and is removed with the claim.
 
 A claim that is deleted while a pod uses it waits for that pod.
 """

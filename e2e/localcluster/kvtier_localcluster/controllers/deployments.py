@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pods each generation of a Deployment may have next. Pure.
+"""Deployments: one ReplicaSet for each pod template, rolled from one to the next.
 
-The status of a Deployment: counts, and the conditions that `kubectl rollout status` and `kubectl wait` read.
-
-Pure, but that a deadline is compared with the clock.
-
-Deployments: one ReplicaSet for each pod template, rolled from one to the next.
+`rolling_step` decides how many pods each generation has next; `status_of` makes the counts and conditions that `kubectl
+rollout status` reads. Both are pure, except that deadlines are compared with the clock.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ def rolling_step(replicas: int, limits: Bounds, *, new: Generation, old: Sequenc
     available = new.available + sum(each.available for each in old)
     minimum = replicas - limits.unavailable
     budget = total - minimum - max(0, new.replicas - new.available)
-    for each in old:  # pods that serve nobody go first
+    for each in old:  # pods that do not serve go first
         removed = min(max(0, each.replicas - each.available), max(0, budget))
         sizes[each.name] -= removed
         budget -= removed

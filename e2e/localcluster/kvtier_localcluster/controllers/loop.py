@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adoption: a controller takes in what matches its selector and has no controller, and lets go what matches no more.
+"""The base class of controllers: a queue of keys, each reconciled from the present state.
 
-The shape of a controller: a queue of keys, each reconciled from the present state; every trigger is the same.
-
-A key is in the queue at most once and handled by one task, so one object is never reconciled twice at the same time.
+A key is in the queue at most once and handled by one task, so an object is never reconciled twice at the same time.
+A controller adopts the objects that match its selector and have no controller, and releases those that no longer match.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Controller(ABC):
                 self.enqueue((child["metadata"]["namespace"], reference["name"]))
 
     def notice_child(self, change: Change) -> None:
-        """Reconcile what controls or controlled an object, and whoever may adopt one that has no controller."""
+        """Reconcile the present and former controller of an object, and those that may adopt it."""
         for child in filter(None, (change.object, change.old)):
             self.enqueue_controller_of(child)
         if not change.is_gone and controller_uid(change.object) is None:

@@ -33,7 +33,7 @@ _FINISHED = ("Succeeded", "Failed")
 
 
 def deletion_rank(pod: Json) -> tuple[int, ...]:
-    """Return a key that sorts pods by how little is lost with them: those that serve nobody come first."""
+    """Return a key that sorts pods by how little is lost with them: those that do not serve come first."""
     annotations = pod["metadata"].get("annotations") or {}
     created = pod["metadata"]["creationTimestamp"]
     youth = -int("".join(character for character in created if character.isdigit()))

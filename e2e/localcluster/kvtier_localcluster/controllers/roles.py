@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregated ClusterRoles, such as view, edit and admin: their rules are those of the roles that they select."""
+"""Aggregated ClusterRoles, such as view, edit and admin: they hold the rules of the roles that they select."""
 
 from __future__ import annotations
 

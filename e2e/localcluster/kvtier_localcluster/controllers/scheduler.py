@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a pod fits the node, and if not, why. Pure.
-
-The scheduler: gives pods to the one node, or says why it cannot take them.
-"""
+"""The scheduler: binds pods to the one node, or says why they do not fit."""
 
 from __future__ import annotations
 

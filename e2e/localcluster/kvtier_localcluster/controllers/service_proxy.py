@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoint a connection goes to: in turn, or the same for a client until it has been away for long. Pure.
+"""The service proxy: listens on every ClusterIP and port, and passes connections on to ready endpoints.
 
-The service proxy: listens on every ClusterIP and port, and passes connections on to ready endpoints.
-
-Linux answers on all of 127.0.0.0/8, so an address from that range needs no set-up; only TCP is served.
+Linux answers on all of 127.0.0.0/8, so an address from that range needs no set-up; only TCP is served. A
+`Balancer` chooses endpoints in turn, or the same one for a client until it has been away for long.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node agent: one runner for each pod that is given to this node, from its start to its end."""
+"""The node agent: one runner for each pod of this node, from its start to its end."""
 
 from __future__ import annotations
 

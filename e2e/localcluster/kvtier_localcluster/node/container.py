@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the log of a container.
-
-One container: started, probed, restarted with growing delays, and ended in order.
+"""One container: started, probed, restarted with growing delays, and ended in order.
 
 Everything happens in the event loop. `run` owns the process; `stop` and the probes only ask it to end.
 """
@@ -17,7 +15,7 @@ from pathlib import Path
 from kvtier_localcluster.errors import ConfigMissing, StartFailed, VolumeMissing
 from kvtier_localcluster.kinds import Json, key_of, seconds_since, timestamp
 from kvtier_localcluster.node.launching import last_words_file, make_launch
-from kvtier_localcluster.node.probes import Tally, Target, Verdict, look
+from kvtier_localcluster.node.probes import ProbeTarget, Tally, Verdict, look
 from kvtier_localcluster.node.processes import ContainerProcess, Launch
 from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.status import ContainerState, Termination
@@ -217,7 +215,7 @@ class ContainerRunner:
     # ---- probes and hooks
 
     async def _watch_over(self, process: ContainerProcess) -> None:
-        target = Target(
+        target = ProbeTarget(
             container=self.container,
             pod_ip=self._services.sources.pod_ip,
             session=self._services.node.session,
@@ -236,7 +234,7 @@ class ContainerRunner:
             if (readiness := self.container.get("readinessProbe")) is not None:
                 group.create_task(self._watch_readiness(readiness, target))
 
-    async def _pass_startup(self, process: ContainerProcess, probe: Json, target: Target) -> bool:
+    async def _pass_startup(self, process: ContainerProcess, probe: Json, target: ProbeTarget) -> bool:
         async for verdict in self._verdicts("Startup", probe, target):
             if verdict is Verdict.FAILURE:
                 message = f"Container {self.state.name} failed startup probe, will be restarted"
@@ -250,21 +248,21 @@ class ContainerRunner:
         self._services.report()
         return True
 
-    async def _watch_liveness(self, process: ContainerProcess, probe: Json, target: Target) -> None:
+    async def _watch_liveness(self, process: ContainerProcess, probe: Json, target: ProbeTarget) -> None:
         async for verdict in self._verdicts("Liveness", probe, target):
             if verdict is Verdict.FAILURE:
                 message = f"Container {self.state.name} failed liveness probe, will be restarted"
                 await self._fail(process, "Killing", message, probe)
                 return
 
-    async def _watch_readiness(self, probe: Json, target: Target) -> None:
+    async def _watch_readiness(self, probe: Json, target: ProbeTarget) -> None:
         async for verdict in self._verdicts("Readiness", probe, target):
             is_ready = self.state.is_ready if verdict is Verdict.UNDECIDED else verdict is Verdict.SUCCESS
             if is_ready != self.state.is_ready:
                 self.state.is_ready = is_ready
                 self._services.report()
 
-    async def _verdicts(self, name: str, probe: Json, target: Target) -> AsyncIterator[Verdict]:
+    async def _verdicts(self, name: str, probe: Json, target: ProbeTarget) -> AsyncIterator[Verdict]:
         tally = Tally.of(probe)
         await asyncio.sleep(float(probe.get("initialDelaySeconds", 0)))
         while True:
@@ -288,7 +286,7 @@ class ContainerRunner:
         hook = (self.container.get("lifecycle") or {}).get("preStop")
         if hook is not None and grace_seconds > 0 and not self._hook_has_run:
             self._hook_has_run = True
-            target = Target(
+            target = ProbeTarget(
                 container=self.container,
                 pod_ip=self._services.sources.pod_ip,
                 session=self._services.node.session,

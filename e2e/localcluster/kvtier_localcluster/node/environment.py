@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the real paths and addresses where a container's text names those it would see in a real container. Pure.
+"""The environment, paths and addresses of a container. Pure; sources of values are passed in.
 
-What an image would bring: images are not pulled, so a table says what containers of some images get. Pure.
-
-The environment variables that a container declares. Pure; where values come from is passed in.
+Images are not pulled: a table of `ImageProfile` gives containers of some images an environment and an entry point.
+Mount paths and the wildcard address in the texts of a container are replaced by real ones.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _VARIABLE = re.compile(r"\$(\$|\(([A-Za-z0-9_.-]+)\))")
 class PathMap:
     """Directories of the machine for mount paths of one container.
 
-    A mount path is replaced where it stands as a path of its own or at the head of one: not inside another path
-    (`/data/tmp` for `/tmp`), a longer name (`/tmpfoo`) or the path of a URL with a host, but after `file://`.
+    A mount path is replaced as a path of its own, at the head of one, and after `file://`. It stays inside another path
+    (`/data/tmp` for `/tmp`), in a longer name (`/tmpfoo`), and in a URL with a host.
     """
 
     def __init__(self, directories: Mapping[str, str]) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent of one container's processes: starts the main one, and ends every other when that one ends.
+"""The parent of one container's processes: starts the main one, and kills the others when that one ends.
 
-A program of its own, run as `python -I -S launcher.py` with an order on its standard input (`encode`), after which
-comes what the main process is to read, if it is to read anything; stdlib only. It
-makes itself the subreaper of whatever the container starts, so that no daemon escapes; and the kernel tells it when
-the node dies, however it dies. It exits as the main process did (128 + signal where a signal ended that).
+It runs as `python -I -S launcher.py` and uses the standard library only. Its standard input holds an order (`encode`),
+then the input of the main process, if there is any. It is the subreaper of all that the container starts, so no daemon
+escapes. The kernel signals it when the node dies. It exits as the main process did (128 + signal after a signal).
 
-    SIGTERM   pass on to the main process
-    SIGUSR1   end everything now; also what the kernel sends when the node is gone
+- SIGTERM: pass on to the main process
+- SIGUSR1: kill everything now; the kernel sends it, too, when the node is gone
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def encode(order: dict[str, Any]) -> bytes:
 
 
 def _read(count: int) -> bytes:
-    """Read so many bytes, and not one of those that follow: they are for somebody else."""
+    """Read so many bytes, and none of those that follow: they are the input of the main process."""
     content = b""
     while len(content) < count:
         piece = os.read(0, count - len(content))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a container of a pod to the process that stands for it: command, environment, directories."""
+"""Turn a container of a pod into a process to start: command, environment, directories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def last_words_file(container: Json, services: PodServices) -> Path:
 def _base_environment(services: PodServices, mounts: Mounts) -> dict[str, str]:
     """Return what every container has; nothing else of the caller's environment gets through."""
     machine = {name: os.environ[name] for name in _FROM_THE_MACHINE if name in os.environ}
-    # Nobody is asked who they are here, so the account's token is the cluster's address.
+    # There is no authentication, so a kubeconfig stands for the account's token.
     spec = services.sources.pod["spec"]
     is_client = spec.get("automountServiceAccountToken", spec.get("serviceAccountName", "default") != "default")
     account = {"KUBECONFIG": str(services.node.kubeconfig)} if is_client else {}

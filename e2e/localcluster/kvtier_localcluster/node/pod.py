@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pod on the node: its containers in order, its status in the API, its end."""
+"""One pod on the node: its containers in order, its status in the API, and its end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes: one look at a container, and the rule that turns looks into a verdict."""
+"""Probes: one look at a container, and the thresholds that turn looks into a verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Execute = Callable[[list[str]], Awaitable[tuple[int, str]]]
 
 
 class Verdict(enum.Enum):
-    """What the looks so far amount to."""
+    """The result of the looks so far."""
 
     UNDECIDED = "undecided"
     SUCCESS = "success"
@@ -53,7 +53,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ProbeTarget:
     """Where the container of a probe is."""
 
     container: Json
@@ -69,7 +69,7 @@ class Target:
         return int(wanted)
 
 
-async def look(action: Json, target: Target) -> str | None:
+async def look(action: Json, target: ProbeTarget) -> str | None:
     """Do what a probe or a hook describes once; return why it failed, or None."""
     seconds = float(action.get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS))
     try:
@@ -90,7 +90,7 @@ async def look(action: Json, target: Target) -> str | None:
     return f"no such action here: {', '.join(sorted(action))}"
 
 
-async def _http(action: Json, target: Target) -> str | None:
+async def _http(action: Json, target: ProbeTarget) -> str | None:
     scheme = action.get("scheme", "HTTP").lower()
     host = with_address(action.get("host") or target.pod_ip, target.pod_ip)
     path = action.get("path") or "/"
@@ -103,13 +103,13 @@ async def _http(action: Json, target: Target) -> str | None:
         return f"HTTP probe failed with statuscode: {answer.status}"
 
 
-async def _tcp(action: Json, target: Target) -> str | None:
+async def _tcp(action: Json, target: ProbeTarget) -> str | None:
     host = with_address(action.get("host") or target.pod_ip, target.pod_ip)
     _, writer = await asyncio.open_connection(host, target.port(action["port"]))
     writer.close()
     return None
 
 
-async def _exec(action: Json, target: Target) -> str | None:
+async def _exec(action: Json, target: ProbeTarget) -> str | None:
     code, output = await target.execute(action["command"])
     return None if code == 0 else output.strip()[-_SHOWN_CHARACTERS:] or f"command exited with {code}"

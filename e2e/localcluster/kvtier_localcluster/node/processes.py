@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local processes that stand for containers: start them below a launcher, end them, find what an earlier run left.
+"""Processes that stand for containers: start them below a launcher, end them, find those of an earlier run.
 
-A container's environment holds nothing of ours: what tells its processes from others is that their TMPDIR or their
-working directory lies below the pods' directory.
+The environment of a container holds no mark of ours. Its processes are recognised by a TMPDIR or working directory
+below the directory of the pods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to execute, and what it sees."""
+    """A command to execute, with its environment and directories."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -146,7 +146,7 @@ class ContainerProcess:
     async def feed(self, pieces: AsyncIterator[bytes]) -> None:
         """Give the command what it reads, to its end; only for a process started with input.
 
-        A command may end before it has read all: then the rest is for nobody.
+        A command may end before it has read all; the rest is dropped.
         """
         stream = self._process.stdin
         async for piece in pieces:

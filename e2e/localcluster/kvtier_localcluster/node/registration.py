@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Node object: what the machine offers to pods. Written once, when the node starts; there is no heartbeat."""
+"""The Node object: the resources of the machine. Written once, at the start; there is no heartbeat."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses for pods: each pod gets one of its own from 127.64.0.0/11, which Linux answers without any set-up.
+"""Records that the node gives to each pod, and a pod to each of its containers; and addresses for pods.
 
-Services get theirs from the range of the same number in 127.96.0.0/11, so one reservation holds both.
-
-What the node gives to each pod, and a pod to each of its containers: plain records, made once.
+Each pod gets an address from 127.64.0.0/11, which Linux answers without any set-up. Services get theirs from the range
+of the same number in 127.96.0.0/11, so one reservation holds both.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Restarts:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """What can be chosen about a node."""
+    """Settings of a node."""
 
     images: Sequence[ImageProfile] = ()
     restarts: Restarts = field(default_factory=Restarts)
@@ -112,7 +111,7 @@ class NodeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeServices:
-    """What every pod of the node uses."""
+    """Services that every pod of the node uses."""
 
     client: ApiClient
     informers: Informers
@@ -123,12 +122,12 @@ class NodeServices:
     settings: NodeSettings
     allocatable: Json
     kubeconfig: Path
-    """What stands for the token of a service account."""
+    """A file that stands for the token of a service account."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodServices:
-    """What every container of a pod uses."""
+    """Services that every container of a pod uses."""
 
     node: NodeServices
     sources: Sources

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node without processes: pods are Running and Ready at once, for tests of operators with many resources.
+"""A node without processes: pods are Running and Ready at once, for tests with many resources.
 
-An annotation tells otherwise: `localcluster.kvtier.dev/simulate: NotReady` keeps a pod unready (it may be changed
-while the pod runs), `Fail` ends it as Failed. A pod that is never restarted, as those of a Job, has succeeded at once.
+The annotation `localcluster.kvtier.dev/simulate: NotReady` keeps a pod unready, and may change while the pod runs;
+`Fail` ends it as Failed. A pod that is never restarted, as those of a Job, succeeds at once.
 """
 
 from __future__ import annotations

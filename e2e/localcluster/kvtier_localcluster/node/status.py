@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the status of a pod says about its containers. Pure."""
+"""The status of a pod, made from the states of its containers. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Termination:
 
 @dataclass(kw_only=True)
 class ContainerState:
-    """What is known of one container; its runner changes it, the status is made from it."""
+    """The state of one container; its runner changes it, the status is made from it."""
 
     name: str
     image: str
@@ -96,7 +96,7 @@ class ContainerState:
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """What the node knows of one pod."""
+    """The state of one pod on the node."""
 
     pod_ip: str
     started_at: str

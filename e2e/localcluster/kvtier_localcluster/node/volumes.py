@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The volumes of one pod as directories of the machine.
 
-What comes from a ConfigMap, a Secret or the downward API is written once for each container, because the paths
-inside are those that this container sees. They change together, by the swap of one link, as the kubelet's do.
+Files of a ConfigMap, a Secret or the downward API are written once for each container, since the paths inside are those
+that this container sees. They change together, by the swap of one link, as with a kubelet.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FROM_OBJECTS = ("configMap", "secret", "downwardAPI", "projected")
 
 @dataclass(frozen=True)
 class Mounts:
-    """What one container sees."""
+    """The directories of one container."""
 
     paths: PathMap
     temporary: Path
     """Where TMPDIR points: the container's /tmp, or a directory of the pod."""
     shared_memory: Path
-    """What /dev/shm is where the pod can have its own."""
+    """The directory behind /dev/shm, where the pod can have its own."""
 
 
 class PodVolumes:
@@ -172,7 +172,7 @@ class PodVolumes:
             return _chosen(self._sources.secret(name), reference, "secret", name)
         if "downwardAPI" in source:
             return {item["path"]: self._downward(container, item) for item in source["downwardAPI"].get("items") or []}
-        return {}  # service account tokens: the local API server asks nobody who they are
+        return {}  # service account tokens: the local API server has no authentication
 
     def _downward(self, container: Json, item: Json) -> bytes:
         if "fieldRef" in item:

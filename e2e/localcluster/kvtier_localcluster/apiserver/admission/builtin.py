@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check objects of built-in kinds against their schema, in one walk that also drops unknown fields.
+"""Checks of built-in kinds: their schema, cross-field rules and immutable fields. Pure.
 
-A general JSON-schema validator takes some 30 ms for a Deployment, because it resolves references anew; the built-in
-definitions use so few keywords that this walk does the same in well under one. Pure.
-
-What the API refuses of built-in kinds beyond their schema: cross-field rules and immutable fields. Pure.
-
-Only rules that an operator's manifests can plausibly break are here; each yields the real server's text, or near it.
+`SchemaWalk` checks an object and drops unknown fields in one walk. A general JSON-schema validator takes 30 ms for a
+Deployment, because it resolves references anew; this walk takes less than one. The rules of
+`problems` are those that manifests of an operator are likely to break, with the texts of the real server.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CEL rules of a CustomResourceDefinition (`x-kubernetes-validations`), evaluated with Google's CEL runtime.
 
-Emulated of the Kubernetes libraries: quantities (as doubles), `find`, `isURL`; text functions and optionals come with
-the runtime. Not emulated: the budget of time when rules run, and type checking of `self` (its fields are dynamic, so a
-misspelt one fails when the rule runs; `structural_problems` looks for those).
+Of the Kubernetes libraries, quantities (as doubles), `find` and `isURL` are emulated. Text functions and optionals come
+with the runtime. The time budget of rules is not emulated, and the fields of `self` are dynamic: a misspelt one fails
+when the rule runs. `structural_problems` finds such fields before.
 
-What a structural schema says to CEL: the type of each value, how large it can get, and how few bytes it takes. Pure.
-
-Where the schema gives no bound, the largest request is one.
+`declared` derives from a structural schema the type, largest size and fewest bytes of each value. A value without a
+bound is limited by the largest request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate what the rules of a CustomResourceDefinition cost at most, and refuse what is over the API server's limits.
+"""Estimate the highest cost of the rules of a CustomResourceDefinition, and refuse it where a real API server does.
 
-The estimate follows that of cel-go and of the Kubernetes libraries, for the upper bound only, over the expression that
-the CEL runtime has parsed. What a rule costs when it runs is not counted. Pure.
+The estimate follows those of cel-go and of the Kubernetes libraries, for the upper bound only. It works on the
+expression that the CEL runtime has parsed. The cost of a rule that runs is not counted. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True)
 class _Node:
-    """What is known of the value of an expression."""
+    """The size, type and cost of an expression, as far as they are known."""
 
     cost: int
     kind: str
@@ -260,7 +260,7 @@ _BY_NAME: Final[dict[str, Callable[[list[_Node]], tuple[int, _Node]]]] = {
 
 
 def _replaced_size(given: list[_Node]) -> int:
-    """Return how long a text can get when one text in it is replaced by another, both of which are usually literals."""
+    """Return the longest length of a text after one text in it is replaced by another; both are usually literals."""
     text, old, new = (node.at_most for node in given[:3])
     if new <= old:
         return text

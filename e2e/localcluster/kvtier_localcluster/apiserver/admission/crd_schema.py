@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the structural schema of a CustomResourceDefinition does to an object: prune, default, validate. Pure."""
+"""Prune, default and validate custom resources by the structural schema of their definition. Pure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def schema_problems(
 ) -> list[str]:
     """Return what the schema refuses, one text each, as the real server words it.
 
-    What was stored like that before, and has not changed, may stay: the schema may have become stricter since.
+    A stored value that has not changed may stay: the schema may have become stricter since.
     """
     problems = [
         problem

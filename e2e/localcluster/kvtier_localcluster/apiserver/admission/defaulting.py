@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill in what the API fills in for built-in kinds: the part that makes "desired == live" comparisons fail.
+"""Set the defaults of built-in kinds, without which a comparison of desired and live objects would always succeed.
 
-Every function changes a fresh object in place; nothing here looks at the cluster.
+Every function changes a fresh object in place; nothing here reads the cluster.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint of a CustomResourceDefinition: what a real API server refuses when it is created. Pure."""
+"""Find the mistakes for which a real API server refuses a CustomResourceDefinition. Pure."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields an object has, as server-side apply counts them: sets of paths, and their FieldsV1 encoding. Pure.
+"""Server-side apply and the bookkeeping of field managers. Pure except for the times in managedFields.
 
-A path is a tuple of steps: `("f", name)` a field, `("k", keys-as-JSON)` an item of a list map, `("v", value-as-JSON)`
-an item of a set. Atomic lists and maps are one leaf. A list-map item stands in the set itself, with the value `ITEM`.
+`apply_configuration` merges the fields that one manager applies; `record_update` notes the changes of any other write.
+Both return new objects; stored ones never change in place.
 
-Server-side apply and the bookkeeping of field managers. Pure but for the time stamps in managedFields.
-
-`apply_configuration` merges what one manager applies; `record_update` notes what any other write changed. Both answer
-with new objects: what is stored is never changed in place.
+Fields are sets of paths. A path is a tuple of steps: `("f", name)` for a field, `("k", keys-as-JSON)` for an item of a
+list map, `("v", value-as-JSON)` for an item of a set. Atomic lists and maps are one leaf. An item of a list map is in
+the set itself, with the value `ITEM`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give every Service its cluster IP out of one range. The Services in storage are the record of what is taken."""
+"""Allocate the cluster IPs of Services from one range. The stored Services record which are taken."""
 
 from __future__ import annotations
 

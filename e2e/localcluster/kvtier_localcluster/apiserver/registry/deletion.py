@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delete objects: preconditions, finalizers, the grace period of pods, and what waits for its dependents.
+"""Delete objects: preconditions, finalizers, the grace period of pods, and garbage collection.
 
-An object that cannot go at once gets a deletionTimestamp and stays. It goes with the write that removes its last
-finalizer or (pods) with a second delete of grace period 0, which is what a kubelet sends when the processes are gone.
+An object that cannot be removed at once gets a deletionTimestamp and stays. The write that removes its last finalizer
+removes it. A pod is removed by a second delete with grace period 0, which a kubelet sends when the processes are gone.
 
-The garbage collector: deletes what has lost its owners, empties namespaces and removed kinds, ends foreground waits.
-
-It listens to commits and works in one task on the server's event loop; each piece of work looks at the present state,
-so that doing one twice changes nothing.
+The garbage collector deletes objects without owners, empties namespaces and removed kinds, and ends foreground waits.
+It listens to commits and works in one task of the server's event loop. Each step reads the present state, so repeating
+one changes nothing.
 """
 
 from __future__ import annotations

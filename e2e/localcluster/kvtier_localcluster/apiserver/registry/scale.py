@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale subresource: an object's replica numbers seen as a `Scale`. Pure."""
+"""The scale subresource: the replicas of an object as a `Scale`. Pure."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new object starts with besides its spec: its status, and whether it counts generations. Pure.
+"""Create, replace, patch and apply objects: all writes into storage except deletions.
 
-What an update may change and what it carries over from the stored object. Pure: stored objects are copied first.
-
-Create, replace, patch and apply objects: the one way into storage for everything that is not a deletion.
-
-The order is that of the real server: merge, prune and default, validate, note field managers, compare, commit.
-No admission plugin or webhook is called.
+The order is that of a real server: merge, prune and default, validate, note field managers, compare, commit. No
+admission plugin or webhook is called. Stored objects are copied before they are changed.
 """
 
 from __future__ import annotations

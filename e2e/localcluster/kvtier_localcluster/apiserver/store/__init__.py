@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in memory: what all of them share, their kinds and schemas, selectors, and versions that watches follow."""
+"""Objects in memory: their metadata, kinds, schemas and selectors, and the history that watches follow."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception that the API server answers with, and the `Status` object it becomes on the wire.
+"""The exception that the API server answers with, and its `Status` object on the wire.
 
-ApiError    an HTTP error of the Kubernetes API: code, reason, message, details; fault injection raises it as well
+`ApiError` is an HTTP error of the Kubernetes API with code, reason, message and details; injected faults return it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where objects live: one map per kind, one counter of resourceVersions, one short history per kind for watches.
+"""Storage: one map for each kind, one counter of resourceVersions, one short history for each kind.
 
-Every method runs on the server's event loop and never waits, so a commit is atomic and a watcher that subscribes and
-reads the history in one step misses nothing. Stored objects are never changed in place; events share them.
+Every method runs on the server's event loop and never waits, so a commit is atomic. A watcher that subscribes and reads
+the history in one step misses nothing. Stored objects never change in place; events share them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_RESOURCE_VERSION = 100
 
 
 class EventType(Enum):
-    """What a commit did to an object."""
+    """The kinds of commits."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"

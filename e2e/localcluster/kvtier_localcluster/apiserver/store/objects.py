@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all Kubernetes objects share: JSON documents with metadata, times, dotted fields.
+"""Helpers for Kubernetes objects: metadata, times, dotted fields, and quantities such as `500m`.
 
-Pure but for the clock. Objects in storage are never changed in place: who wants to change one copies it first.
-
-Kubernetes quantities such as `500m` and `64Gi`. Pure; a float is exact enough to compare with.
+Pure except for the clock. Stored objects never change in place: copy one before changing it.
 """
 
 from __future__ import annotations

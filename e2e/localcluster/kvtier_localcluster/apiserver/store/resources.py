@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds that the server knows: built-in ones, and those that CustomResourceDefinitions add while it runs."""
+"""The kinds that the server knows: built-in ones, and those of CustomResourceDefinitions."""
 
 from __future__ import annotations
 
