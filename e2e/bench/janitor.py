@@ -338,7 +338,7 @@ def _judge(run: Run, tier_dir: Path, mistakes: Path) -> None:
     if run.most_bytes > run.allowed_bytes:
         run.problems.append(f"{run.most_bytes} bytes were used of {run.allowed_bytes} allowed")
     # Partial files of killed writers are young; an hour later the janitor removes them.
-    report = fsck.inspect_all(tier_dir)
+    report = fsck.check_all(tier_dir)
     run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
     for path in sorted((tier_dir / "aa" / "journal").glob("*.kvj")):
         run.evicted += path.read_bytes().count(b"\x03\x20\x00\x00\x00\x00\x00\x00")

@@ -319,7 +319,7 @@ class Stress:
             elif bytes(buffer) != content(each):
                 run.problems.append(f"{block_path(each)} is not what was stored")
         for root in self._roots:
-            report = fsck.inspect_all(root.parent)
+            report = fsck.check_all(root.parent)
             run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
         run.blocks_at_end, run.compressed_at_end = report.blocks, report.compressed
         run.bytes_at_end = self._used_bytes()

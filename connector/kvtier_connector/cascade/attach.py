@@ -25,7 +25,7 @@ from kvtier_connector.io_workers.supervisor import FEWEST
 from kvtier_connector.io_workers.tasks import MOST_PROBED, Lane, Task
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.health import Direction, State
+from kvtier_connector.store.health import CircuitState, Direction
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, BlockKey, Home
 from kvtier_connector.store.runtime_settings import Mode
 from kvtier_connector.vllm_adapter import metrics
@@ -40,7 +40,7 @@ PROBE_DEADLINE_SECONDS = 2.0
 _WEIGHTS = "engine.weights"
 _NO_PREFIX = -1
 """Stands for the group of chunks that are no prefix."""
-_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_STATES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 
 
@@ -117,7 +117,7 @@ class Attachment:
         self.store = self.volume.store
         rows = self._parts.rows
         self.movers = WorkerPool(
-            _movers_settings(config),
+            _pool_settings(config),
             store=self.store,
             breaker=self._parts.breaker,
             rows=rows.view,
@@ -218,7 +218,7 @@ class Attachment:
             logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
 
 
-def _movers_settings(config: ConnectorConfig) -> PoolSettings:
+def _pool_settings(config: ConnectorConfig) -> PoolSettings:
     return PoolSettings(
         root=config.root,
         direct=config.direct_io,

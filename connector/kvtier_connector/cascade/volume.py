@@ -27,11 +27,11 @@ from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, St
 from kvtier_connector.io_workers.walker import WalkProcess
 from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.store import identity
-from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.runtime_settings import BRAKE_FILE, BrakeFile, LiveFile, Mode, stricter
 from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.store.usage import Quotas
+from kvtier_connector.store.volume_profile import mount_of
 from kvtier_connector.store.walks import next_pause
 
 logger = init_logger("vllm.kvtier.volume")
@@ -48,9 +48,9 @@ LOOK_REFRESHES = 20.0
 """Of the refresh time: so often what rings no bell is looked at, the brake and the description of the directory."""
 BYPASSED = "the mode is Bypass"
 _NEWS = {
-    identity.Standing.GONE: "is gone; it is made again with the next block",
-    identity.Standing.SAME: "is back; it is walked anew",
-    identity.Standing.OTHER: "was made anew; it is ours, and is walked anew",
+    identity.RootState.GONE: "is gone; it is made again with the next block",
+    identity.RootState.SAME: "is back; it is walked anew",
+    identity.RootState.OTHER: "was made anew; it is ours, and is walked anew",
 }
 
 
@@ -85,7 +85,7 @@ class Volume:
         self._config = config
         self._fs = fs
         self._generation = generation
-        self._ownership = identity.Claim(Path(config.root), {}, config.digest, fs=fs)
+        self._ownership = identity.RootClaim(Path(config.root), {}, config.digest, fs=fs)
         self.store = SharedStore(
             Path(config.root),
             fs=fs,
@@ -115,7 +115,7 @@ class Volume:
         self._settled = threading.Event()
         self._closed = threading.Event()
         self._is_walk_due = threading.Event()
-        self._standing = identity.Standing.SAME
+        self._standing = identity.RootState.SAME
         self._report = StartupReport(config.state_dir, config.tier)
         self._patience = threading.Timer(config.attach_grace_seconds, self._give_up)
         self._patience.name, self._patience.daemon = "kvtier-patience", True
@@ -134,7 +134,7 @@ class Volume:
             claimed: What `tier.json` must say.
             wait_seconds: How long.
         """
-        self._ownership = identity.Claim(Path(self._config.root), claimed, self._config.digest, fs=self._fs)
+        self._ownership = identity.RootClaim(Path(self._config.root), claimed, self._config.digest, fs=self._fs)
         # Before the engine can answer anybody, so that the startup probe waits for all engines of the pod.
         self._tell(lambda: self._report.begin(self.refusal))
         self._patience.start()
@@ -324,8 +324,8 @@ class Volume:
         try:
             standing = self._ownership.look(may_write=self.mode.may_store)
             is_news = standing is not self._standing
-            if standing is identity.Standing.OTHER:
-                is_news = self._ownership.renew() or self._standing is identity.Standing.GONE
+            if standing is identity.RootState.OTHER:
+                is_news = self._ownership.renew() or self._standing is identity.RootState.GONE
         except IdentityMismatch as error:
             self.refused_field = error.field or UNREADABLE
             self.is_readable = False
@@ -334,7 +334,7 @@ class Volume:
             # Whatever it is, loads and stores meet it as well.
             return
         else:
-            self._standing = identity.Standing.SAME if standing is identity.Standing.OTHER else standing
+            self._standing = identity.RootState.SAME if standing is identity.RootState.OTHER else standing
             if is_news:
                 logger.warning("kvtier %s: %s %s", self._config.tier, self._config.root, _NEWS[standing])
                 self._is_walk_due.set()

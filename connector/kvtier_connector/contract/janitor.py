@@ -22,10 +22,10 @@ JANITOR_PORT = 9400
 """Where /metrics, /healthz and /usage are served."""
 
 BLOCKS_LAYOUT = "kvtier"
-"""Of the files of kvtier's own connector."""
+"""Layout of kvtier's own connector."""
 
 VLLM_FS_LAYOUT = "vllm-fs"
-"""Of the files of vLLM's own fs tier."""
+"""Layout of vLLM's own fs tier."""
 
 FIXED_FIELDS = (
     "tier", "tier_dir", "lease_name", "lease_namespace", "identity", "http_port", "threads", "events_port",
@@ -91,7 +91,7 @@ class JanitorConfig:
     identity: str = ""
     """Holder of the Lease; empty takes the host's name, which is the pod's."""
     http_port: int = JANITOR_PORT
-    """Of /metrics, /healthz and /usage; 0 takes any that is free."""
+    """Port of /metrics, /healthz and /usage; 0 takes any that is free."""
     events_port: int = field(default=-1, metadata=documents.ADDED)
     """Where KV events of the volume are published (ZeroMQ, as vLLM's); 0 takes any that is free, -1 publishes none."""
     events_replay_port: int = field(default=0, metadata=documents.ADDED)

@@ -41,7 +41,7 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Of this process, and never of another or a later one: ``<pod>_<uuid>``."""
+    """Unique to this process: ``<pod>_<uuid>``."""
     duration_seconds: int = 12
     """How long a Lease that is not renewed keeps others away."""
     deadline_seconds: float = 8.0
@@ -232,7 +232,7 @@ class Elector:
             thread.start()
 
     def is_leader(self) -> bool:
-        """Tell whether this process leads at this moment."""
+        """Return whether this process leads at this moment."""
         return self._clock() < self._held_until
 
     @property

@@ -88,7 +88,7 @@ class PoolSettings:
         """Return the volume as a worker uses it: without a limit of bytes, which the engine observes."""
         return BlockStore(
             Path(self.root),
-            fs=fs.beneath(self.root),
+            fs=fs.rooted(self.root),
             direct=self.direct,
             keys_dir=self.keys_dir,
             compression=self.compression,

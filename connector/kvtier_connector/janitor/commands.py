@@ -28,8 +28,7 @@ from typing import Any, Final, NamedTuple, TextIO
 
 from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, StoreUnavailable
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
-from kvtier_connector.store import fsck as checks
-from kvtier_connector.store import fsck as inspection
+from kvtier_connector.store import fsck
 from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
@@ -45,7 +44,7 @@ from kvtier_connector.store.layout import (
     parse_earlier_block_path,
     tenant_of,
 )
-from kvtier_connector.store.purges import Purge, mark
+from kvtier_connector.store.purges import Purge, record_purge
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, Leftover, LeftoverKind, Progress, Tell, scan
 
 MOST_PROBLEMS: Final = 1000
@@ -118,7 +117,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
     progress.begin(len(roots) * (1 if is_dry else 2))
     results = []
     for root in roots:
-        one = _Purging(root, criteria, progress, fs=fs.beneath(str(root)), threads=threads, clock=clock)
+        one = _Purging(root, criteria, progress, fs=fs.rooted(str(root)), threads=threads, clock=clock)
         one.result.path = str(root.relative_to(directory))
         try:
             one.run(is_dry=is_dry)
@@ -172,7 +171,7 @@ class _Purging:
                 self._count(entry)
             self._progress.finish()
             return
-        mark(self._fs, str(self._root), Purge(self._tenant, self._adapter))
+        record_purge(self._fs, str(self._root), Purge(self._tenant, self._adapter))
         # A pass may miss a file that is renamed while its directory is listed, so another follows until none is found.
         # Partial files do not count: their writers look at the mark before the rename, and remove them.
         for _ in range(_MOST_PASSES):
@@ -310,7 +309,7 @@ def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> CommandResult:
     progress, now_ns = Progress(tell), time.time_ns()
     progress.begin(len(roots))
     generations = [
-        inspection.look_at(directory, root, now_ns=now_ns, threads=threads, progress=progress) for root in roots
+        fsck.count_generation(directory, root, now_ns=now_ns, threads=threads, progress=progress) for root in roots
     ]
     document: dict[str, Any] = {
         "blocks": sum(each.blocks.files for each in generations),
@@ -343,7 +342,7 @@ def check(
 ) -> CommandResult:
     """Verify every byte below the directory."""
     _generations(directory)
-    report = checks.inspect_all(
+    report = fsck.check_all(
         directory,
         keyring=Keyring(keys_dir) if keys_dir else None,
         partial_age_seconds=partial_age_seconds,

@@ -31,7 +31,7 @@ class ActiveFileSystem(FileSystem):
 
     def __init__(self, fs: FileSystem, base: str, *, may_act: Callable[[], bool]) -> None:
         """Store the settings; `may_act` is called before each removal, from any thread."""
-        self._fs = fs.beneath(base)
+        self._fs = fs.rooted(base)
         self._may_act = may_act
         for name in set(vars(FileSystem)) - set(vars(ActiveFileSystem)):
             if not name.startswith("_"):

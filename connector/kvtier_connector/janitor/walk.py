@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_connector.janitor.catalog import Catalog
-from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
@@ -40,6 +39,7 @@ from kvtier_connector.store.layout import (
     parse_block_path,
     tenant_directory,
 )
+from kvtier_connector.store.volume_profile import mount_of
 
 _FILES_AT_ONCE = 512
 _PIECES_AT_ONCE = 64

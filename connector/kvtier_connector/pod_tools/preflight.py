@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier_connector.pod_tools.posix_checks import missing_property
-from kvtier_connector.store.filesystems import advice, mount_of
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
@@ -37,10 +36,10 @@ from kvtier_connector.store.fs import (
     read_page,
     write_block,
 )
-from kvtier_connector.store.volume_profile import Choices, write_choices
+from kvtier_connector.store.volume_profile import VolumeProfile, advice, mount_of, write_profile
 
 FILE_BYTES = 4 << 20
-"""Of one file: what block files have, give or take."""
+"""Length of each file, about that of a block file."""
 LEAST_FREE_BYTES = 64 << 20
 THREADS = 4
 RENAMES = 50
@@ -97,13 +96,13 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
         fs: The system calls.
     """
     directory = str(root / f"{_PREFIX}{new_token()}")
-    fs = fs.beneath(str(root))
+    fs = fs.rooted(str(root))
     try:
         _make(fs, root, directory)
         try:
             _remove_abandoned(fs, root)
-            report, choices = _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
-            write_choices(fs, str(root), choices)
+            report, profile = _try(fs, directory, most_bytes=most_bytes, most_seconds=most_seconds)
+            write_profile(fs, str(root), profile)
             return report
         finally:
             _remove(fs, directory)
@@ -131,7 +130,9 @@ def _make(fs: FileSystem, root: Path, directory: str) -> None:
         raise
 
 
-def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float) -> tuple[PreflightReport, Choices]:
+def _try(
+    fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
+) -> tuple[PreflightReport, VolumeProfile]:
     room = fs.statvfs(directory)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     if free < LEAST_FREE_BYTES:
@@ -194,7 +195,7 @@ def _try(fs: FileSystem, directory: str, *, most_bytes: int, most_seconds: float
         chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
         advice="; ".join(advice(mount)),
     )
-    return report, Choices(
+    return report, VolumeProfile(
         direct_io=is_direct,
         read_bytes_per_second=report.read_bytes_per_second,
         write_bytes_per_second=write_rate,

@@ -55,7 +55,7 @@ class Statement:
     """When the process began, in the system's own unit; empty where the system does not tell."""
 
     def is_current(self) -> bool:
-        """Tell whether the process that said so still runs."""
+        """Return whether the process that said so still runs."""
         return not self.birth or _birth(self.pid) == self.birth
 
 
@@ -71,7 +71,7 @@ class StartupReport:
         self._phase: Phase | None = None
 
     def begin(self, reason: str) -> None:
-        """Say that the volume is being opened, and remove what processes that are gone have said."""
+        """Report that the volume is being opened, and remove the reports of dead processes."""
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
             for path in self._directory.glob(f"*{_SUFFIX}"):
@@ -81,19 +81,19 @@ class StartupReport:
         self._say(Phase.OPENING, reason)
 
     def attach(self) -> None:
-        """Say that the engine serves with its volume."""
+        """Report that the engine serves with its volume."""
         self._say(Phase.ATTACHED, "")
 
     def serve_without(self, reason: str) -> None:
-        """Say that the engine serves without its volume, and why."""
+        """Report that the engine serves without its volume, and why."""
         self._say(Phase.WITHOUT, reason)
 
     def give_up(self, reason: str) -> bool:
-        """Say the same if nothing was decided yet; return whether that was so."""
+        """Report the same if nothing was decided yet; return whether that was so."""
         return self._say(Phase.WITHOUT, reason, only_after=Phase.OPENING)
 
     def end(self) -> None:
-        """Say nothing more."""
+        """Remove the report."""
         with self._lock:
             self._phase = None
             if self._directory is not None:

@@ -69,7 +69,7 @@ class _Holders(NamedTuple):
     hidden_users: frozenset[int]
 
     def may_have(self, name: str, status: os.stat_result) -> bool:
-        """Say whether a process may hold the file."""
+        """Return whether a process may hold the file."""
         return (
             _Opened(name, status.st_ino, status.st_dev) in self.opened
             or _Mapped(name, status.st_ino) in self.mapped
@@ -79,7 +79,7 @@ class _Holders(NamedTuple):
 
 @contextlib.contextmanager
 def explaining_shortage(wanted_bytes: int, directory: str | Path = SHM) -> Iterator[None]:
-    """Say which setting to change where a region of so many bytes does not fit; every other error passes.
+    """Name the setting to change where a region of so many bytes does not fit; every other error passes.
 
     Raises:
         ConfigInvalid: the region does not fit.

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and write the blocks of one root: a block is there whole and verified, or it is not there.
+"""Reads and writes the blocks of one root: a block is there whole and verified, or it is not there.
 
-What a full, read-only, failing or damaged volume does to a block is an outcome, not an exception. No threads live here.
-
-Makes the directories that blocks lie in with no more calls than the volume needs: to many, each is a round trip.
-
-There are 4096 of them, so many of the first blocks begin one. As long as directories had to be made, one is made before
-anything is tried in it; once they are there, nothing is asked first.
-
-Lets one thread of the process at a time write a block, since a second one would write the same bytes.
+The effect of a full, read-only, failing or damaged volume on a block is an outcome, not an exception. No threads live
+here.
 """
 
 from __future__ import annotations
@@ -39,29 +33,34 @@ from kvtier_connector.store.fs import (
 )
 from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
-from kvtier_connector.store.purges import PurgeMarks
+from kvtier_connector.store.purges import PurgeLog
 from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_verified, stream_verified
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
-from kvtier_connector.store.volume_profile import read_choices
+from kvtier_connector.store.volume_profile import read_profile
 from kvtier_connector.store.walks import walk_here
 
 _MOST_KNOWN = 1 << 14
-"""Of those known to be there; four times what one tenant has. Beyond that they are learnt anew."""
+"""Most directories to remember: four times those of one tenant. Beyond that they are learnt anew."""
 
 
 class BlockDirectories:
-    """The directories of one root. Any thread may call: what is remembered is a hint, and a wrong one costs a call."""
+    """Makes the directories of blocks with few calls, since each is a round trip on a network volume.
+
+    There are 4096 of them, so many of the first blocks begin one. While directories are missing, each is made before a
+    block is written; once they exist, none is asked for. Any thread may call: the memory is a hint, and a wrong hint
+    costs a call.
+    """
 
     def __init__(self, fs: FileSystem) -> None:
         """Store the settings; nothing is made yet."""
         self._fs = fs
         self._known: set[str] = set()
-        """Those that this process has found or made."""
+        """Directories that this process found or made."""
         self._is_new = False
-        """Whether the last one that it did not know had to be made."""
+        """Whether the last unknown directory had to be made."""
         self._gives_mode: set[str] = set()
-        """In which ones a directory was seen to have the mode that it is to have without being told twice: it takes
-        over a part of that from the one above, which somebody may have copied without it."""
+        """Directories in which a new one has the right mode at once. It inherits a part of the mode from the directory
+        above, which a copy of the volume may lack."""
 
     def prepare(self, directory: str) -> None:
         """Make the directory of a block that is about to be written, if it is likely not to be there."""
@@ -73,7 +72,7 @@ class BlockDirectories:
         try:
             self._is_new = self._make_one(directory)
         except FileNotFoundError:
-            # The first block of all, or somebody has removed the tree; a network volume may say so for a while, too.
+            # The first block of all, or the tree was removed; a network volume may answer so for a while, too.
             self._is_new = True
             make_directories(self._fs, directory.rpartition("/")[0])
             try:
@@ -86,7 +85,7 @@ class BlockDirectories:
         self._known.add(directory)
 
     def _make_one(self, directory: str) -> bool:
-        """Make one, and say whether it was not there."""
+        """Make one; return whether it was missing."""
         try:
             self._fs.mkdir_plainly(directory)
         except FileExistsError:
@@ -121,7 +120,7 @@ class Writers:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The block is in the caller's buffer and is what its writer wrote."""
+    """The block is in the caller's buffer, verified."""
 
     bytes_read: int
     """From the volume: the payload and its header."""
@@ -171,9 +170,9 @@ class StoreFault(enum.Enum):
 
 
 Outcome = Hit | Miss | Fault
-"""Of `BlockStore.get`."""
+"""Outcome of `BlockStore.get`."""
 StoreOutcome = Stored | Present | StoreFault
-"""Of `BlockStore.put`."""
+"""Outcome of `BlockStore.put`."""
 
 _RETRIES = 2
 """One for a directory that is not there yet, one for a cleaner that is faster than the writer."""
@@ -195,9 +194,9 @@ class BlockStore:
     """The blocks under one root, for any number of threads and processes at once.
 
     Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
-    blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` sees to it that
-    one block is written once at a time; it, `Ledger`, `Keyring` and `DirectIo` guard themselves; `_scanning` lets one
-    thread count at a time; each thread has its own header page. No lock but `_scanning` is held over a system call of
+    blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` lets one
+    thread write a block at a time. `Writers`, `Ledger`, `Keyring` and `DirectIo` guard themselves. `_scanning` lets one
+    thread count at a time. Each thread has its own header page. No lock but `_scanning` is held over a system call of
     the volume, so a volume that hangs holds up only the threads that asked it for something.
 
     A method blocks for as long as the volume does: never call one from a thread that must not wait.
@@ -231,14 +230,14 @@ class BlockStore:
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
         self._root = str(root)
-        self._fs = fs = fs.beneath(self._root)
+        self._fs = fs = fs.rooted(self._root)
         self._clock = clock
         tier_dir = str(root.parent)
-        self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_choices(fs, tier_dir).direct_io)
-        self._compression = Compression(compression, lambda: read_choices(fs, tier_dir))
+        self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_profile(fs, tier_dir).direct_io)
+        self._compression = Compression(compression, lambda: read_profile(fs, tier_dir))
         self._usage = Ledger(max_bytes, quotas)
         self._directories = BlockDirectories(fs)
-        self.purges = PurgeMarks(fs, self._root)
+        self.purges = PurgeLog(fs, self._root)
         self._access = Access(fs, self._root, self._usage.forget)
         self._is_end_written_first = self._access.mount.is_end_written_first
         self._scanning = threading.Lock()
@@ -248,7 +247,7 @@ class BlockStore:
     def get(self, key: BlockKey, into: memoryview) -> Outcome:
         """Read a block into a writable buffer of exactly its payload's length.
 
-        What the buffer holds is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the
+        The buffer is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the
         next `get` is a Miss and the next `put` writes the block anew.
         """
         target, home = into.cast("B"), self._access.home
@@ -273,7 +272,7 @@ class BlockStore:
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
         """Read a block through a writable buffer of its payload's length, and hand the payload on.
 
-        Through the page cache it comes in pieces that are verified at the end only: what was taken is worth nothing
+        Through the page cache it comes in pieces that are verified at the end only: the pieces are worth nothing
         unless the answer is a Hit. The system writes to nothing but `buffer`. None means that `take` ended the read.
         """
         whole, home = buffer.cast("B"), self._access.home
@@ -301,13 +300,17 @@ class BlockStore:
     ) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
-        The payload must not change until this returns, unless `is_wanted` says False from then on: it is asked when all
-        is written, and the block does not appear. With `is_scratch` it is encrypted where it is, if blocks are
-        encrypted, and is worth nothing afterwards; without, memory of the same length is taken for that. Nobody waits
-        for the device: after a power failure a block may be damaged or gone, which its reader notices.
+        The payload must not change until this returns, unless `is_wanted` returns False from then on. It is asked after
+        all is written, and False keeps the block from appearing. The call does not wait for the device: after a power
+        failure a block may be damaged or gone, which its reader notices.
 
-        `queued` is when the block was handed over, in seconds of `time.monotonic`, by default now. A block that was
-        purged since then is PURGED, and does not appear.
+        Args:
+            key: The block.
+            payload: Its bytes.
+            lineage: Its origin.
+            is_scratch: The payload may be encrypted in place, and is lost then; else that takes more memory.
+            is_wanted: See above.
+            queued: `time.monotonic` when the block was handed over, by default now; a block purged since is PURGED.
         """
         data = payload.cast("B")
         if data.nbytes == 0:
@@ -347,7 +350,7 @@ class BlockStore:
         return written
 
     def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
-        """Say whether the volume has a file for the block, of the right size if the payload's length is given.
+        """Return whether the volume has a file for the block, of the right size if the payload's length is given.
 
         One system call, and the bytes are not verified: `get` may still answer otherwise.
         """
@@ -363,7 +366,7 @@ class BlockStore:
         return size > HEADER_BYTES if payload_bytes is None else size == HEADER_BYTES + payload_bytes
 
     def delete(self, key: BlockKey) -> bool:
-        """Remove a block; say whether it was there.
+        """Remove a block; return whether it was there.
 
         Raises:
             StoreUnavailable: the volume refused.
@@ -497,7 +500,7 @@ class BlockStore:
                 if error.errno in _IN_THE_WAY:
                     self._access.clear(key)
                 elif error.errno in _GONE:
-                    # The first block of its directory, or somebody removed the tree or the partial file under us.
+                    # The first block of its directory, or the tree or the partial file was removed meanwhile.
                     self._directories.make(directory)
                 else:
                     raise
@@ -507,6 +510,6 @@ class BlockStore:
 
     def _publish(self, path: str, page: memoryview, data: memoryview, is_wanted: Callable[[], bool]) -> None:
         direct = self._direct.flag(data)
-        # Nobody else makes the name; to NFS, an exclusive create is a round trip more, for the mode.
+        # No other process makes the name. On NFS an exclusive create takes another round trip, for the mode.
         with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct, is_wanted=is_wanted) as fd:
             write_block(self._fs, fd, (page, data), is_direct=bool(direct), end_first=self._is_end_written_first)

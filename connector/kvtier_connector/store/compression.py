@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether blocks are written compressed: where the volume is slower than the processors that would do it.
+"""Lossless compression of payloads, and the decision where it pays.
 
-What the volume does was measured when it was tried, what the codec does is measured on the blocks themselves, now and
-then. Any thread may ask; what two find at the same time is as good.
+Of a bfloat16, the byte with the exponent takes few values and the one with the mantissa looks random. So each piece of
+a payload is split into planes, with the bytes of one place of every number. A plane is compressed with Zstandard if
+that saves anything. The library is the system's own libzstd, which Debian's and Ubuntu's package manager needs, so
+every image of vLLM has it; numpy is among vLLM's dependencies. Both are loaded at first use. A `Codec` belongs to one
+thread.
 
-Payloads in fewer bytes, and back without a loss: the bytes of numbers sorted by their place, then Zstandard.
-
-Of a bfloat16 the byte with the exponent takes few values and the one with the mantissa looks random, so each piece of
-a payload is taken apart into planes of bytes of one place, and a plane is compressed if that saves anything. The
-library is the system's own libzstd, which Debian's and Ubuntu's package manager needs, so that every image of vLLM has
-it; numpy is among vLLM's dependencies. Both are loaded at first use. A `Codec` is one thread's.
+Compression pays where the volume is slower than the processors that compress. The preflight measured the volume; the
+codec is measured on the blocks themselves, now and then. Any thread may ask, and a race between two costs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 from kvtier_connector.contract import engine
 from kvtier_connector.store.header import WIDTHS
 from kvtier_connector.store.layout import ALIGNMENT
-from kvtier_connector.store.volume_profile import Choices
+from kvtier_connector.store.volume_profile import VolumeProfile
 
 PIECE_BYTES = 1 << 19
 """So much of a payload is packed by itself: with its planes it stays in the core's cache."""
@@ -36,8 +35,11 @@ LEAST_SAVED = 0.05
 
 _LIBRARY = "libzstd.so.1"
 _PARAMETERS = {100: 1, 102: 6, 105: 7, 107: 1}
-"""Of ``ZSTD_cParameter``: level 1, a table of 2^6 places, no match of fewer than 7 bytes, and the fast strategy. The
-planes have few repetitions: what helps is shorter codes for frequent bytes, which this finds three times as fast."""
+"""Values of ``ZSTD_cParameter``: level 1, a table of 2^6 places, matches of 7 bytes or more, and the fast strategy.
+
+The planes have few repetitions, so only shorter codes for frequent bytes help. These values find them three times as
+fast as the defaults.
+"""
 _LENGTH = struct.Struct("<I")
 _TRIED_BYTES = 1 << 12
 _PLANE_SAVED = 0.03
@@ -70,7 +72,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_available() -> bool:
-    """Say whether payloads can be packed and unpacked here."""
+    """Return whether payloads can be packed and unpacked here."""
     return _library() is not None
 
 
@@ -128,7 +130,7 @@ class Codec:
         return padded
 
     def unpack(self, packed: memoryview, block_bytes: int, width: int, take: Take) -> bool | None:
-        """Hand a payload on piece by piece; say whether the bytes were a packed payload of that length.
+        """Hand a payload on piece by piece; return whether the bytes were a packed payload of that length.
 
         No byte beyond `block_bytes` is ever made, whatever the packed ones say. None means that `take` ended it.
         """
@@ -180,7 +182,7 @@ class Codec:
         """Compress a plane into the target and return the length; the plane's own if that is not worth it."""
         most = int(plane.nbytes * (1 - _PLANE_SAVED))
         if plane.nbytes > 4 * _TRIED_BYTES:
-            # What looks random in two places is not tried in full.
+            # A plane that looks random in two places is not compressed as a whole.
             places = (plane.nbytes // 8, plane.nbytes * 5 // 8)
             tried = min(self._compress(plane[place : place + _TRIED_BYTES], target) for place in places)
             if tried >= _TRIED_BYTES * (1 - _PLANE_SAVED):
@@ -198,7 +200,7 @@ class Codec:
         return int(source.nbytes) if self._library.ZSTD_isError(length) else int(length)
 
     def _unpack_plane(self, source: Any, plane: Any) -> bool:
-        """Fill the plane; say whether the source was one of exactly its length."""
+        """Fill the plane; return whether the source was one of exactly its length."""
         made = self._library.ZSTD_decompressDCtx(
             self._unpacking, plane.ctypes.data, plane.nbytes, source.ctypes.data, source.nbytes
         )
@@ -211,9 +213,9 @@ _TRIAL_BYTES = 1 << 21
 _CLEARLY = 0.99
 """Numbers of another width are worth it where they save at least a hundredth more."""
 _LEAST_GAIN = 0.9
-"""Of the time that a load takes without, what it may take at most."""
+"""Largest share of the time of an uncompressed load."""
 _CODEC_SHARE = 0.5
-"""Of the processors: the others serve the engine and the volume."""
+"""Share of the processors; the others serve the engine and the volume."""
 
 
 def pays(  # noqa: PLR0913 - keywords, each a rate
@@ -225,13 +227,13 @@ def pays(  # noqa: PLR0913 - keywords, each a rate
     write_rate: float,
     processors: int,
 ) -> bool:
-    """Say whether loads get clearly quicker and stores no slower. Pure.
+    """Return whether loads get clearly quicker and stores no slower. Pure.
 
     Args:
         ratio: Compressed bytes for each byte of a block.
         pack_rate: Bytes a second of blocks that one processor compresses.
         unpack_rate: The same of decompressing.
-        read_rate: Bytes a second that the volume gives a node; 0 where nobody measured it.
+        read_rate: Bytes a second that the volume gives a node; 0 where it was not measured.
         write_rate: The same of writing.
         processors: That this process may use.
     """
@@ -244,18 +246,18 @@ def pays(  # noqa: PLR0913 - keywords, each a rate
 
 
 class Compression:
-    """Says of each block with numbers of which width it is to be compressed."""
+    """Chooses for each block the width of the numbers with which it is compressed."""
 
-    def __init__(self, mode: str, choices: Callable[[], Choices], *, processors: int = 0) -> None:
+    def __init__(self, mode: str, profile: Callable[[], VolumeProfile], *, processors: int = 0) -> None:
         """Store the settings.
 
         Args:
             mode: One of `contract.COMPRESSIONS`.
-            choices: Reads what trying the volume has shown; asked at each trial.
+            profile: Reads the measurements of the volume; called at each trial.
             processors: That this process may use; 0 asks the system.
         """
         self._mode = mode
-        self._choices = choices
+        self._profile = profile
         self._processors = processors or len(os.sched_getaffinity(0))
         self._width = 0
         self._left = 0
@@ -294,13 +296,13 @@ class Compression:
         between = time.thread_time()
         codec_here.unpack(scratch[:packed_bytes], sample.nbytes, best, lambda _offset, _piece: True)
         ended = time.thread_time()
-        choices = self._choices()
+        profile = self._profile()
         is_worth_it = pays(
             ratio=packed_bytes / sample.nbytes,
             pack_rate=sample.nbytes / max(between - began, 1e-9),
             unpack_rate=sample.nbytes / max(ended - between, 1e-9),
-            read_rate=choices.read_bytes_per_second,
-            write_rate=choices.write_bytes_per_second,
+            read_rate=profile.read_bytes_per_second,
+            write_rate=profile.write_bytes_per_second,
             processors=self._processors,
         )
         return best if is_worth_it else 0

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that encrypt blocks, read from a mounted directory: each file is one key, and its name is the key's.
+"""Keys, encryption and verification of payloads. No thread; the only I/O reads keys from a mounted directory.
 
-A Secret is mounted as a directory that the kubelet swaps whole when the Secret changes, so keys are read again when the
-directory has changed. What a key is appears nowhere: not in a message, not in a representation, not on the volume.
+Each file of the directory is one key, named after the file. A Secret is mounted as a directory that the kubelet swaps
+whole when the Secret changes, so keys are read again when the directory has changed. A key's bytes appear nowhere: in
+no message, no representation and not on the volume.
 
-What makes the payload of a block trustworthy: a checksum, or encryption with a key of the ring. No thread, no I/O.
-
-AES-256-GCM encrypts the payload and authenticates it together with the header. So a block cannot be passed off as
-another one's, or another tenant's, by whoever can write to the volume but has no key.
+AES-256-GCM encrypts the payload and authenticates it together with the header. So a writer of the volume without a key
+cannot pass a block off as another block, or as another tenant's.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Key:
 
 def parse_key(name: str, content: bytes) -> Key | None:
     """Return the key that a file holds: 32 bytes, or these as 64 hex digits or in base64; None if it holds none."""
-    # 32 hex digits are 16 bytes: no random key looks like that, and somebody's mistake does.
+    # 32 hex digits are 16 bytes: no random key looks like that, so it is a mistake.
     is_raw = len(content) == KEY_BYTES and not _HEX.fullmatch(content)
     secret: bytes | None = content if is_raw else None
     text = content.strip()
@@ -88,7 +87,7 @@ def parse_key(name: str, content: bytes) -> Key | None:
 class Keyring:
     """Every method may be called from any thread that may wait for a local file; properties only touch memory.
 
-    `_reading` lets one thread read the directory; what it found replaces `_keys` whole, so nobody else needs the lock.
+    `_reading` lets one thread read the directory; the result replaces `_keys` whole, so other threads need no lock.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class Keyring:
 
     @property
     def is_usable(self) -> bool:
-        """Whether there was a key to encrypt with when somebody last asked for it."""
+        """Whether there was a key to encrypt with at the last call of `active`."""
         return HAS_AES and self._active in self._keys
 
     @property
@@ -210,14 +209,14 @@ _PIECE_BYTES = 1 << 20
 _NO_TAG = bytes(CHECKSUM_BYTES)
 
 
-class Reading(Protocol):
-    """Takes in the payload of one block piece by piece, and says at its end whether it is what its writer wrote."""
+class PayloadReader(Protocol):
+    """Takes the payload of one block piece by piece, and says at its end whether it is the one that was written."""
 
     def take(self, piece: memoryview) -> None:
         """Take in the next bytes; encrypted ones are decrypted where they are."""
 
     def end(self) -> Fault | None:
-        """Say what is wrong with the payload, None if it is right; call it once, after the last piece."""
+        """Return the fault of the payload, None without one; call it once, after the last piece."""
 
 
 class _Checking:
@@ -249,7 +248,7 @@ class _Decrypting:
         return None
 
 
-def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> Reading | Fault:
+def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> PayloadReader | Fault:
     """Return what verifies, and decrypts, the payload of a block, or why that is not possible here.
 
     Args:
@@ -269,12 +268,12 @@ def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> 
 
 
 def can_read(header: Header, keyring: Keyring | None) -> bool:
-    """Say whether a block with this header can be read here, as far as the header tells."""
+    """Return whether a block with this header can be read here, as far as the header tells."""
     return can_unpack(header) and _find_fault(header, keyring) is None
 
 
 def can_unpack(header: Header) -> bool:
-    """Say whether a block with this header is not compressed, or can be decompressed here."""
+    """Return whether a block with this header is not compressed, or can be decompressed here."""
     return header.packing == NOT_PACKED or compression.is_available()
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few system calls that the store makes, behind one object, and what is built directly on them.
+"""The few system calls of the store behind one object, and the functions built directly on them.
 
-Tests derive from `FileSystem` to fail or stop at any chosen call; nothing else in the store touches the disk.
-
-How a file gets its name: written aside, closed, renamed. Readers see the old file or the new one, never half of one.
-
-Whoever dies on the way leaves a partial file, which anybody may remove when it is old.
+Tests derive from `FileSystem` to fail or stop at any chosen call; nothing else in the store touches the disk. Files get
+their names by a rename, so that readers see the old file or the new one, never half of one. A process that dies before
+the rename leaves a partial file, which any process may remove when it is old.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import errno
 import functools
 import mmap
 import os
+import re
 import stat
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
-from kvtier_connector.store.filesystems import mount_point_of
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
 from kvtier_connector.store.statx import State, state_at_server
 
@@ -46,7 +44,7 @@ FOLLOW_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 """For files that Kubernetes mounts from ConfigMaps and Secrets, which are links."""
 
 NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno.ENODEV})
-"""What the system says of a link, a directory, a pipe, a socket or a device that was put in the place of a file."""
+"""Errors of a link, a directory, a pipe, a socket or a device in the place of a file."""
 
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 """For a directory through which others are reached: a link to one is none."""
@@ -59,12 +57,17 @@ _DIRECTORY_PAUSES = (0.01, 0.05, 0.2)
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_LEFT_FIELDS: Final = 6
+_RIGHT_FIELDS: Final = 3
+"""Fewest fields of a line of /proc/self/mountinfo, on either side of its dash."""
+
 
 class FileSystem:
     """One thin method for each system call, raising OSError as the system does. Any thread may call.
 
     A volume is shared, and another writer can put a link in the place of any directory, also between two calls.
-    Below a directory that `beneath` was given, a link on the way raises NotADirectoryError, and nothing is opened,
+    Below a directory that `rooted` was given, a link on the way raises NotADirectoryError, and nothing is opened,
     made, renamed or removed through it. Where that directory itself is reached through one, the error is ELOOP. To
     open a file takes no call more for that, and to name one takes two local ones.
     """
@@ -72,16 +75,17 @@ class FileSystem:
     _bases: MappingProxyType[str, str] = MappingProxyType({})
     """Directories below which links are refused, each with its real path."""
     _given: tuple[str, ...] = ()
-    """Real paths of the directories that `beneath` was given."""
+    """Real paths of the directories that `rooted` was given."""
 
-    def beneath(self, directory: str) -> Self:
+    def rooted(self, directory: str) -> Self:
         """Return this file system, with links refused below the volume that holds an absolute path.
 
         That is the mount point above the path. On the root file system it is the directory above the path: that
         one may be reached through links, but may not be one.
         """
-        base = mount_point_of(directory)
-        if base in {"", "/"}:
+        mount = find_mount(directory)
+        base = mount.point if mount else ""
+        if not base:
             base = directory.rstrip("/").rpartition("/")[0]
             above, _, name = base.rpartition("/")
             real = f"{os.path.realpath(above or '/').rstrip('/')}/{name}"
@@ -110,7 +114,7 @@ class FileSystem:
         os.close(fd)
 
     def release(self, fd: int) -> None:
-        """Close a file that was only read, of which no answer matters."""
+        """Close a file that was only read; the answer does not matter."""
         self.close(fd)
 
     def share(self, fd: int) -> None:
@@ -148,10 +152,9 @@ class FileSystem:
         return state_at_server(path)
 
     def look_again(self, path: str) -> None:
-        """Have the node ask the server whether a name still means the file that it has in mind.
+        """Have the node ask the server whether a name still means the file that it remembers.
 
-        Of the calls that change nothing, this one is answered from no cache of FUSE; a server that does not know the
-        file any more has the system look up the name.
+        No cache of FUSE answers this call. If the server does not know the file any more, the node looks the name up.
         """
         with contextlib.suppress(OSError):
             os.getxattr(path, _NO_ATTRIBUTE, follow_symlinks=False)
@@ -197,7 +200,7 @@ class FileSystem:
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
 
     def mend_mode(self, path: str) -> bool:
-        """Give a directory mode 2770 as far as the volume lets us; say whether it had it."""
+        """Give a directory mode 2770 as far as the volume lets us; return whether it had it."""
         with contextlib.suppress(OSError), self._at(path) as (directory, name):
             return _mend_mode(name, directory)
         return False
@@ -239,11 +242,11 @@ class FileSystem:
         return None
 
     def _open_plain(self, path: str, real: str, flags: int) -> int:
-        """Open a real path, no part of which may be a link; errors name `path`.
+        """Open a real path without links in it; errors name `path`.
 
         Raises:
             NotADirectoryError: a directory on the way is a link.
-            OSError: with ELOOP, the file itself is one, or a directory that `beneath` was given.
+            OSError: with ELOOP, the file itself is one, or a directory that `rooted` was given.
         """
         try:
             return _open(real, flags)
@@ -298,7 +301,7 @@ _NO_LINKS: Final = 0x04 | 0x02
 
 
 def _open(real: str, flags: int) -> int:
-    """Open a real path, no part of which may be a link; of one that has some, the error is ELOOP or ENOTDIR."""
+    """Open a real path without links in it; with a link, the error is ELOOP or ENOTDIR."""
     call = _openat2()
     if call is None:
         return _open_step_by_step(real, flags)
@@ -369,8 +372,8 @@ def _openat2() -> Callable[..., int] | None:
 
 
 def _mend_mode(name: str, directory: int | None) -> bool:
-    # The system never sets the set-group-ID bit at once, but takes it over from the directory above; a client knows
-    # that from the answer, and to change a mode asks every server of some. Others refuse to change one.
+    # A new directory has the set-group-ID bit from the directory above, never from the call. So its mode is compared
+    # first: a change of mode asks every server of some file systems, and others refuse it.
     with contextlib.suppress(OSError):
         if stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode) == DIRECTORY_MODE:
             return True
@@ -399,8 +402,8 @@ LOCAL = FileSystem()
 def make_directories(fs: FileSystem, path: str) -> None:
     """Make a directory and those above it; one that is there already is fine.
 
-    Where another client of a network volume makes the one above at the same moment, some clients say for a while that
-    it is there, and that nothing can be made in it: it is asked again.
+    Another client of a network volume may make the one above at the same moment. Some clients then report for a while
+    that it exists and that nothing can be made in it, so the call is repeated.
     """
     for pause in (0.0, 0.0, *_DIRECTORY_PAUSES):
         if pause:
@@ -428,7 +431,7 @@ def new_page() -> memoryview:
 
 
 def is_page_aligned(view: memoryview) -> bool:
-    """Say whether O_DIRECT accepts the buffer. A read-only one does not tell its address, so it counts as unaligned."""
+    """Return whether O_DIRECT accepts the buffer; a read-only one hides its address and counts as unaligned."""
     if view.readonly or view.nbytes == 0 or view.nbytes % ALIGNMENT:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
@@ -456,7 +459,7 @@ class DirectIo:
         return O_DIRECT if is_page_aligned(view) and self.is_supported() else 0
 
     def is_supported(self) -> bool:
-        """Say whether files under the root take O_DIRECT."""
+        """Return whether files under the root take O_DIRECT."""
         if self._answer is None:
             with self._lock:
                 if self._answer is None:
@@ -485,15 +488,57 @@ class DirectIo:
 
 
 def is_in_memory(device: int) -> bool:
-    """Say whether the files of a device, by its number, lie in memory; False where the system does not tell."""
+    """Return whether the files of a device, by its number, lie in memory; False where the system does not tell."""
     numbers = f"{os.major(device)}:{os.minor(device)}"
+    return any(mount.device == numbers and mount.type in {"tmpfs", "ramfs"} for mount in _mounts(_mount_table()))
+
+
+class MountEntry(NamedTuple):
+    """One line of /proc/self/mountinfo."""
+
+    device: str
+    point: str
+    type: str
+    source: str
+    options: str
+    """Options of the file system and of the mount, separated by commas."""
+
+
+def find_mount(path: str, *, table: str | None = None) -> MountEntry | None:
+    """Return the mount of an absolute path, without a call to the volume, which could hang.
+
+    Args:
+        path: It need not exist.
+        table: Text to use instead of /proc/self/mountinfo.
+    """
+    found = None
+    for mount in _mounts(_mount_table() if table is None else table):
+        # A later mount on the same place hides an earlier one.
+        if f"{path}/".startswith(f"{mount.point}/") and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def _mount_table() -> str:
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - once
-            # number, parent, device, root, mount point, options, more of them, "-", type, source, options
-            lines = [line for line in mounts if line.split()[2] == numbers]
-    except (OSError, IndexError):
-        return False
-    return any(line.partition(" - ")[2].split(" ", 1)[0] in {"tmpfs", "ramfs"} for line in lines)
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - one file
+            return mounts.read()
+    except OSError:
+        return ""
+
+
+def _mounts(table: str) -> Iterator[MountEntry]:
+    for line in table.splitlines():
+        # number, parent, device, root, mount point, options, more of them, "-", type, source, options
+        left, _, right = line.partition(" - ")
+        fields, rest = left.split(), right.split(" ")
+        if len(fields) >= _LEFT_FIELDS and len(rest) >= _RIGHT_FIELDS:
+            point, source = _unescaped(fields[4]).rstrip("/"), _unescaped(rest[1])
+            yield MountEntry(fields[2], point, rest[0], source, f"{rest[2]},{fields[5]}")
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), text)
 
 
 def abandon(fs: FileSystem, fd: int, path: str) -> None:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify everything under a directory and list what is wrong.
+"""Checks and counts everything under a directory, and changes nothing.
 
-Reads every byte and changes nothing; engines and the janitor may be at work meanwhile. Files are verified on threads
-of their own, which end with the check.
-
-Count what lies on a volume, by generation, size and age.
-
-Looks at names, sizes and times, reads no block and changes nothing; engines and the janitor may be at work meanwhile.
+`check` and `check_all` read every byte and list all problems, on threads that end with the check. `count_generation`
+reads names, sizes and times only. Engines and the janitor may be at work meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ Note = Callable[[Header], None]
 """Is told the header of a file that has the right name and length."""
 
 
-class Problem(NamedTuple):
+class FsckProblem(NamedTuple):
     """One thing that should not be so."""
 
     path: str
@@ -84,12 +80,12 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a check saw."""
+class FsckReport:
+    """Result of a check."""
 
     blocks: int
     bytes: int
-    problems: tuple[Problem, ...]
+    problems: tuple[FsckProblem, ...]
     unverified: int = 0
     """Blocks whose key was not given: their headers and lengths are right, of their payloads nothing is known."""
     compressed: int = 0
@@ -98,12 +94,12 @@ class Report:
     """How many bytes fewer they take for that."""
 
 
-def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[Problem]:
+def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[FsckProblem]:
     """Return every problem under the root, in the order of their paths."""
-    return list(inspect(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
+    return list(check_generation(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
 
 
-def inspect(  # noqa: PLR0913 - keywords with defaults
+def check_generation(  # noqa: PLR0913 - keywords with defaults
     root: Path,
     *,
     fs: FileSystem = LOCAL,
@@ -111,7 +107,7 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
     threads: int = 1,
     keyring: Keyring | None = None,
     progress: Progress | None = None,
-) -> Report:
+) -> FsckReport:
     """Verify every file under the root of one generation.
 
     Args:
@@ -134,10 +130,10 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
     if any(problem.kind == Fault.OUTDATED.value for problem in problems):
         # Said once: each of its blocks is of the earlier format, too.
         progress.finish()
-        return Report(0, 0, tuple(problems))
+        return FsckReport(0, 0, tuple(problems))
     try:
         for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress, note):
-            if isinstance(entry, Problem):
+            if isinstance(entry, FsckProblem):
                 problems.append(entry)
                 continue
             blocks += 1
@@ -146,32 +142,32 @@ def inspect(  # noqa: PLR0913 - keywords with defaults
             if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
                 unverified += 1
             elif fault is not None:
-                problems.append(Problem(entry.path, fault.value, EXPLAINED[fault]))
+                problems.append(FsckProblem(entry.path, fault.value, EXPLAINED[fault]))
     except ConnectorError as error:
-        problems.append(Problem("", "unreadable", str(error)))
+        problems.append(FsckProblem("", "unreadable", str(error)))
     progress.finish()
-    return Report(blocks, size, tuple(sorted(problems)), unverified, len(saved), sum(saved))
+    return FsckReport(blocks, size, tuple(sorted(problems)), unverified, len(saved), sum(saved))
 
 
-def inspect_all(
+def check_all(
     directory: Path,
     *,
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
     keyring: Keyring | None = None,
     progress: Progress | None = None,
-) -> Report:
+) -> FsckReport:
     """Verify every generation at or below the directory; paths in the report are relative to the directory."""
     try:
         roots = find_generations(directory)
     except ConnectorError as error:
-        return Report(0, 0, (Problem("", "unreadable", str(error)),))
+        return FsckReport(0, 0, (FsckProblem("", "unreadable", str(error)),))
     blocks = size = unverified = compressed = saved = 0
-    problems: list[Problem] = []
+    problems: list[FsckProblem] = []
     progress = progress or Progress()
     progress.begin(len(roots))
     for root in roots:
-        report = inspect(
+        report = check_generation(
             root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
         )
         prefix = root.relative_to(directory)
@@ -184,7 +180,7 @@ def inspect_all(
             problem if root == directory else problem._replace(path=str(prefix / problem.path))
             for problem in report.problems
         ]
-    return Report(blocks, size, tuple(problems), unverified, compressed, saved)
+    return FsckReport(blocks, size, tuple(problems), unverified, compressed, saved)
 
 
 def verify(
@@ -214,7 +210,7 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
     keyring: Keyring | None,
     progress: Progress,
     note: Note,
-) -> Iterator[tuple[BlockEntry | Problem, Fault | None]]:
+) -> Iterator[tuple[BlockEntry | FsckProblem, Fault | None]]:
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
     waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
@@ -222,7 +218,7 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
             root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach
         ):
             if not isinstance(entry, BlockEntry):
-                yield Problem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
+                yield FsckProblem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
                 continue
             waiting.append((entry, pool.submit(verify, fs, root, entry, keyring, note)))
             if len(waiting) >= 4 * threads:
@@ -243,7 +239,7 @@ def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
 ) -> Fault | None:
     """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read.
 
-    What a compressed payload unpacks to is not looked at: its checksum says that it is what its writer wrote.
+    A compressed payload is not decompressed: its checksum says that it is the one that was written.
     """
     page = memoryview(bytearray(HEADER_BYTES))
     header = decode_header(page[: read_page(fs, fd, page)])
@@ -267,26 +263,24 @@ def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
     return reading.end()
 
 
-def _identity_problems(fs: FileSystem, root: Path) -> list[Problem]:
+def _identity_problems(fs: FileSystem, root: Path) -> list[FsckProblem]:
     try:
         document = identity.read(root, fs=fs)
     except ConnectorError as error:
-        return [Problem(TIER_FILE, "identity", str(error))]
+        return [FsckProblem(TIER_FILE, "identity", str(error))]
     if document is None:
-        return [
-            Problem(TIER_FILE, "identity", f"there is none in {root}, nor below: give a directory that holds a tier")
-        ]
+        return [FsckProblem(TIER_FILE, "identity", f"none in {root}, nor below: give a directory that holds a tier")]
     version = document.get("format")
     if isinstance(version, int) and version < FORMAT_VERSION:
         message = f"an earlier release wrote this generation, in format {version}: no block of it was looked at"
-        return [Problem(TIER_FILE, Fault.OUTDATED.value, f"{message}, and this release serves none")]
+        return [FsckProblem(TIER_FILE, Fault.OUTDATED.value, f"{message}, and this release serves none")]
     if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
-        return [Problem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
+        return [FsckProblem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
     if document["digest"] != root.absolute().name:
         message = (
             f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"
         )
-        return [Problem(TIER_FILE, "identity", message)]
+        return [FsckProblem(TIER_FILE, "identity", message)]
     return []
 
 
@@ -296,7 +290,7 @@ OLDER = "older"
 
 
 @dataclass(slots=True)
-class Heap:
+class FileCount:
     """Some files together."""
 
     files: int = 0
@@ -309,8 +303,8 @@ class Heap:
 
 
 @dataclass(slots=True)
-class Generation:
-    """What is known of one generation without reading its blocks."""
+class GenerationCount:
+    """Contents of one generation, counted without reading its blocks."""
 
     path: str
     """Relative to the directory that was asked about; ``.`` for that itself."""
@@ -318,19 +312,19 @@ class Generation:
     """From ``tier.json``; empty if there is none that can be read."""
     problem: str = ""
     """Why not all of it could be looked at."""
-    blocks: Heap = field(default_factory=Heap)
-    tenants: dict[str, Heap] = field(default_factory=dict)
+    blocks: FileCount = field(default_factory=FileCount)
+    tenants: dict[str, FileCount] = field(default_factory=dict)
     """The blocks of each tenant; common ones are in none."""
-    ages: dict[str, Heap] = field(default_factory=lambda: {name: Heap() for name in [*dict(AGES), OLDER]})
+    ages: dict[str, FileCount] = field(default_factory=lambda: {name: FileCount() for name in [*dict(AGES), OLDER]})
     """The blocks, by the time since they were written."""
     oldest_seconds: float | None = None
     newest_seconds: float | None = None
-    leftovers: dict[str, Heap] = field(default_factory=lambda: {kind.value: Heap() for kind in LeftoverKind})
+    leftovers: dict[str, FileCount] = field(default_factory=lambda: {kind.value: FileCount() for kind in LeftoverKind})
     """Young partial files too: here they are writers at work, or what is left of them."""
-    journals: Heap = field(default_factory=Heap)
+    journals: FileCount = field(default_factory=FileCount)
 
 
-def look_at(  # noqa: PLR0913 - keywords with defaults
+def count_generation(  # noqa: PLR0913 - keywords with defaults
     directory: Path,
     root: Path,
     *,
@@ -338,14 +332,14 @@ def look_at(  # noqa: PLR0913 - keywords with defaults
     now_ns: int,
     threads: int = 4,
     progress: Progress | None = None,
-) -> Generation:
+) -> GenerationCount:
     """Count what one generation holds."""
     progress = progress or Progress()
     try:
         document = identity.read(root, fs=fs)
-        generation = Generation(str(root.relative_to(directory)), document["identity"] if document else {})
+        generation = GenerationCount(str(root.relative_to(directory)), document["identity"] if document else {})
     except ConnectorError as error:
-        generation = Generation(str(root.relative_to(directory)), {}, str(error))
+        generation = GenerationCount(str(root.relative_to(directory)), {}, str(error))
     try:
         entries = scan(
             root, fs=fs, partial_age_seconds=0, clock=lambda: now_ns, threads=threads, on_share=progress.reach
@@ -364,11 +358,11 @@ def look_at(  # noqa: PLR0913 - keywords with defaults
     return generation
 
 
-def _add_block(generation: Generation, entry: BlockEntry, now_ns: int) -> None:
+def _add_block(generation: GenerationCount, entry: BlockEntry, now_ns: int) -> None:
     age = (now_ns - entry.mtime_ns) / 1e9
     generation.blocks.add(entry.size)
     if entry.key.tenant:
-        generation.tenants.setdefault(entry.key.tenant, Heap()).add(entry.size)
+        generation.tenants.setdefault(entry.key.tenant, FileCount()).add(entry.size)
     generation.ages[next((name for name, bound in AGES if age <= bound), OLDER)].add(entry.size)
     generation.oldest_seconds = age if generation.oldest_seconds is None else max(generation.oldest_seconds, age)
     generation.newest_seconds = age if generation.newest_seconds is None else min(generation.newest_seconds, age)

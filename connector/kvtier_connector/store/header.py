@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of payloads: they show damage, and nothing about who wrote.
-
-AES-GMAC is the tag of AES-GCM over data that is not encrypted. The instructions of the processor make it three times as
-fast as BLAKE3. Its key and nonce are written below for everybody to read, so it authenticates nothing: whoever can
-write to the volume can compute it. It needs ``cryptography``, which vLLM's images have; without it, blocks are written
-with BLAKE3, and blocks with the other checksum are a miss.
-
-The bytes of a block file: one 4096-byte header, then the payload.
+"""The bytes of a block file: one 4096-byte header, then the payload; and the checksums of payloads.
 
 Pure: bytes in, values out. FORMAT.md beside the package documents every offset; the two change together.
+
+Checksums reveal damage, not forgery. AES-GMAC is the tag of AES-GCM over data that is not encrypted; the processor's
+instructions make it three times as fast as BLAKE3. Its key and nonce are public constants below, so any writer of the
+volume can compute it. It needs ``cryptography``, which vLLM's images have. Without the package, blocks are written with
+BLAKE3, and blocks with the other checksum are a miss.
 """
 
 from __future__ import annotations
@@ -92,11 +90,11 @@ class _Gmac:
 
 
 DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_AES else Algorithm.BLAKE3_256
-"""Of new blocks."""
+"""Algorithm of new blocks."""
 
 
 def can_compute(algorithm: int) -> bool:
-    """Say whether this checksum can be computed here."""
+    """Return whether this checksum can be computed here."""
     return algorithm == Algorithm.BLAKE3_256 or (algorithm == Algorithm.AES_GMAC and HAS_AES)
 
 
@@ -180,7 +178,7 @@ class Fault(enum.Enum):
 
     @property
     def is_damage(self) -> bool:
-        """Say whether the file is bad for every reader, so that moving it out of the way loses nothing."""
+        """Return whether the file is bad for every reader, so that moving it out of the way loses nothing."""
         return self not in _STAYING
 
 
@@ -213,7 +211,7 @@ class Seal(NamedTuple):
 
 
 NO_SEAL = Seal()
-"""Of a payload that is not encrypted."""
+"""Seal of a payload that is not encrypted."""
 
 
 class Method(enum.IntEnum):
@@ -225,29 +223,29 @@ class Method(enum.IntEnum):
 
 
 class Packing(NamedTuple):
-    """What a compressed payload becomes."""
+    """How a payload is decompressed."""
 
     method: int = Method.NONE
     block_bytes: int = 0
-    """Of the block itself, which is what a reader has room for."""
+    """Length of the decompressed block."""
     width: int = 0
     """Bytes of the numbers that it consists of."""
 
 
 NOT_PACKED = Packing()
-"""Of a payload that is the block itself."""
+"""Packing of a payload that is not compressed."""
 FLAG_PACKED = 1
 """Set in the header of a compressed block: a release that knows of none leaves the file alone."""
 
 
 class Header(NamedTuple):
-    """What the first page of a block file says about the rest."""
+    """Contents of the first page of a block file."""
 
     key: BlockKey
     payload_bytes: int
     """As it lies in the file, after compression."""
     checksum: bytes
-    """Of the payload, or the tag of its encryption; always 32 bytes."""
+    """Checksum of the payload, or tag of its encryption; always 32 bytes."""
     created_ns: int
     """When the writer wrote it: nanoseconds since 1970, by the writer's clock."""
     home: Home
@@ -361,14 +359,14 @@ def _is_sound(header: Header) -> bool:
 
 
 def misplaced(header: Header, key: BlockKey, home: Home) -> Fault | None:
-    """Say whether a file holds another block than its name says, or one of another directory; None if neither."""
+    """Return whether a file holds another block than its name says, or one of another directory; None if neither."""
     if header.key != key:
         return Fault.KEY
     return None if header.home == home else Fault.GENERATION
 
 
 def _is_sealed_right(header: Header) -> bool:
-    """Say whether an encrypted block names its key and one in clear does not; of what is not known, nothing is said."""
+    """Return whether an encrypted block names its key and one in clear does not; True for an unknown encryption."""
     if header.encryption == Encryption.NONE:
         return header.seal == NO_SEAL
     if header.encryption != Encryption.AES_256_GCM:
@@ -379,7 +377,7 @@ def _is_sealed_right(header: Header) -> bool:
 
 
 def _is_packed_right(header: Header) -> bool:
-    """Say whether a compressed block is longer than its payload; of a method that is not known, nothing is said."""
+    """Return whether a compressed block is longer than its payload; True for an unknown method."""
     method, block_bytes, width = header.packing
     if method != Method.ZSTD_PLANES:
         return method != Method.NONE or header.packing == NOT_PACKED

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops asking a volume that fails, and tries it again later: loads and stores each have a circuit of their own.
+"""A circuit breaker stops asking a volume that fails, and tries it again later; loads and stores have a circuit each.
 
-Pure but for its lock: the clock is passed in, and whoever uses the volume tells what came of it.
+Pure but for its lock: the clock is passed in, and the user of the volume reports every outcome.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Direction(enum.Enum):
     STORE = "store"
 
 
-class State(enum.Enum):
-    """What a circuit lets through."""
+class CircuitState(enum.Enum):
+    """Operations that a circuit admits."""
 
     CLOSED = "closed"
     """Everything."""
@@ -35,7 +35,7 @@ class State(enum.Enum):
 
 
 class Sign(enum.Enum):
-    """What one operation says about the volume."""
+    """Evidence of one operation about the volume."""
 
     GOOD = "good"
     NEUTRAL = "neutral"
@@ -63,12 +63,12 @@ _STORE_SIGNS = {
 
 
 def load_sign(outcome: Outcome) -> Sign:
-    """Say what a `get` says: a volume that shows a missing or damaged file is a volume that answers."""
+    """Return the evidence of a `get`: a volume that shows a missing or damaged file is a volume that answers."""
     return Sign.BAD if outcome is Fault.IO else Sign.GOOD
 
 
 def store_sign(outcome: StoreOutcome) -> Sign:
-    """Say what a `put` says."""
+    """Return the evidence of a `put`."""
     if isinstance(outcome, StoreFault):
         return _STORE_SIGNS[outcome]
     return Sign.NEUTRAL if isinstance(outcome, Present) else Sign.GOOD
@@ -83,16 +83,16 @@ class BreakerLimits:
     longest_backoff_seconds: float = 60.0
     """Each failed attempt to close doubles the back-off, up to this."""
     attempt_seconds: float = 60.0
-    """The one operation let through counts as failed when nobody has told of its end by then."""
+    """The one admitted operation counts as failed if its end is not reported by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitView:
     """How a circuit stands, for metrics and messages."""
 
-    state: State
+    state: CircuitState
     cause: str
-    """What opened it last: the value of a fault, or ``timeout``; empty if nothing ever did."""
+    """The cause of its last opening: the value of a fault, or ``timeout``; empty if nothing ever did."""
     opened: int
     """How often it went from closed to open."""
     retry_in_seconds: float
@@ -112,16 +112,16 @@ class _Circuit:
         self.cause = ""
         self.opened = 0
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> CircuitState:
         self._give_up_attempt(now)
         if self.is_closed:
-            return State.CLOSED
+            return CircuitState.CLOSED
         is_waiting = now < self._retry_at
-        return State.OPEN if is_waiting else State.HALF_OPEN
+        return CircuitState.OPEN if is_waiting else CircuitState.HALF_OPEN
 
     def has_room(self, now: float) -> bool:
         state = self.state(now)
-        return state is State.CLOSED or (state is State.HALF_OPEN and self._attempt_ends is None)
+        return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and self._attempt_ends is None)
 
     def admit(self, now: float) -> bool:
         if not self.has_room(now):
@@ -140,7 +140,7 @@ class _Circuit:
         elif self._attempt_ends is not None:
             self._record_attempt(sign, cause, now)
         elif sign is Sign.FATAL and now >= self._retry_at:
-            # Half open, and an operation that asked nobody says how the attempt would end.
+            # Half open, and an operation that was not admitted shows how the attempt would end.
             self._fail_attempt(cause, now)
         # Open: this one began before the circuit opened, and says nothing new.
 
@@ -192,7 +192,7 @@ class Breaker:
         self._circuits = {direction: _Circuit(limits) for direction in Direction}
 
     def has_room(self, direction: Direction) -> bool:
-        """Say whether `admit` would let something through now, without taking the attempt: for planning."""
+        """Return whether `admit` would let something through now, without taking the attempt: for planning."""
         with self._lock:
             return self._circuits[direction].has_room(self._now())
 
@@ -231,7 +231,7 @@ class Breaker:
     def _record(self, direction: Direction, sign: Sign, cause: str) -> None:
         circuit = self._circuits[direction]
         if sign in _HARMLESS and circuit.is_closed and not circuit.bad:
-            # What nearly every block says, and what changes nothing.
+            # The outcome of nearly every block, which changes nothing.
             return
         with self._lock:
             circuit.record(sign, cause, self._now())

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose blocks a directory holds: ``tier.json`` at the root is written once and compared at every start.
+"""The owner of a directory of blocks: ``tier.json`` at its root, written once and compared at every start.
 
 KV bytes are meaningless to any other model or layout, and nothing in them would show it. So a directory that does not
 say exactly what the caller expects is refused.
-
-Finds the generations below a directory: the directory may be one itself, a tier, or the root of a volume.
-
-Reads names only. No thread lives here.
+`find_generations` searches such directories by names only, below a
+generation, a tier or the root of a volume. No thread lives here.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
         StoreUnavailable: the volume cannot be used now.
     """
     ours = _document(identity, digest)
-    fs = fs.beneath(str(root))
+    fs = fs.rooted(str(root))
     try:
         text = _read(fs, root)
         if text is None:
@@ -61,12 +59,12 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
     except OSError as error:
         raise StoreUnavailable(f"{root}: cannot be claimed: {error}") from error
     if text is None:
-        raise StoreUnavailable(f"{root}/{TIER_FILE}: somebody removed it while it was being created; try again")
+        raise StoreUnavailable(f"{root}/{TIER_FILE}: it was removed while it was being created; try again")
     _compare(root, ours, parse(text, where=f"{root}/{TIER_FILE}"))
 
 
-class Standing(enum.Enum):
-    """How a directory that was claimed is now."""
+class RootState(enum.Enum):
+    """Present state of a directory that was claimed."""
 
     SAME = "same"
     GONE = "gone"
@@ -76,7 +74,7 @@ class Standing(enum.Enum):
 
 
 class _Seen(NamedTuple):
-    """What tells one description from another without reading it."""
+    """Identifies a description without reading it."""
 
     file: tuple[int, int]
     """Device and inode."""
@@ -84,10 +82,10 @@ class _Seen(NamedTuple):
     """Size, and when that was."""
 
 
-class Claim:
+class RootClaim:
     """One directory that was claimed, and whether it still is; one thread at a time.
 
-    Somebody may remove it under an engine, and the next one to come may claim it for blocks of another kind.
+    The directory may be removed under an engine, and then be claimed for blocks of another kind.
     """
 
     def __init__(self, root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSystem = LOCAL) -> None:
@@ -95,7 +93,7 @@ class Claim:
         self._root = root
         self._identity = dict(identity)
         self._digest = digest
-        self._fs = fs.beneath(str(root))
+        self._fs = fs.rooted(str(root))
         self._seen: _Seen | None = None
 
     def renew(self) -> bool:
@@ -112,8 +110,8 @@ class Claim:
         self._seen = self._look()
         return before is None or self._seen is None or before.written != self._seen.written
 
-    def look(self, *, may_write: bool) -> Standing:
-        """Say how the description is compared with when it was last claimed: one system call if it is as it was.
+    def look(self, *, may_write: bool) -> RootState:
+        """Compare the description with that of the last claim: one system call if nothing changed.
 
         Where only the description is gone, it is to be written again, unless nothing may be written.
 
@@ -123,8 +121,8 @@ class Claim:
         try:
             seen = self._look()
             if seen is not None:
-                return Standing.SAME if seen == self._seen else Standing.OTHER
-            return Standing.OTHER if may_write and self._is_there() else Standing.GONE
+                return RootState.SAME if seen == self._seen else RootState.OTHER
+            return RootState.OTHER if may_write and self._is_there() else RootState.GONE
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error
 
@@ -174,7 +172,7 @@ def parse(text: bytes, *, where: str) -> dict[str, Any]:
 
 def _document(identity: Mapping[str, Any], digest: str) -> dict[str, Any]:
     document = {"format": FORMAT_VERSION, "digest": digest, "identity": dict(identity)}
-    # What JSON cannot tell apart (a tuple and a list) must not look different after a restart.
+    # A tuple and a list are the same in JSON, and must not differ after a restart.
     normal: dict[str, Any] = json.loads(json.dumps(document))
     return normal
 
@@ -243,7 +241,7 @@ def _create(fs: FileSystem, root: Path, text: str) -> None:
 
 
 MOST_LEVELS = 6
-"""A path inside the claim, the tier and the digest; deeper directories belong to somebody else."""
+"""A path inside the claim, the tier and the digest; deeper directories are not ours."""
 
 _OF_VLLM = re.compile(r"(.+_[0-9a-f]{12})_r[0-9]+")
 """Directory of vLLM's fs tier for one rank, beside one that describes it: hundreds of thousands may lie below."""

@@ -200,7 +200,7 @@ class JournalWriter:
         self.writer = new_token()
         """Names this process's journal; a reader of the same process leaves it out."""
         self._root = str(root)
-        self._fs = fs.beneath(str(root))
+        self._fs = fs.rooted(str(root))
         self._bell = Bell(root, fs=fs)
         self._marker = Marker(root, fs=fs)
         self._limits = limits

@@ -78,7 +78,7 @@ class Home(NamedTuple):
     """Whose blocks a directory holds: its name says so, and so does the header of each block in it."""
 
     digest: str
-    """Of the generation."""
+    """Digest of the generation."""
     epoch: str = ""
     """Names the weights, where they were replaced in a running engine; empty for those that the model came with."""
 
@@ -88,7 +88,7 @@ class Home(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """Where a block comes from. A hint for whoever makes room: a wrong one costs a hole."""
+    """Origin of a block. A hint for eviction: a wrong one costs a hole in a prefix."""
 
     parent: bytes = b""
     """Hash of the block before it, of the same group and tenant; empty for the first, and where it is not known."""
@@ -99,7 +99,7 @@ class Lineage(NamedTuple):
 
 
 NO_LINEAGE = Lineage()
-"""Of a first block, and of one of which nothing is known."""
+"""Lineage of a first block, and of a block of unknown origin."""
 
 
 class JournalName(NamedTuple):
@@ -121,14 +121,14 @@ class Mark(NamedTuple):
 
 
 def is_valid(key: BlockKey) -> bool:
-    """Say whether the key can be stored: its hash and tenant fit the header, its group an unsigned 32-bit number."""
+    """Return whether the key can be stored: its hash and tenant fit the header, its group an unsigned 32-bit number."""
     is_number_valid = MIN_HASH_BYTES <= len(key.hash) <= MAX_HASH_BYTES and 0 <= key.group <= MAX_GROUP
     return is_number_valid and (key.tenant == "" or is_tenant(key.tenant))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_tenant(name: str) -> bool:
-    """Say whether a tenant can have this name: it becomes a directory, on file systems of every kind."""
+    """Return whether a tenant can have this name: it becomes a directory, on file systems of every kind."""
     return _TENANT.fullmatch(name) is not None
 
 
@@ -138,12 +138,12 @@ def adapter_name_label(name: str) -> str:
 
 
 def is_key_id(name: str) -> bool:
-    """Say whether an encryption key can have this name."""
+    """Return whether an encryption key can have this name."""
     return _KEY_ID.fullmatch(name) is not None
 
 
 def is_valid_lineage(lineage: Lineage) -> bool:
-    """Say whether it fits the header: no parent, or one with a hash of a usable length."""
+    """Return whether it fits the header: no parent, or one with a hash of a usable length."""
     is_parent_valid = not lineage.parent or MIN_HASH_BYTES <= len(lineage.parent) <= MAX_HASH_BYTES
     is_adapter_valid = not lineage.adapter or _ADAPTER.fullmatch(lineage.adapter) is not None
     return is_parent_valid and is_adapter_valid and 0 <= lineage.position <= MAX_POSITION
@@ -217,7 +217,7 @@ def partial_path(path: str, token: str) -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Say whether the name is one that `partial_path` makes."""
+    """Return whether the name is one that `partial_path` makes."""
     return _PARTIAL.fullmatch(name) is not None
 
 
@@ -233,7 +233,7 @@ def tenant_of(relative: str) -> str:
 
 
 def is_quarantined(relative: str) -> bool:
-    """Say whether the path is one of a quarantine directory, the common one or a tenant's."""
+    """Return whether the path is one of a quarantine directory, the common one or a tenant's."""
     return _QUARANTINED.fullmatch(relative) is not None
 
 

@@ -29,7 +29,7 @@ _APPEND_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Purge(NamedTuple):
-    """What was purged; None stands for every one."""
+    """Selection of a purge; None stands for all."""
 
     tenant: str | None = None
     adapter: str | None = None
@@ -44,7 +44,7 @@ class Purge(NamedTuple):
 _EVERYTHING = Purge()
 
 
-def mark(fs: FileSystem, root: str, purge: Purge) -> None:
+def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
     """Tell writers of a purge; raise OSError if the volume does not take it."""
     path = f"{root}/{PURGES_FILE}"
     line = (json.dumps(purge._asdict()) + "\n").encode()
@@ -98,8 +98,8 @@ def _replace(fs: FileSystem, path: str, line: bytes) -> None:
         fs.fsync(new)
 
 
-class PurgeMarks:
-    """What a writer knows of the purges of one root. Any thread may call; `look` waits for the volume."""
+class PurgeLog:
+    """The purges of one root as far as a writer knows them. Any thread may call; `look` waits for the volume."""
 
     def __init__(self, fs: FileSystem, root: str, *, now: Callable[[], float] = time.monotonic) -> None:
         """Store the settings; nothing is read yet.

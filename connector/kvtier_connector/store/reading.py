@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the file of a block, and tells one that is not there, or is no file, from a volume that fails.
+"""Opens, reads and verifies the file of one block, and quarantines a damaged one. No thread and no state of its own.
 
-Everything on a shared volume may have been put there by another writer, so what stands where a file should be can be a
-link, a pipe or a directory. No thread and no state of its own.
-
-Read one block file and believe none of its bytes before they are verified. No thread and no state of its own.
-
-Moves a damaged block file out of the way, and never a good one that a writer put in its place meanwhile.
+No byte of a file is believed before it is verified. Any writer of a shared volume can put a link, a pipe or a directory
+in the place of a file, so these differ from a volume that fails. Quarantine never moves a good file
+that a writer put in the place of the damaged one meanwhile.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from kvtier_connector.store.compression import Codec
-from kvtier_connector.store.crypto import Keyring, Reading, begin_reading, can_read, can_unpack
-from kvtier_connector.store.filesystems import mount_of
+from kvtier_connector.store.crypto import Keyring, PayloadReader, begin_reading, can_read, can_unpack
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_block, read_page
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.layout import BlockKey, Home, block_path, home_of, quarantine_path
+from kvtier_connector.store.volume_profile import mount_of
 
 PIECE_BYTES = 1 << 20
 """Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
@@ -59,11 +56,11 @@ class _Verifier:
         self._page = page
         self._target = target
         self._keyring = keyring
-        self._reading: Reading | None = None
+        self._reading: PayloadReader | None = None
         self._taken = 0
 
     def take(self, done: int) -> bool:
-        """Look at the first `done` bytes of the file; say whether the rest is wanted."""
+        """Look at the first `done` bytes of the file; return whether the rest is wanted."""
         if done < HEADER_BYTES:
             return True
         if self.header is None:
@@ -80,7 +77,7 @@ class _Verifier:
         return self.header is not None and self._taken == self.header.payload_bytes
 
     def end(self) -> Fault | None:
-        """Say what is wrong with a file that was read to its end."""
+        """Return the fault of a file that was read to its end, None without one."""
         return Fault.TRUNCATED if self._reading is None else self._reading.end()
 
     def _take_header(self) -> None:
@@ -162,7 +159,7 @@ def _filling(target: memoryview) -> Take:
 
 
 def _unpack(header: Header, packed: memoryview, take: Take, codecs: Codecs) -> bool | Fault:
-    """Hand a compressed block on, whose bytes have been verified; say whether `take` wanted all of it."""
+    """Hand a compressed block on, whose bytes have been verified; return whether `take` wanted all of it."""
     _, block_bytes, width = header.packing
     found = codecs().unpack(packed, block_bytes, width, take)
     if found is None:
@@ -184,7 +181,7 @@ def stream_verified(  # noqa: PLR0913 - keywords
 ) -> int | Fault | None:
     """Hand a block on piece by piece while it is in the core's cache, for files opened without O_DIRECT.
 
-    The buffer is as long as the block, but only its start is used, unless the block is compressed. What was taken is
+    The buffer is as long as the block, but only its start is used, unless the block is compressed. The pieces are
     worth nothing unless the answer is the number of bytes read; None means that `take` ended it.
     """
     piece_bytes = min(PIECE_BYTES, buffer.nbytes)
@@ -223,7 +220,7 @@ def _read_start(fs: FileSystem, fd: int, page: memoryview, piece: memoryview) ->
     return max(0, filled)
 
 
-def _read_packed(fs: FileSystem, fd: int, packed: memoryview, filled: int, reading: Reading) -> Fault | None:
+def _read_packed(fs: FileSystem, fd: int, packed: memoryview, filled: int, reading: PayloadReader) -> Fault | None:
     """Read what is missing of a compressed payload, and verify all of it; return what is wrong."""
     done = 0
     while True:
@@ -259,8 +256,8 @@ def mapped_verified(  # noqa: PLR0913 - keywords
 ) -> int | Fault | None:
     """Do as `stream_verified` does with a file that is mapped; what is in clear there is handed on without a copy.
 
-    Whoever changes the file in place between the look and the copy changes it as if the row was changed later: blocks
-    are written once and renamed, and a checksum keeps out damage, not an attacker.
+    A writer that changes the file in place between verification and copy could as well change it later. Blocks are
+    written once and renamed, and a checksum keeps out damage, not an attacker.
     """
     if mapped.nbytes < HEADER_BYTES:
         return Fault.TRUNCATED
@@ -291,7 +288,7 @@ def mapped_verified(  # noqa: PLR0913 - keywords
     return fault or HEADER_BYTES + payload.nbytes
 
 
-def _begin(header: Header, page: memoryview, keyring: Keyring | None) -> Reading | Fault:
+def _begin(header: Header, page: memoryview, keyring: Keyring | None) -> PayloadReader | Fault:
     return begin_reading(header, page, keyring) if can_unpack(header) else Fault.ALGORITHM
 
 
@@ -346,8 +343,8 @@ Read = Callable[[int, bool], int | Fault | None]
 """Reads an open file, told whether it was opened with O_DIRECT; as `read_verified` and `stream_verified`."""
 
 
-class Found(NamedTuple):
-    """What is on the volume under a block's name before the block is written."""
+class ExistingFile(NamedTuple):
+    """The file under a block's name before the block is written."""
 
     size: int
     is_whole: bool
@@ -364,7 +361,7 @@ class Access:
         """Whose blocks these are."""
         self._on_freed = on_freed
         self.mount = mount_of(root)
-        """What holds the root."""
+        """The mount that holds the root."""
         self._absent_from_cache = self.mount.is_nfs
         """Whether a name that was looked for in vain stays absent for this node, for half a minute with NFS."""
 
@@ -397,24 +394,24 @@ class Access:
         except OSError:
             return self._explain(key)
 
-    def find(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> Found:
+    def find(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> ExistingFile:
         """Look at the file that has the block's name: its size, and whether length and header are right."""
         try:
             fd = self._fs.open(self._path(key), READ_FLAGS)
         except OSError:
-            return Found(0, is_whole=False)
+            return ExistingFile(0, is_whole=False)
         try:
             size = self._fs.fstat(fd).st_size
             header = decode_header(page[: read_page(self._fs, fd, page)])
         except OSError:
-            return Found(0, is_whole=False)
+            return ExistingFile(0, is_whole=False)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         is_ours = isinstance(header, Header) and misplaced(header, key, self.home) is None
         if not isinstance(header, Header) or not is_ours or header.block_bytes != block_bytes:
-            return Found(size, is_whole=False)
-        return Found(size, size == HEADER_BYTES + header.payload_bytes and can_read(header, keyring))
+            return ExistingFile(size, is_whole=False)
+        return ExistingFile(size, size == HEADER_BYTES + header.payload_bytes and can_read(header, keyring))
 
     def clear(self, key: BlockKey) -> None:
         """Put away what is no file in the place of a block, since no file can be renamed over a directory."""
@@ -436,7 +433,7 @@ class Access:
                 self._fs.release(fd)
 
     def _explain(self, key: BlockKey) -> Fault:
-        """Say of a file that cannot be read whether the volume fails, or whether it is none; that is put away.
+        """Return why a file cannot be read: the volume fails, or it is no file. The latter is put away.
 
         Raises:
             FileNotFoundError: it is not there any more. Network file systems say many things of a file that another
@@ -451,14 +448,14 @@ class Access:
         if stat.S_ISREG(status.st_mode):
             return Fault.IO
         try:
-            # Nobody can have stored anything in a link, a pipe or a device.
+            # A link, a pipe or a device holds no data of a writer.
             self._fs.unlink(self._path(key))
         except OSError:
             quarantine(self._fs, self._root, status, key, Fault.MAGIC)
         return Fault.MAGIC
 
     def _ask_anew(self, key: BlockKey, reason: int | None) -> bool:
-        """Have the node ask the server for what its caches may have wrong; say whether that may change the answer."""
+        """Have the node ask the server past its caches; return whether that may change the answer."""
         if reason == errno.ESTALE:
             # Some nodes open what they have in mind for another second.
             with contextlib.suppress(OSError):
@@ -467,7 +464,7 @@ class Access:
         return reason == errno.ENOENT and self._ask_for_names(key)
 
     def _ask_for_names(self, key: BlockKey) -> bool:
-        """Have the node ask the server which names there are above a block; say whether there are directories.
+        """Have the node ask the server which names there are above a block; return whether there are directories.
 
         A client of NFS asks whenever a directory is opened, and forgets then what was absent if anything has changed.
         """

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk a root and name every file in it: the janitor, the index, the usage count and the check share this walk.
+"""Walks a root and names every file in it, for the janitor, the check and the usage count; and counts its progress.
 
-Files may come and go meanwhile; one that is gone before it is looked at is left out.
-
-How far long work on a volume is: the share that is done, and what was seen. Shows nothing by itself.
+Files may come and go meanwhile; a file that is gone before it is looked at is left out.
 """
 
 from __future__ import annotations
@@ -90,7 +88,8 @@ def scan(  # noqa: PLR0913 - keywords with defaults
 
     With several `threads`, as many directories are read at once: a network volume answers each only after a while. They
     end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
-    With `unread`, a directory that cannot be looked at ends nothing: why it cannot is added to the list.
+    With `unread`, a directory that cannot be read does not end the walk: its error is added to the list.
+
     `on_share` is told how much of the walk is done, from 0 to 1: hashes spread blocks evenly over directories.
 
     Raises:
@@ -123,7 +122,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
         path in {TIER_FILE, PURGES_FILE} or parse_journal_path(path) is not None or parse_mark_path(path) is not None
     ):
         return None
-    # An NFS client keeps a removed file under such a name while somebody has it open, then removes it by itself.
+    # An NFS client keeps a removed file under such a name while a process has it open, then removes it by itself.
     if name.startswith(".nfs"):
         return None
     if is_file and (key := parse_block_path(path)) is not None:
@@ -141,7 +140,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
 _Found = list[tuple[str, os.stat_result]]
 """Paths relative to the root, and what they are."""
 _Listed = tuple[float, _Found]
-"""Of one directory, with its share of the whole walk, but for the directories in it."""
+"""Files of one directory, with its share of the whole walk, less that of its subdirectories."""
 _FEW = frozenset({JOURNAL, QUARANTINE})
 """Directories beside which the rest has nearly all files."""
 
@@ -211,11 +210,11 @@ class _Directories:
 
 
 _MOST_READY = 64
-"""Directories whose files nobody has taken yet; the threads wait then, so that memory stays bounded."""
+"""Listed directories that wait for the caller; the threads pause then, so that memory stays bounded."""
 
 
 class _ParallelWalk:
-    """What the threads of one walk share; `changed` guards every field and is not held over a system call."""
+    """Shared by the threads of one walk; `changed` guards every field and is not held over a system call."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -343,7 +342,7 @@ def _remove_old_marks(root: Path, paths: Collection[str], youngest_ns: int, *, f
     writers = {name.writer for name in map(parse_journal_path, paths) if name is not None}
     for mark in map(parse_mark_path, paths):
         if mark is not None and mark.writer not in writers:
-            # Somebody else may remove them as well, and one that cannot be removed keeps no other.
+            # Another process may remove them as well, and one that cannot be removed keeps no other.
             with contextlib.suppress(OSError):
                 path = f"{root}/{mark_path(mark)}"
                 if fs.stat(path).st_mtime_ns <= youngest_ns:
@@ -381,7 +380,7 @@ class Progress:
         self._bytes = 0
 
     def begin(self, walks: int) -> None:
-        """Say over how many walks it goes."""
+        """Set the number of walks."""
         self._walks = max(1, walks)
 
     def add(self, size: int) -> None:

@@ -96,7 +96,7 @@ class SharedStore:
             root, fs=fs, direct=direct, clock=clock, max_bytes=max_bytes, keys_dir=keys_dir, quotas=quotas
         )
         self._root = root
-        self._fs = fs = fs.beneath(str(root))
+        self._fs = fs = fs.rooted(str(root))
         self._scan_threads = scan_threads
         self._walk_apart: Walk = walk or self._walk_here
         self._pause = pause

@@ -13,7 +13,7 @@ from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
 from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.fsck import check
-from kvtier_connector.store.health import Breaker, Direction, State
+from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.shared import SharedStore
@@ -64,7 +64,7 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
     for number in range(100):
         outcomes.append(store.put(key(number), payload(number, megabyte)))
         breaker.record_store(outcomes[-1])
-        if breaker.view(Direction.STORE).state is State.OPEN:
+        if breaker.view(Direction.STORE).state is CircuitState.OPEN:
             break
     assert outcomes[-1] is StoreFault.NO_SPACE
     assert len(outcomes) > 40
@@ -78,7 +78,7 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
     seconds[0] += 1
     assert breaker.admit(Direction.STORE)
     breaker.record_store(store.put(key(200), payload(200, megabyte)))
-    assert breaker.view(Direction.STORE).state is State.CLOSED
+    assert breaker.view(Direction.STORE).state is CircuitState.CLOSED
     assert store.synchronize().problem == ""
     assert check(root, partial_age_seconds=0) == []
 

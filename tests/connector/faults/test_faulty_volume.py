@@ -18,7 +18,7 @@ from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Stored, StoreFault
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.health import Breaker, BreakerLimits, Direction, State
+from kvtier_connector.store.health import Breaker, BreakerLimits, CircuitState, Direction
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import block_path
@@ -131,13 +131,13 @@ def test_a_time_out_opens_the_breaker_and_an_attempt_closes_it_when_the_volume_i
         attempt = Background(lambda: store.get(key(2), pages()))
         assert attempt.is_running
         seconds[0] = 6
-        assert breaker.view(Direction.LOAD).state is State.OPEN
+        assert breaker.view(Direction.LOAD).state is CircuitState.OPEN
     assert late.result() == Hit(BLOCK_BYTES)
     assert attempt.result() == Hit(BLOCK_BYTES)
     seconds[0] = 8
     assert breaker.admit(Direction.LOAD)
     breaker.record_load(store.get(key(3), pages()))
-    assert breaker.view(Direction.LOAD).state is State.CLOSED
+    assert breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
 
 EXITS = """
@@ -177,8 +177,8 @@ def test_reads_that_fail_are_faults_that_open_the_breaker_for_loads_only(
             assert outcome is Fault.IO
             breaker.record_load(outcome)
             assert store.state(key(number)) is Presence.ABSENT
-    assert breaker.view(Direction.LOAD).state is State.OPEN
-    assert breaker.view(Direction.STORE).state is State.CLOSED
+    assert breaker.view(Direction.LOAD).state is CircuitState.OPEN
+    assert breaker.view(Direction.STORE).state is CircuitState.CLOSED
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
     assert_sound(faulty_volume)
 
@@ -195,7 +195,7 @@ def test_a_file_that_was_replaced_on_the_server_is_read_again_and_no_sign_that_t
         assert outcome == Hit(BLOCK_BYTES)
         assert into == payload(number)
         breaker.record_load(outcome)
-    assert breaker.view(Direction.LOAD).state is State.CLOSED
+    assert breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
 
 @pytest.mark.parametrize("call", ["write", "close", "rename", "create"])
@@ -231,7 +231,7 @@ def test_writes_that_fail_are_faults_that_leave_nothing_and_keep_loads(
         outcome = store.put(key(9), payload(9))
         assert outcome is fault
         breaker.record_store(outcome)
-        assert (breaker.view(Direction.STORE).state is State.OPEN) == opens_at_once
+        assert (breaker.view(Direction.STORE).state is CircuitState.OPEN) == opens_at_once
         assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
         assert store.usage_bytes() == used
         assert store.state(key(9)) is Presence.ABSENT

@@ -29,7 +29,7 @@ from kvtier_connector.io_workers.task_table import ENTRIES, TaskTable
 from kvtier_connector.io_workers.tasks import Ending, Lane, Looked
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.header import HEADER_BYTES, Fault
-from kvtier_connector.store.health import Direction, State
+from kvtier_connector.store.health import CircuitState, Direction
 from kvtier_connector.store.index import Presence
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
@@ -314,7 +314,7 @@ def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(pools: Pool
     pool.load(0, *[1] * 15)
     pool.wait_for(15)
     assert {done.outcome for done in pool.ended.values()} == {HIT}
-    assert pool.breaker.view(Direction.LOAD).state is State.CLOSED
+    assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
 
 def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced(pools: Pools) -> None:

@@ -17,7 +17,7 @@ from kvtier_connector.io_workers.pool import NO_WORKERS
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, StoreFault
 from kvtier_connector.store.header import HEADER_BYTES, Fault
-from kvtier_connector.store.health import Direction, State
+from kvtier_connector.store.health import CircuitState, Direction
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
@@ -60,7 +60,7 @@ def test_workers_that_die_again_and_again_are_given_up_and_every_task_is_refused
     assert not pool.has_processes
     # Each death costs the block in hand, and says nothing against the volume.
     assert {pool.ended[task].outcome for task in range(16)} == {Fault.IO, NO_WORKERS}
-    assert pool.breaker.view(Direction.LOAD).state is State.CLOSED
+    assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
     assert all(pool.workers.is_stuck(lane) for lane in Lane)
     pool.load(20, 1)
     pool.collect()
@@ -143,7 +143,7 @@ def test_only_a_worker_that_hung_says_something_of_the_volume(pools: Pools) -> N
         dying.load(task, 1)
         dying.wait_for(task + 1)
     assert {done.outcome for done in dying.ended.values()} == {Fault.IO}
-    assert dying.breaker.view(Direction.LOAD).state is State.CLOSED
+    assert dying.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
     gate.touch()
     hanging = pools.make(workers=1, stuck_seconds=0.2, file_system="worker_fs:GatedFs")
@@ -151,7 +151,7 @@ def test_only_a_worker_that_hung_says_something_of_the_volume(pools: Pools) -> N
     hanging.wait_for(1)
     gate.unlink()
     assert hanging.outcome(1) is Ending.LATE
-    assert hanging.breaker.view(Direction.LOAD).state is not State.CLOSED
+    assert hanging.breaker.view(Direction.LOAD).state is not CircuitState.CLOSED
 
 
 def test_workers_that_hang_and_are_killed_are_never_given_up(pools: Pools) -> None:

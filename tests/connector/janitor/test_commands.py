@@ -19,7 +19,7 @@ from kvtier_cli.app import main
 from kvtier_connector.janitor.catalog import CATALOG_FILE
 from kvtier_connector.store.layout import BESIDE_GENERATIONS, Lineage, adapter_name_label, block_path
 from kvtier_connector.store.runtime_settings import BRAKE_FILE
-from kvtier_connector.store.volume_profile import CHOICES_FILE
+from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
@@ -208,7 +208,7 @@ def test_a_tier_without_blocks_is_healthy(
 
 
 def test_the_files_beside_generations_are_all_known() -> None:
-    assert {BRAKE_FILE, CHOICES_FILE, CATALOG_FILE} <= BESIDE_GENERATIONS
+    assert {BRAKE_FILE, PROFILE_FILE, CATALOG_FILE} <= BESIDE_GENERATIONS
 
 
 BLOCKED = """

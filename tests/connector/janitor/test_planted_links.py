@@ -94,7 +94,7 @@ def test_what_leads_up_again_is_refused(tmp_path: Path, path: str) -> None:
         directory.mkdir(parents=True)
         (directory / "file").touch()
     with pytest.raises(ValueError, match=r"must not have \. or \.\. below"):
-        LOCAL.beneath(str(base / "a")).unlink(path.format(base=base))
+        LOCAL.rooted(str(base / "a")).unlink(path.format(base=base))
     assert (other / "file").exists()
 
 
@@ -136,7 +136,7 @@ def test_no_call_goes_through_a_link(tmp_path: Path, call: str, below: str) -> N
     (root / "link").symlink_to(outside)
     before = sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*"))
     with pytest.raises(NotADirectoryError) as raised:
-        CALLS[call](LOCAL.beneath(str(root)), f"{root}/link{below}/file")
+        CALLS[call](LOCAL.rooted(str(root)), f"{root}/link{below}/file")
     assert str(root) in raised.value.filename
     assert sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*")) == before
 
@@ -146,7 +146,7 @@ def test_all_calls_work_beneath_a_directory_that_is_reached_through_a_link(tmp_p
     (tmp_path / "real").mkdir()
     (tmp_path / "short").symlink_to(tmp_path / "real")
     root = f"{tmp_path}/short/tier/aa"
-    fs = LOCAL.beneath(root)
+    fs = LOCAL.rooted(root)
     make_directories(fs, f"{root}/a/b")
     fs.mkdir_plainly(f"{root}/c")
     fd = fs.open(f"{root}/a/file", CREATE_FLAGS)
@@ -193,7 +193,7 @@ def test_an_engine_does_not_use_a_generation_that_is_a_link(rig: Rig, tmp_path: 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "file").touch()
-    fs = LOCAL.beneath(str(tmp_path / "a"))
+    fs = LOCAL.rooted(str(tmp_path / "a"))
     fs.unlink(f"{tmp_path}/a/file")
     for missing in ("a/file", "a/c/file", "a/b"):
         with pytest.raises(OSError, match=missing):

@@ -17,7 +17,7 @@ from kvtier_connector.janitor.commands import Criteria, purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import NO_LINEAGE, PURGES_FILE, BlockKey, Lineage, adapter_name_label, block_path
-from kvtier_connector.store.purges import Purge, PurgeMarks, mark
+from kvtier_connector.store.purges import Purge, PurgeLog, record_purge
 
 QUEUED = 2000
 WRITERS = 4
@@ -150,7 +150,7 @@ def test_a_writer_that_was_started_after_a_purge_stores_what_is_queued_from_then
 
 @pytest.mark.parametrize("content", [b"no line of ours\n", b"[]\n", b'{"tenant": 7, "adapter": null}\n', b"x" * 70_000])
 def test_a_mark_that_cannot_be_read_counts_as_a_purge_of_everything(tmp_path: Path, content: bytes) -> None:
-    marks = PurgeMarks(FileSystem(), str(tmp_path))
+    marks = PurgeLog(FileSystem(), str(tmp_path))
     marks.look()
     queued = time.monotonic()
     (tmp_path / PURGES_FILE).write_bytes(content)
@@ -160,7 +160,7 @@ def test_a_mark_that_cannot_be_read_counts_as_a_purge_of_everything(tmp_path: Pa
 
 def test_a_directory_that_was_removed_counts_as_purged(rig: Rig) -> None:
     engine = rig.engine()
-    mark(FileSystem(), str(engine.root), Purge("nobody"))
+    record_purge(FileSystem(), str(engine.root), Purge("nobody"))
     store = BlockStore(engine.root, direct=False)
     store.learn_purges()
     queued = time.monotonic()
@@ -170,12 +170,14 @@ def test_a_directory_that_was_removed_counts_as_purged(rig: Rig) -> None:
 
 def test_purgers_at_once_lose_no_mark(tmp_path: Path) -> None:
     fs = FileSystem()
-    threads = [threading.Thread(target=mark, args=(fs, str(tmp_path), Purge(f"t{number:02}"))) for number in range(8)]
+    threads = [
+        threading.Thread(target=record_purge, args=(fs, str(tmp_path), Purge(f"t{number:02}"))) for number in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    marks = PurgeMarks(fs, str(tmp_path))
+    marks = PurgeLog(fs, str(tmp_path))
     queued = time.monotonic()
     marks.look()
     assert all(marks.is_purged(key(1, f"t{number:02}"), NO_LINEAGE, queued) for number in range(8))

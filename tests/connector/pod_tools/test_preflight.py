@@ -20,7 +20,7 @@ from kvtier_connector.pod_tools import preflight
 from kvtier_connector.store.blockstore import BlockStore, Hit
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, FileSystem
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.volume_profile import CHOICES_FILE, read_choices
+from kvtier_connector.store.volume_profile import PROFILE_FILE, read_profile
 
 MIB = 1 << 20
 
@@ -34,8 +34,8 @@ def test_a_good_volume_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert report.problem == ""
     assert min(report.free_bytes, report.read_bytes_per_second, report.write_bytes_per_second) > 0
     assert isinstance(report.direct_io, bool)
-    assert [path.name for path in (tmp_path / "serving.llama").iterdir()] == [CHOICES_FILE]
-    assert read_choices(LOCAL, str(tmp_path / "serving.llama")).direct_io in {True, False}
+    assert [path.name for path in (tmp_path / "serving.llama").iterdir()] == [PROFILE_FILE]
+    assert read_profile(LOCAL, str(tmp_path / "serving.llama")).direct_io in {True, False}
     assert report.file_system
     assert report.round_trip_microseconds >= 0
     assert "page cache" in report.chosen
@@ -51,7 +51,7 @@ def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Pa
     for directory in (old, other):
         os.utime(directory, (0, 0))
     assert attempt(tmp_path).problem == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".preflight-2", "4f1c", CHOICES_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".preflight-2", "4f1c", PROFILE_FILE]
 
 
 def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,8 +227,8 @@ def test_a_volume_that_reads_faster_through_the_page_cache_is_read_that_way_by_e
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"direct_io": "no"}', "[" * 5000])
 def test_choices_that_nobody_can_read_choose_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / CHOICES_FILE).write_text(content)
-    assert read_choices(LOCAL, str(tmp_path)).direct_io is None
+    (tmp_path / PROFILE_FILE).write_text(content)
+    assert read_profile(LOCAL, str(tmp_path)).direct_io is None
 
 
 def test_no_more_is_written_than_was_allowed(tmp_path: Path) -> None:

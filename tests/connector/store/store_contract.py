@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.filesystems import mount_of
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, checksum, encode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Home, block_path
+from kvtier_connector.store.volume_profile import mount_of
 
 PAYLOAD_BYTES = 64 * 1024
 BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES

@@ -8,10 +8,10 @@ from clocks import Clock
 
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.health import Breaker, BreakerLimits, Direction, State
+from kvtier_connector.store.health import Breaker, BreakerLimits, CircuitState, Direction
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-CLOSED, OPEN, HALF_OPEN = State.CLOSED, State.OPEN, State.HALF_OPEN
+CLOSED, OPEN, HALF_OPEN = CircuitState.CLOSED, CircuitState.OPEN, CircuitState.HALF_OPEN
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def breaker(clock: Clock) -> Breaker:
     return Breaker(limits=limits, now=clock)
 
 
-def states(breaker: Breaker) -> tuple[State, State]:
+def states(breaker: Breaker) -> tuple[CircuitState, CircuitState]:
     return breaker.view(LOAD).state, breaker.view(STORE).state
 
 
@@ -43,7 +43,11 @@ STORE_TABLE = [
 
 @pytest.mark.parametrize(("sentence", "outcome", "after_one", "after_three"), STORE_TABLE, ids=str)
 def test_what_a_store_does_to_its_circuit_and_never_to_loads(
-    breaker: Breaker, sentence: str, outcome: Stored | Present | StoreFault, after_one: State, after_three: State
+    breaker: Breaker,
+    sentence: str,
+    outcome: Stored | Present | StoreFault,
+    after_one: CircuitState,
+    after_three: CircuitState,
 ) -> None:
     breaker.record_store(outcome)
     assert states(breaker) == (CLOSED, after_one), sentence

@@ -13,9 +13,9 @@ from store_contract import BLOCK_BYTES, key, pages, payload
 
 from kvtier_connector.store import reading
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.volume_profile import Mount
 
 
 class NfsClient(FileSystem):

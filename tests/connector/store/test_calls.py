@@ -14,12 +14,12 @@ from store_contract import BLOCK_BYTES, key, pages, payload, writes
 from store_faults import WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
-from kvtier_connector.store.filesystems import Mount
 from kvtier_connector.store.fs import ALIGNMENT, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
-from kvtier_connector.store.identity import Claim, Standing, claim
+from kvtier_connector.store.identity import RootClaim, RootState, claim
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.volume_profile import Mount
 
 
 class Counting(WatchedFs):
@@ -168,8 +168,8 @@ def test_hearing_of_three_other_engines_costs_a_listing_and_three_calls_for_one_
 
 
 def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: Counting) -> None:
-    ours = Claim(tmp_path, {}, "d1gest", fs=fs)
+    ours = RootClaim(tmp_path, {}, "d1gest", fs=fs)
     ours.renew()
     fs.calls.clear()
-    assert ours.look(may_write=True) is Standing.SAME
+    assert ours.look(may_write=True) is RootState.SAME
     assert fs.calls == ["stat"]

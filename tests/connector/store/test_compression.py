@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload
 
 from kvtier_connector.contract.engine import COMPRESSIONS
-from kvtier_connector.io_workers.worker import MappingFs
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.janitor import commands
 from kvtier_connector.store import compression as codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
@@ -39,7 +39,7 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.shared import SharedStore
-from kvtier_connector.store.volume_profile import CHOICES_FILE
+from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 SIZE = PIECE_BYTES + 12288
 MIB = 1 << 20
@@ -119,7 +119,7 @@ READS = [get, stream]
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
 @pytest.mark.parametrize(
-    ("direct", "fs"), [(False, LOCAL), (None, LOCAL), (False, MappingFs())], ids=["cached", "direct", "mapped"]
+    ("direct", "fs"), [(False, LOCAL), (None, LOCAL), (False, WorkerFileSystem())], ids=["cached", "direct", "mapped"]
 )
 def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - what is combined
     root: Path,
@@ -367,7 +367,7 @@ def test_blocks_are_compressed_where_that_makes_loads_quicker_and_stores_no_slow
 def test_auto_follows_what_was_measured_of_the_volume(
     root: Path, choices: dict[str, object], is_compressed: bool
 ) -> None:
-    (root.parent / CHOICES_FILE).write_text(json.dumps(choices))
+    (root.parent / PROFILE_FILE).write_text(json.dumps(choices))
     make(root, "Auto").put(key(1), numbers(1))
     assert (header_of(root, 1).packing.method == Method.ZSTD_PLANES) is is_compressed
 

@@ -19,7 +19,7 @@ from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.fsck import check
-from kvtier_connector.store.identity import Claim, Standing, claim, read
+from kvtier_connector.store.identity import RootClaim, RootState, claim, read
 from kvtier_connector.store.layout import TIER_FILE
 
 IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
@@ -180,37 +180,37 @@ def test_what_is_no_file_in_the_place_of_a_description_is_a_volume_that_cannot_b
 
 def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path: Path) -> None:
     root = tmp_path / "d1gest"
-    ours = Claim(root, IDENTITY, "d1gest")
+    ours = RootClaim(root, IDENTITY, "d1gest")
     ours.renew()
-    assert ours.look(may_write=True) is Standing.SAME
+    assert ours.look(may_write=True) is RootState.SAME
 
     (root / TIER_FILE).unlink()
-    assert ours.look(may_write=False) is Standing.GONE
-    assert ours.look(may_write=True) is Standing.OTHER
+    assert ours.look(may_write=False) is RootState.GONE
+    assert ours.look(may_write=True) is RootState.OTHER
     ours.renew()
     assert read(root) is not None
-    assert ours.look(may_write=True) is Standing.SAME
+    assert ours.look(may_write=True) is RootState.SAME
 
     shutil.rmtree(root)
     # There is nothing that somebody else could take for theirs.
-    assert ours.look(may_write=True) is Standing.GONE
+    assert ours.look(may_write=True) is RootState.GONE
     claim(root, {**IDENTITY, "dtype": "float16"}, "d1gest")
-    assert ours.look(may_write=False) is Standing.OTHER
+    assert ours.look(may_write=False) is RootState.OTHER
     with pytest.raises(IdentityMismatch, match="dtype"):
         ours.renew()
 
 
 def test_a_description_that_has_another_file_number_but_was_not_written_is_no_news(tmp_path: Path) -> None:
-    ours = Claim(tmp_path, IDENTITY, "d1gest")
+    ours = RootClaim(tmp_path, IDENTITY, "d1gest")
     assert ours.renew()
     # Longer ago than any volume's clock is coarse.
     os.utime(tmp_path / TIER_FILE, (1, 1))
     assert ours.renew()
     shutil.copy2(tmp_path / TIER_FILE, tmp_path / "copy")
     (tmp_path / "copy").rename(tmp_path / TIER_FILE)
-    assert ours.look(may_write=True) is Standing.OTHER
+    assert ours.look(may_write=True) is RootState.OTHER
     assert not ours.renew()
-    assert ours.look(may_write=True) is Standing.SAME
+    assert ours.look(may_write=True) is RootState.SAME
 
     (tmp_path / TIER_FILE).unlink()
     assert ours.renew()
@@ -221,4 +221,4 @@ def test_a_claim_on_a_volume_that_fails_says_nothing(tmp_path: Path, number: int
     claim(tmp_path, IDENTITY, "d1gest")
     fs = FailingFs(OSError(number, "it fails"), when=lambda name, path: name == "stat")
     with pytest.raises(StoreUnavailable, match="it fails"):
-        Claim(tmp_path, IDENTITY, "d1gest", fs=fs).look(may_write=True)
+        RootClaim(tmp_path, IDENTITY, "d1gest", fs=fs).look(may_write=True)

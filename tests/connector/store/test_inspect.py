@@ -16,7 +16,7 @@ from store_faults import FailingFs
 from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.fsck import inspect, inspect_all
+from kvtier_connector.store.fsck import check_all, check_generation
 from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.scan import Progress
@@ -58,7 +58,7 @@ def test_the_directories_of_vllms_tier_are_not_searched(volume: Path) -> None:
 def test_a_generation_without_its_description_is_found_by_its_blocks(volume: Path) -> None:
     (volume / "ns.qwen/ccc/tier.json").unlink()
     assert volume / "ns.qwen/ccc" in find_generations(volume)
-    assert [problem.path for problem in inspect_all(volume).problems] == ["ns.qwen/ccc/tier.json"]
+    assert [problem.path for problem in check_all(volume).problems] == ["ns.qwen/ccc/tier.json"]
 
 
 def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
@@ -68,15 +68,15 @@ def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
 
 
 def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
-    assert inspect_all(volume).problems == ()
-    assert inspect_all(volume).blocks == 6
+    assert check_all(volume).problems == ()
+    assert check_all(volume).blocks == 6
     (volume / "kv/ns.llama/bbb" / block_path(key(0))).write_bytes(b"damaged")
-    report = inspect_all(volume)
+    report = check_all(volume)
     assert [(problem.path, problem.kind) for problem in report.problems] == [
         (f"kv/ns.llama/bbb/{block_path(key(0))}", "truncated")
     ]
-    assert len(inspect_all(volume / "kv").problems) == 1
-    assert inspect_all(volume / "ns.qwen").problems == ()
+    assert len(check_all(volume / "kv").problems) == 1
+    assert check_all(volume / "ns.qwen").problems == ()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -90,15 +90,15 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
             file.seek(5000)
             file.write(b"damaged")
     told: list[tuple[float, int, int]] = []
-    report = inspect(root, threads=threads, progress=Progress(lambda *each: told.append(each)))
-    assert report == inspect(root)
+    report = check_generation(root, threads=threads, progress=Progress(lambda *each: told.append(each)))
+    assert report == check_generation(root)
     assert len(report.problems) == 15
     assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
 
 
 def test_progress_over_several_walks_only_grows_and_counts_all_blocks(volume: Path) -> None:
     told: list[tuple[float, int, int]] = []
-    inspect_all(volume, progress=Progress(lambda *each: told.append(each)))
+    check_all(volume, progress=Progress(lambda *each: told.append(each)))
     assert told == sorted(told)
     assert told[-1] == (1.0, 6, 6 * BLOCK_BYTES)
 

@@ -9,7 +9,7 @@ import pytest
 from store_contract import key, pages, payload
 from store_faults import WatchedFs
 
-from kvtier_connector.io_workers.worker import MappingFs
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.fs import LOCAL, DirectIo
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -76,7 +76,7 @@ def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(root: Path) -> Non
 @pytest.mark.parametrize("appended", [1, 4096])
 @pytest.mark.parametrize("way", ["get", "get direct", "stream", "stream mapped"])
 def test_a_block_with_bytes_appended_is_a_fault_and_is_moved_away(tmp_path: Path, way: str, appended: int) -> None:
-    fs = MappingFs() if way == "stream mapped" else LOCAL
+    fs = WorkerFileSystem() if way == "stream mapped" else LOCAL
     store = BlockStore(tmp_path, fs=fs, direct=None if way == "get direct" else False)
     store.put(key(1), payload(1))
     with (tmp_path / block_path(key(1))).open("ab") as file:

@@ -18,7 +18,7 @@ from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import EXPLAINED, Problem, check, inspect
+from kvtier_connector.store.fsck import EXPLAINED, FsckProblem, check, check_generation
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path, partial_path
@@ -162,7 +162,7 @@ def test_quarantined_bytes_count_against_the_limit(root: Path) -> None:
 
 
 def test_a_sound_root_has_no_problems(root: Path) -> None:
-    report = inspect(root)
+    report = check_generation(root)
     assert (report.blocks, report.bytes, report.problems) == (3, 3 * BLOCK_BYTES, ())
 
 
@@ -224,7 +224,7 @@ def test_problems_come_in_the_order_of_their_paths(root: Path) -> None:
     litter(root)
     problems = check(root, partial_age_seconds=0)
     assert problems == sorted(problems)
-    assert all(isinstance(problem, Problem) and problem.message for problem in problems)
+    assert all(isinstance(problem, FsckProblem) and problem.message for problem in problems)
 
 
 def test_a_generation_of_an_earlier_format_is_one_problem(root: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_generation_of_an_earlier_format_is_one_problem(root: Path) -> None:
     (root / "tier.json").write_text(json.dumps({**document, "format": 2}))
     for number in range(3):
         (root / block_path(key(number))).write_bytes(OUTDATED.read_bytes())
-    report = inspect(root)
+    report = check_generation(root)
     assert [(problem.path, problem.kind) for problem in report.problems] == [("tier.json", "outdated")]
 
 

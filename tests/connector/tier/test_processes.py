@@ -146,12 +146,12 @@ def test_workers_that_die_cost_no_breaker_and_the_tier_is_inert_until_they_are_b
     rigs.write(keys(40))
     gate = rigs.root.parent / GATE
     gate.touch()
-    real = attach._movers_settings
+    real = attach._pool_settings
 
     def settings(config: engine.ConnectorConfig) -> PoolSettings:
         return replace(real(config), file_system="worker_fs:DyingWhileShutFs", retry_seconds=0.3)
 
-    monkeypatch.setattr(attach, "_movers_settings", settings)
+    monkeypatch.setattr(attach, "_pool_settings", settings)
     rig = rigs.make(io_processes=2)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 40, "the volume is walked")
     counts: set[float] = set()
