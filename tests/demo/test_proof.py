@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo accepts as proof, and what it refuses."""
+"""Answers that the demo accepts as proof, its table and picture, and the stages that it shows while it waits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvtier_demo import report
 from kvtier_demo.client import Answer
 from kvtier_demo.report import Row
 from kvtier_demo.scenario import problems
+from kvtier_demo.stack import stages
 
 COMPUTED = Answer(
     seconds_to_first_token=3.0,
@@ -32,9 +34,10 @@ LOADED = replace(
 
 def rows(**changes: Any) -> list[Row]:
     answer = replace(LOADED, **changes)
+    tokens = (COMPUTED.token_ids,) * 3
     return [
-        Row(what="cold", engine="A", answer=COMPUTED, reference=None),
-        Row(what="disk hit", engine="B", answer=answer, reference=COMPUTED),
+        Row(what="computed", source="", engine="A", answers=(COMPUTED,) * 3, references=()),
+        Row(what="disk hit", source="disk", engine="B", answers=(LOADED, answer, LOADED), references=tokens),
     ]
 
 
@@ -55,7 +58,7 @@ def test_anything_less_is_refused(changes: dict[str, object], complaint: str) ->
 
 
 def test_a_cold_prompt_that_was_cached_is_refused() -> None:
-    warm = [Row(what="cold", engine="A", answer=LOADED, reference=None)]
+    warm = [Row(what="computed", source="", engine="A", answers=(LOADED,), references=())]
     assert any("cached already" in problem for problem in problems(warm))
 
 
@@ -67,5 +70,32 @@ def test_the_table_shows_every_row_and_flags_other_tokens() -> None:
     text = report.table(rows(token_ids=(1, 2, 3)))
     lines = text.splitlines()
     assert len(lines) == 4
-    assert lines[2].startswith("cold")
+    assert lines[2].startswith("computed")
     assert lines[3].endswith("NO")
+
+
+def test_the_median_of_three_answers_is_shown() -> None:
+    slow, slower = (replace(LOADED, seconds_to_first_token=seconds) for seconds in (0.6, 9.0))
+    row = replace(rows()[1], answers=(slower, LOADED, slow))
+    assert "600 ms" in report.table([row])
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    report.chart(rows(), tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "stage"),
+    [
+        ("", "importing torch and vLLM"),
+        ("INFO Initializing a V1 LLM engine (v0.32.0)", "starting the engine"),
+        ("Initializing a V1 LLM engine\nLoading weights took 0.1 s", "loading the model"),
+        ("Loading weights\nINFO: Application startup complete.", "serving; its startup probe follows"),
+    ],
+)
+def test_the_log_of_an_engine_shows_its_stage(text: str, stage: str, tmp_path: Path) -> None:
+    log = tmp_path / "demo-engine-1-abcde" / "engine.log"
+    log.parent.mkdir()
+    log.write_text(text)
+    assert stages(tmp_path) == f"…abcde is {stage}"

@@ -34,7 +34,7 @@ def test_a_second_replica_and_a_later_run_read_what_the_first_replica_computed(t
     first = run_demo(quick_engines.make_environment(tmp_path / "environment"), tmp_path)
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-2000:]
     table = (tmp_path / "table.txt").read_text()
-    assert "cold" in table
+    assert "computed" in table
     assert "after restart" not in table
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 

@@ -22,7 +22,7 @@ from kvtier_demo.model import make_model
 from kvtier_demo.preflight import CannotStart, check_machine, sole_use
 from kvtier_demo.progress import Progress
 from kvtier_demo.scenario import Scenario, problems
-from kvtier_demo.stack import Stack, place_model, running_stack, tail
+from kvtier_demo.stack import Stack, place_model, running_stack, stages, tail
 
 ROOT = Path(__file__).resolve().parents[3]
 API = "kvtier.dev/v1alpha1"
@@ -80,7 +80,13 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     progress.say(kube.apply(ROOT / "e2e/demo/models.yaml"))
     place_model(stack.data / "model" / "tiny", stack.claim_directory("models"))
     progress.say(kube.apply(_sample(stack.data, replicas)))
-    progress.wait("KVCacheTier demo to be Ready", lambda: is_ready(stack, progress), seconds=_READY_SECONDS)
+    logs = stack.data / "cluster" / "logs" / "default"
+    progress.wait(
+        "KVCacheTier demo to be Ready",
+        lambda: is_ready(stack, progress),
+        seconds=_READY_SECONDS,
+        doing=lambda: stages(logs),
+    )
     if replicas > 1:
         progress.wait("the operator's canary prompt", lambda: is_proven(stack, progress), seconds=_PROVEN_SECONDS)
     print(kube.show("kvt,deploy,pods,pvc"), flush=True)
@@ -102,7 +108,7 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
         first=engines[0],
         second=engines[1] if replicas > 1 else None,
         blocks=lambda: tuple(directory.rglob(f"{digest}/**/*.kvb")),
-        proved=tuple(json.loads(proof.read_text())) if proof.exists() else None,
+        proved=tuple(map(tuple, json.loads(proof.read_text()))) if proof.exists() else (),
         progress=progress,
     )
     rows = scenario.run()
@@ -114,11 +120,13 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     for problem in wrong:
         progress.say(f"NOT PROVED: {problem}")
     if not wrong:
-        proof.write_text(json.dumps(rows[-1].answer.token_ids))
+        proof.write_text(json.dumps(rows[-1].token_ids))
         who = "replica A had computed" if replicas > 1 else "the engines of an earlier run had computed"
-        progress.say(f"proved: replica {engines[-1].name} answered from the disk what {who}, with the same tokens")
+        progress.say(f"proved: replica {engines[-1].name} read from the volume what {who}, with the same tokens")
     progress.say(f"the table as a picture: {stack.data / 'table.png'}")
     clean_up(stack, progress)
+    if not wrong:
+        progress.say("next: make cluster starts an embedded Kubernetes for your own tiers: docs/cluster.md, crds/samples")
     return 1 if wrong else 0
 
 
@@ -135,7 +143,7 @@ def _sample(data: Path, replicas: int) -> Path:
 
 
 def is_ready(stack: Stack, progress: Progress) -> bool:
-    """Tell what has changed since the last look, and whether the tier is Ready."""
+    """Print the changes since the last call, and return whether the tier is Ready."""
     stack.check()
     tier = stack.kube.get(API, "KVCacheTier", TIER)
     if tier is None:
@@ -153,13 +161,13 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
 
 
 def is_proven(stack: Stack, progress: Progress) -> bool:
-    """Tell what the operator has found out by asking the engines, and whether it has found them sharing."""
+    """Print the result of the operator's canary prompt, and return whether the engines share the volume."""
     stack.check()
     tier = stack.kube.get(API, "KVCacheTier", TIER) or {}
     conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
     shared = conditions.get("SharedCacheVerified", {"status": "Unknown", "reason": "", "message": ""})
-    told = f"SharedCacheVerified={shared['status']} {shared['reason']}: {shared['message']}"
-    progress.state("KVCacheTier demo, proven", told)
+    result = f"SharedCacheVerified={shared['status']} {shared['reason']}: {shared['message']}"
+    progress.state("KVCacheTier demo, proven", result)
     return bool(shared["status"] == "True")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be so before anything starts: the machine has what two engines need, and nobody else uses the data.
+"""Checks before the demo starts: the machine can run two engines, and no other demo uses the data.
 
 Refusals name the remedy. Nothing has run yet when one is raised, so no log could say more.
 """

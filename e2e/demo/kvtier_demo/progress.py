@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what is going on while something slow runs: a line for each change, and a sign of life every ten seconds."""
+"""Prints the steps of the demo: a line for each change, and one every ten seconds while it waits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ class Progress:
             self._said[subject] = text
             self.say(f"{subject}: {text}")
 
-    def wait(self, what: str, is_done: Callable[[], bool], *, seconds: float) -> None:
-        """Wait until ``is_done``; raise TimeoutError naming ``what`` after that many seconds."""
+    def wait(
+        self, what: str, is_done: Callable[[], bool], *, seconds: float, doing: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Wait until ``is_done``, printing ``doing`` meanwhile; raise TimeoutError naming ``what`` after the time."""
         deadline = time.monotonic() + seconds
         while not is_done():
             now = time.monotonic()
             if now > deadline:
                 raise TimeoutError(f"{what}: not so after {seconds:.0f} s")
             if now - self._last > _HEARTBEAT_SECONDS:
-                self.say(f"waiting for {what}")
+                detail = doing()
+                self.say(f"waiting for {what}{f': {detail}' if detail else ''}")
             time.sleep(_POLL_SECONDS)
         sys.stdout.flush()

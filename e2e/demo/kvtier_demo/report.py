@@ -12,28 +12,40 @@ from kvtier_demo.client import Answer
 
 @dataclass(frozen=True)
 class Row:
-    """One measured prompt."""
+    """The answers of one engine to the prompts, all from one source."""
 
     what: str
+    source: str
+    """vLLM's name of the source that must serve the prompts; empty if they must be computed."""
     engine: str
-    answer: Answer
-    reference: Answer | None
-    """The answer that this one must agree with, token for token; None for a prompt asked once."""
+    answers: tuple[Answer, ...]
+    references: tuple[tuple[int, ...], ...]
+    """Tokens that the answers must agree with; empty for prompts asked once."""
+
+    @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each answer."""
+        return tuple(answer.token_ids for answer in self.answers)
 
     @property
     def is_identical(self) -> bool:
-        """The tokens are those of the reference."""
-        return self.reference is None or self.answer.token_ids == self.reference.token_ids
+        """True if all tokens are those of the references."""
+        return not self.references or self.token_ids == self.references
+
+    @property
+    def median(self) -> Answer:
+        """The answer with the median time to the first token."""
+        return sorted(self.answers, key=lambda answer: answer.seconds_to_first_token)[len(self.answers) // 2]
 
 
-_HEADER = ("", "replica", "TTFT", "prompt", "cached", "from", "read from disk", "tokens identical")
+_HEADER = ("", "replica", "TTFT", "prompt", "cached", "from", "read from disk", "same tokens")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as aligned text."""
+    """Return the rows as aligned text: the answer with the median time of each."""
     cells = [_HEADER]
     for row in rows:
-        answer = row.answer
+        answer = row.median
         cells.append(
             (
                 row.what,
@@ -43,7 +55,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{answer.cached_tokens} tokens",
                 "+".join(source for source, tokens in answer.sources.items() if tokens) or "-",
                 f"{answer.disk_bytes / 2**20:.1f} MiB",
-                "-" if row.reference is None else "yes" if row.is_identical else "NO",
+                "-" if not row.references else "yes" if row.is_identical else "NO",
             )
         )
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
@@ -60,25 +72,35 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+_COLORS = {"": "#b9543b", "device": "#3b6ea5", "host": "#4c9a6a", "disk": "#8a6fb0"}
+
+
 def chart(rows: Sequence[Row], file: Path) -> None:
-    """Write the times to first token as a bar chart (PNG)."""
+    """Write the times to the first token as a bar chart (PNG), titled with what the last row proves."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    colours = {"cold": "#b9543b", "GPU": "#3b6ea5", "CPU": "#4c9a6a", "disk": "#8a6fb0"}
-    figure, axes = pyplot.subplots(figsize=(8, 0.7 * len(rows) + 1.4))
-    times = [row.answer.seconds_to_first_token * 1000 for row in rows]
-    labels = [f"{row.what} ({row.engine})" for row in rows]
-    fills = [next((colour for word, colour in colours.items() if word in row.what), "#888888") for row in rows]
-    bars = axes.barh(labels, times, color=fills)
+    figure, axes = pyplot.subplots(figsize=(9, 0.7 * len(rows) + 1.9))
+    times = [row.median.seconds_to_first_token * 1000 for row in rows]
+    bars = axes.barh([f"{row.what} ({row.engine})" for row in rows], times, color=[_COLORS[row.source] for row in rows])
     for bar, row, milliseconds in zip(bars, rows, times, strict=True):
-        text = f" {milliseconds:.0f} ms, {row.answer.cached_tokens} of {row.answer.prompt_tokens} tokens cached"
-        axes.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=9)
+        answer = row.median
+        facts = [f" {milliseconds:.0f} ms", f"{answer.cached_tokens} of {answer.prompt_tokens} tokens cached"]
+        facts += [f"{answer.disk_bytes / 2**20:.0f} MiB read"] if row.source == "disk" else []
+        facts += [f"same tokens {'✓' if row.is_identical else '✗'}"] if row.references else []
+        axes.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, ", ".join(facts), va="center", fontsize=9)
+    proved = rows[-1]
+    who = (
+        f"{proved.engine} read from the volume what A computed"
+        if proved.engine != "A"
+        else "A read what it computed before"
+    )
+    axes.set_title(f"{who}: {times[0] / times[-1]:.1f} times as soon", loc="left", fontsize=12, fontweight="bold")
     axes.invert_yaxis()
-    axes.set_xlim(0, max(times) * 1.7)  # room for the text beside the longest bar
-    axes.set_xlabel("time to first token, ms (vLLM's CPU build, a tiny model)")
+    axes.set_xlim(0, max(times) * 2.1)  # room for the text beside the longest bar
+    axes.set_xlabel(f"time to first token, ms, median of {len(proved.answers)} (vLLM's CPU build, a tiny model)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=120)

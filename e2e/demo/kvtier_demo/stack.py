@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ class Stack:
     processes: Mapping[str, subprocess.Popen[bytes]]
 
     def check(self) -> None:
-        """Raise RuntimeError if a process that must run has ended: what is waited for would never come."""
+        """Raise RuntimeError if a process that must run has ended."""
         for name, process in self.processes.items():
             _check(name, process, self.data)
 
@@ -54,7 +55,8 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
         cluster = stack.enter_context(_process("cluster", cluster_command, logs))
         progress.wait("the embedded API server", lambda: _is_up(cluster, kubeconfig, data), seconds=60)
         kube = Kube(kubeconfig)
-        progress.say("embedded cluster: " + ("using kubectl" if kube.kubectl else "no kubectl here, using Python"))
+        tool = "kubectl" if kube.kubectl else "Python, for there is no kubectl here"
+        progress.say(f"an embedded Kubernetes API runs; objects are applied by {tool}")
         progress.say(kube.apply(root / "crds" / "kvcachetier.yaml"))
         operator_command = ["kvtier_cli", "run", "--all-namespaces"]
         operator = stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
@@ -62,8 +64,28 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
         yield Stack(kube=kube, data=data, processes={"cluster": cluster, "operator": operator})
 
 
+_STAGES = (
+    ("Application startup complete", "serving; its startup probe follows"),
+    ("Initializing KV cache|GPU KV cache size|CPU KV cache|Setting .*KV", "allocating the KV cache"),
+    ("Loading weights|Starting to load model|Loading safetensors", "loading the model"),
+    ("Initializing a V1 LLM engine|EngineCore", "starting the engine"),
+    ("API server version|args:", "reading its configuration"),
+)
+"""Words of vLLM's log, the latest stage first, and the stage that they show."""
+
+
+def stages(logs: Path) -> str:
+    """Return what each engine does, by its log."""
+    found = []
+    for log in sorted(logs.glob("*engine*/engine.log")):
+        text = log.read_text(errors="replace")
+        stage = next((stage for pattern, stage in _STAGES if re.search(pattern, text)), "importing torch and vLLM")
+        found.append(f"…{log.parent.name[-5:]} is {stage}")
+    return ", ".join(found)
+
+
 def tail(file: Path, lines: int = 15) -> str:
-    """Return the last lines of a log, for a message that must explain itself."""
+    """Return the last lines of a log."""
     if not file.exists():
         return ""
     return "\n".join("    " + line for line in file.read_text(errors="replace").splitlines()[-lines:])
