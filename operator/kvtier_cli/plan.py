@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,60 +113,22 @@ def _called(file: str) -> str:
     return "standard input" if file == "-" else file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Problems and warnings of one tier of a file."""
-
-    file: str
-    tier: str
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields for JSON and YAML."""
-        return {
-            "file": self.file,
-            "tier": self.tier,
-            "valid": not self.problems,
-            "problems": list(self.problems),
-            "warnings": list(self.warnings),
-        }
-
-    def page(self) -> str:
-        """Return the page."""
-        lines = [f"{self.file}: {self.tier}: {each}" for each in self.problems]
-        lines += [f"{self.file}: {self.tier}: warning: {each}" for each in self.warnings]
-        if not self.problems:
-            lines.append(f"{self.file}: {self.tier} is valid")
-        return "\n".join(lines) + "\n"
-
-
-def validate_file(file: str) -> list[Validation]:
-    """Validate every tier of a file.
-
-    Raises:
-        OperatorError: the file holds no tier.
-        OSError: the file cannot be read.
-    """
-    return [_judge(file, body) for body in read_tiers(file)]
-
-
-def _judge(file: str, body: names.Manifest) -> Validation:
-    tier = names.tier_ref(body)
+def _validate(body: names.Manifest) -> tuple[list[str], list[str]]:
+    """Return problems and warnings of one tier."""
     found = [str(each) for each in problems(body)]
     try:
         read_annotations(body)
     except SpecInvalid as error:
         found.append(str(error))
     if found:
-        return Validation(file=file, tier=str(tier), problems=tuple(found))
+        return found, []
     spec = parse(body)
-    decided = decide(spec, tier, None)
+    decided = decide(spec, names.tier_ref(body), None)
     # A share of nodes needs the nodes, which a file does not have: that is no mistake.
     if isinstance(decided, Refusal) and decided.reason is not Reason.NODES_UNKNOWN:
-        return Validation(file=file, tier=str(tier), problems=(decided.message,))
+        return [decided.message], []
     warning = pods.warning(spec.engine.pod_template)
-    return Validation(file=file, tier=str(tier), warnings=(warning,) if warning else ())
+    return [], [warning] if warning else []
 
 
 class Planned(NamedTuple):
@@ -395,9 +357,20 @@ def validate(files: tuple[str, ...], *, output_format: str) -> int:
 
     Exit code 1: there are mistakes.
     """
-    found = [each for file in files for each in validate_file(file)]
-    output.show([each.document() for each in found], output_format, lambda: "".join(each.page() for each in found))
-    return FOUND if any(each.problems for each in found) else FINE
+    found = []
+    for file, body in [(each, body) for each in files for body in read_tiers(each)]:
+        wrong, warnings = _validate(body)
+        tier = str(names.tier_ref(body))
+        found.append({"file": file, "tier": tier, "valid": not wrong, "problems": wrong, "warnings": warnings})
+    output.show(found, output_format, lambda: "".join(map(_validation_page, found)))
+    return FINE if all(each["valid"] for each in found) else FOUND
+
+
+def _validation_page(found: Mapping[str, Any]) -> str:
+    about = f"{found['file']}: {found['tier']}"
+    lines = [f"{about}: {each}" for each in found["problems"]]
+    lines += [f"{about}: warning: {each}" for each in found["warnings"]]
+    return "\n".join(lines if found["problems"] else [*lines, f"{about} is valid"]) + "\n"
 
 
 @click.command(epilog=output.examples("kvtier render tier.yaml", "kvtier render tier.yaml -o table"))

@@ -6,13 +6,10 @@ The document joins the status that the operator writes with the answers of engin
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -25,7 +22,7 @@ from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH
 from kvtier_connector.store.scan import counted, readable_size
 from kvtier_operator import names
-from kvtier_operator.errors import ClusterError, OperatorError
+from kvtier_operator.errors import OperatorError
 
 Document = dict[str, Any]
 SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
@@ -162,7 +159,7 @@ _MOST_MESSAGES: Final = 4
 _MOST_TENANTS: Final = 5
 
 
-def many(documents: list[TierDocument], namespace: str) -> str:
+def many(documents: Sequence[TierDocument], namespace: str) -> str:
     """Return one line for each tier."""
     if not documents:
         where = f"namespace {namespace}" if namespace else "any namespace"
@@ -313,17 +310,10 @@ def _next(document: TierDocument) -> Iterator[str]:
         yield "nothing: no problem is known"
 
 
-_CLEAR: Final = "\x1b[H\x1b[2J"
-
-
-@click.command(epilog=output.examples("kvtier status", "kvtier status llama -v --watch"))
+@click.command(epilog=output.examples("kvtier status", "kvtier status llama -v"))
 @click.argument("tier", required=False, shell_complete=client.complete_tier)
 @click.option("-A", "--all-namespaces", is_flag=True, help="tiers of every namespace")
 @click.option("-v", "--verbose", is_flag=True, help="also conditions without a problem")
-@click.option("-w", "--watch", is_flag=True, help="repeat until Ctrl-C")
-@click.option(
-    "--interval", type=click.IntRange(1, 3600), default=5, show_default=True, help="seconds between repetitions"
-)
 @click.option("--ask/--no-ask", default=True, help="ask engines and janitor for hits and use (takes the right to exec)")
 @output.output_option()
 @client.cluster_options
@@ -332,8 +322,6 @@ def status(  # noqa: PLR0913 - options
     *,
     all_namespaces: bool,
     verbose: bool,
-    watch: bool,
-    interval: int,
     ask: bool,
     output_format: str,
     where: client.Where,
@@ -346,44 +334,12 @@ def status(  # noqa: PLR0913 - options
         raise click.UsageError("-A is for all tiers: leave TIER out, or name its namespace with -n")
     namespace = "" if all_namespaces else where.asked_namespace
 
-    def look() -> Any:
-        if tier:
-            return read_tier(where, namespace, tier, asks_pods=ask)
-        bodies = where.client.tiers(namespace)
-        return [
-            read_tier(where, each["metadata"]["namespace"], each["metadata"]["name"], asks_pods=False)
-            for each in bodies
-        ]
-
-    def page(found: Any) -> str:
-        return one(found, is_verbose=verbose) if tier else many(found, namespace)
-
-    if watch:
-        return _watch(look, page, interval, output_format)
-    found = look()
-    output.show(found, output_format, lambda: page(found))
-    return _judge(found)
-
-
-def _judge(found: Any) -> int:
-    documents: list[Mapping[str, Any]] = found if isinstance(found, list) else [found]
-    return FINE if all(ready(each)["status"] == "True" for each in documents) else FOUND
-
-
-def _watch(look: Callable[[], Any], page: Callable[[Any], str], interval: int, output_format: str) -> int:
-    code = FINE
-    try:
-        while True:
-            try:
-                found = look()
-            except ClusterError as error:
-                # An API server that is away for a moment is no reason to end.
-                click.echo(f"{error}; next try in {interval} s", err=True)
-            else:
-                code = _judge(found)
-                if sys.stdout.isatty() and output_format == "table":
-                    click.echo(_CLEAR, nl=False)
-                output.show(found, output_format, functools.partial(page, found))
-            time.sleep(interval)
-    except KeyboardInterrupt:
-        return code
+    if tier:
+        document = read_tier(where, namespace, tier, asks_pods=ask)
+        output.show(document, output_format, lambda: one(document, is_verbose=verbose))
+        found = [document]
+    else:
+        keys = [(each["metadata"]["namespace"], each["metadata"]["name"]) for each in where.client.tiers(namespace)]
+        found = [read_tier(where, *key, asks_pods=False) for key in keys]
+        output.show(found, output_format, lambda: many(found, namespace))
+    return FINE if all(ready(each)["status"] == "True" for each in found) else FOUND

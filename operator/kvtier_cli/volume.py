@@ -204,50 +204,31 @@ def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: T
 
 def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) -> tuple[int, Document]:
     pod = janitor_pod(tier, where, str(request["verb"]))
-    answers = Answers(tell)
-    command = ["python3", "-m", _MODULE, json.dumps(request)]
-    code, complaint = where.client.execute(pod, names.JANITOR_CONTAINER, command, answers.hear)
-    return answers.outcome(f"the janitor of {tier} ({pod['metadata']['name']})", code, complaint)
+    answer: dict[str, Any] = {}
+    stray: list[str] = []
 
-
-class Answers:
-    """The lines that a command in a pod prints: progress, and one answer at the end."""
-
-    def __init__(self, tell: Tell) -> None:
-        """Store `tell`, which receives the progress."""
-        self._tell = tell
-        self._answers: list[dict[str, Any]] = []
-        self._stray: list[str] = []
-
-    def hear(self, line: str) -> None:
-        """Take a line."""
+    def hear(line: str) -> None:
         try:
-            answer = json.loads(line)
+            found = json.loads(line)
         except ValueError:
-            self._stray.append(line)
+            stray.append(line)
             return
-        if "progress" in answer:
-            self._tell(*answer["progress"])
+        if "progress" in found:
+            tell(*found["progress"])
         else:
-            self._answers.append(answer)
+            answer.update(found)
 
-    def outcome(self, who: str, code: int, complaint: str = "") -> tuple[int, Document]:
-        """Return status and document.
-
-        Raises:
-            ClusterUnavailable: the command ended without an answer.
-            ConfigInvalid: the command could not be done.
-        """
-        if not self._answers:
-            said = " ".join([*self._stray, complaint]).strip()[-500:] or "nothing"
-            raise ClusterUnavailable(
-                f"{who} ended with {code} and said {said}; an image of another release may not know this verb, and one "
-                "that was killed may need more memory: spec.janitor.resources"
-            )
-        answer = self._answers[-1]
-        if "error" in answer:
-            raise ConfigInvalid(answer["error"])
-        return answer["status"], answer["document"]
+    command = ["python3", "-m", _MODULE, json.dumps(request)]
+    code, complaint = where.client.execute(pod, names.JANITOR_CONTAINER, command, hear)
+    if not answer:
+        said = " ".join([*stray, complaint]).strip()[-500:] or "nothing"
+        raise ClusterUnavailable(
+            f"the janitor of {tier} ({pod['metadata']['name']}) ended with {code} and said {said}; an image of another "
+            "release may not know this verb, and one that was killed may need more memory: spec.janitor.resources"
+        )
+    if "error" in answer:
+        raise ConfigInvalid(answer["error"])
+    return answer["status"], answer["document"]
 
 
 def _why_not(body: names.Manifest, verb: str) -> str | None:
