@@ -24,7 +24,7 @@ from kvtier_operator import settings as settings_module
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import problems, read_annotations
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Look
+from kvtier_operator.conditions import PlannedStage
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import pods
@@ -212,7 +212,15 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     """Return which nodes can hold an engine pod, and whether one can."""
     if snapshot is None or snapshot.nodes is None:
         return None, True
-    problem = a_node_is_large_enough(Look(spec=plan.spec, snapshot=snapshot, sizing=plan.sizing))
+    problem = a_node_is_large_enough(
+        PlannedStage(
+            generation=0,
+            spec=plan.spec,
+            snapshot=snapshot,
+            plan=plan,
+            capacity=make_capacity(plan.spec, plan.decisions, snapshot),
+        )
+    )
     if problem is not None:
         return problem.message, False
     matching = nodes.matching(plan.spec, snapshot.nodes)
@@ -301,8 +309,7 @@ def _live_snapshot(body: Manifest, where: client.Where) -> Snapshot:
     from kvtier_operator.inventory import Inventory  # noqa: PLC0415  takes a second
 
     cluster = where.client.cluster
-    existing = names.existing_claim_of(body)
-    found = gather(cluster, names.tier_ref(body), existing_claim=existing, now=datetime.now(UTC))
+    found = gather(cluster, body, now=datetime.now(UTC))
     inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
     return replace(found, nodes=inventory.look(with_pods=True))
 

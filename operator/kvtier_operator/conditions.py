@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks are given and what they return. Pure."""
+"""The stages of a reconcile, and the conditions that are judged by them. Pure.
+
+A reconcile reads (`ReadStage`), plans (`PlannedStage`) and applies (`AppliedStage`). Each stage adds to the one before.
+A condition names the stage that it needs; where a reconcile did not get so far, nothing is judged.
+"""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.reasons import Reason
-from kvtier_operator.errors import OperatorError
+from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.observe.findings import Findings
 from kvtier_operator.observe.targets import ObservationPlan
-from kvtier_operator.plan import CacheGeneration, Refusal
+from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.sizing import PodSizing
 from kvtier_operator.snapshot import Snapshot
+
+Status = Mapping[str, Any]
+"""The status of a tier, as it was last written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,143 +34,136 @@ class Problem:
     message: str
     is_known: bool = True
     is_met: bool = False
-    """The condition is met all the same, and this is worth saying about it."""
+    """The condition is met, and the message says more about it."""
 
 
 def met(reason: Reason, message: str) -> Problem:
-    """Return what is said of a condition that is met."""
+    """Return the judgement of a condition that is met."""
     return Problem(reason=reason, message=message, is_met=True)
 
 
 def unknown(reason: Reason, message: str) -> Problem:
-    """Return what is said of a condition that nobody can judge yet."""
+    """Return the judgement of a condition that cannot be judged yet."""
     return Problem(reason=reason, message=message, is_known=False)
 
 
-class PreflightState(enum.Enum):
-    """How far a preflight is."""
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """The engines that are asked, and the findings so far."""
 
-    OFF = enum.auto()
-    WAITING = enum.auto()
-    """There is no claim to try yet."""
-    RUNNING = enum.auto()
-    PASSED = enum.auto()
-    FAILED = enum.auto()
+    plan: ObservationPlan
+    findings: Findings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """What is known of a claim."""
-
-    state: PreflightState
-    key: str = ""
-    detail: str = ""
-    """What it waits for, or why the volume cannot be used."""
-    measured: Mapping[str, Any] | None = None
-    """For the status."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Everything that status is made from; fields are None where the reconcile did not get that far."""
+class ReadStage:
+    """The spec is valid and the cluster was read."""
 
     generation: int
-    tier: names.TierRef
-    spec: TierSpec | None
-    snapshot: Snapshot | None
-    sizing: PodSizing | None = None
-    capacity: Capacity | None = None
-    node_bytes: int | None = None
-    """What a node had left when a share of it was decided."""
-    assumed: Refusal | None = None
-    """Why the CPU tier is assumed for now; None where it is decided."""
-    chunking: Chunking = field(default_factory=Chunking)
-    """What of a prompt one file holds."""
-    current: CacheGeneration | None = None
-    invalid: OperatorError | None = None
-    refusal: Refusal | None = None
-    failure: OperatorError | None = None
-    keeps_pods: bool = False
-    """Whether the spec asks for the pods that stood before this pass: more or fewer of them at most."""
-    outdated: tuple[str, ...] | None = None
-    """What this operator would change in the engines at their next restart; None where it is not known."""
-    ask: ObservationPlan | None = None
-    """What may be asked of the engines now; None where nobody asks."""
-    preflight: Preflight | None = None
-    """What trying the volume has shown."""
-    findings: Findings | None = None
-    """What asking them has shown."""
-    pool: Problem | None = None
-    """What keeps the InferencePool from being as it is asked for."""
-    pool_retry_after: float | None = None
-    """Seconds after which that may have passed; None where nothing keeps it."""
-    has_pool: bool | None = None
-    """Whether there is one of ours; None where nobody looked, or where it could not be told."""
+    """Generation of the stored spec."""
+    spec: TierSpec
+    """The spec that is carried out: the stored one, or the part of it that replaces no pod."""
+    snapshot: Snapshot
+
+    @property
+    def tier(self) -> names.TierRef:
+        """Return the tier."""
+        return self.snapshot.tier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """The part of a view that checks judge, where the reconcile got far enough to have it."""
+class PlannedStage(ReadStage):
+    """The plan of the tier is made."""
 
-    spec: TierSpec
-    snapshot: Snapshot
-    sizing: PodSizing
-    assumed: Refusal | None = None
-    """Why the CPU tier is assumed for now."""
+    plan: TierPlan
+    capacity: Capacity
+    observation: Observation | None = None
+    """None where the engines are not asked."""
+
+    @property
+    def sizing(self) -> PodSizing:
+        """Return the sizes of one engine pod."""
+        return self.plan.sizing
 
 
-Check = Callable[[Look], Problem | None]
+@dataclass(frozen=True, kw_only=True)
+class AppliedStage(PlannedStage):
+    """Each part was applied, unless a refusal, a failure or a pause held it up."""
+
+    problems: Mapping[str, Problem] = field(default_factory=dict)
+    """Problems that only the part's own condition reports, by the name of the part."""
 
 
-class ConditionRule(NamedTuple):
-    """One condition of a tier: its type, and who judges it by the view and by what was told before."""
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far one reconcile got, and what stopped it."""
+
+    tier: names.TierRef
+    generation: int
+    spec: TierSpec | None = None
+    """None where it is invalid and no engine runs."""
+    stage: ReadStage | None = None
+    """The last stage that was reached; None where reading failed."""
+    invalid: SpecInvalid | None = None
+    refusal: Refusal | None = None
+    failure: ClusterError | None = None
+
+
+S = TypeVar("S", bound=ReadStage)
+Check = Callable[[PlannedStage], Problem | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditionRule(Generic[S]):
+    """How one condition of a tier is judged."""
 
     kind: str
-    judge: Callable[[View, Mapping[str, Any]], Problem]
+    """Type of the condition."""
+    needs: type[S]
+    """Stage that is judged."""
+    judge: Callable[[S, Status], Problem]
+    keeps: bool = True
+    """Whether the last judgement stays while the stage is not reached; otherwise the condition is NotChecked."""
     counts: bool = True
     """Whether Ready takes it into account."""
 
-
-def checked(kind: str, checks: Sequence[Check], *, ok: Reason, text: str) -> ConditionRule:
-    """Return a condition that is met where none of the checks finds a problem; they are told in their order."""
-
-    def judge(view: View, _previous: Mapping[str, Any]) -> Problem:
-        look = look_of(view)
-        if look is None:
-            return not_checked()
-        return next(filter(None, (check(look) for check in checks)), None) or met(ok, text)
-
-    return ConditionRule(kind, judge)
+    def of(self, stage: ReadStage | None, previous: Status) -> Problem:
+        """Return the judgement of this reconcile."""
+        if isinstance(stage, self.needs):
+            return self.judge(stage, previous)
+        return (as_before(self.kind, previous) if self.keeps else None) or not_checked()
 
 
-def look_of(view: View) -> Look | None:
-    """Return what checks judge; None where the reconcile did not get so far."""
-    if view.spec is None or view.snapshot is None or view.sizing is None:
-        return None
-    return Look(spec=view.spec, snapshot=view.snapshot, sizing=view.sizing, assumed=view.assumed)
+def checked(kind: str, checks: Sequence[Check], *, ok: Reason, text: str) -> ConditionRule[PlannedStage]:
+    """Return a condition that is met where no check finds a problem; the first problem is reported."""
+
+    def judge(stage: PlannedStage, _previous: Status) -> Problem:
+        return next(filter(None, (check(stage) for check in checks)), None) or met(ok, text)
+
+    return ConditionRule(kind=kind, needs=PlannedStage, judge=judge, keeps=False)
 
 
 def not_checked() -> Problem:
-    """Return what is said of a condition that stands behind another problem."""
+    """Return the judgement of a condition that stands behind another problem."""
     return unknown(Reason.NOT_CHECKED, "not checked: see Ready")
 
 
-def as_before(kind: str, previous: Mapping[str, Any]) -> Problem | None:
-    """Return what was told of a condition; None where that was nothing, or another version's word."""
-    told = next((each for each in previous.get("conditions", ()) if each["type"] == kind), None)
-    reason = next((each for each in Reason if told is not None and each.value == told["reason"]), None)
-    if told is None or reason is None:
+def as_before(kind: str, previous: Status) -> Problem | None:
+    """Return the last judgement of a condition; None where there is none, or another version wrote it."""
+    last = next((each for each in previous.get("conditions", ()) if each["type"] == kind), None)
+    reason = next((each for each in Reason if last is not None and each.value == last["reason"]), None)
+    if last is None or reason is None:
         return None
     return Problem(
         reason=reason,
-        message=told["message"],
-        is_known=told["status"] != "Unknown",
-        is_met=told["status"] == "True",
+        message=last["message"],
+        is_known=last["status"] != "Unknown",
+        is_met=last["status"] == "True",
     )
 
 
 def quoted(message: str) -> str:
-    """Return somebody else's words as the end of a sentence of ours; nothing where there are none."""
+    """Return a quotation as the end of a sentence; empty where there is none."""
     return f": {message}" if message else ""
 
 
@@ -173,6 +171,6 @@ _MOST_LISTED = 5
 
 
 def listed(items: Sequence[str]) -> str:
-    """Return the first few of them, and how many there are beside: a tier has up to a thousand pods."""
+    """Return the first few items and the number of the others: a tier has up to a thousand pods."""
     more = f" and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
     return ", ".join(items[:_MOST_LISTED]) + more

@@ -94,10 +94,10 @@ class Operator:
         )
         self._asker = HttpClient()
         # What pods say, or that they say nothing, keeps no tier waiting that somebody has changed.
-        self._probes: Poller[TierName] = Poller(
+        self._poller: Poller[TierName] = Poller(
             self._asker, self._queue.add_patiently, interval_seconds=settings.probe_seconds
         )
-        self._proofs = Monitor(
+        self._monitor = Monitor(
             self._asker,
             self._queue.add_patiently,
             # Past what is remembered of objects: nothing of a key is to stay.
@@ -197,7 +197,7 @@ class Operator:
 
     def _count_tiers(self) -> Requeue:
         self._metrics.count_tiers(self._cache.tiers.all())
-        return Requeue(again_after=min(COUNT_SECONDS, self._settings.resync_seconds))
+        return Requeue(requeue_after=min(COUNT_SECONDS, self._settings.resync_seconds))
 
     def _reconcile(self, key: TierName, attempt: int) -> Requeue:
         start = time.monotonic()
@@ -209,9 +209,9 @@ class Operator:
             listen_host=self._settings.listen_host,
             clock=self._clock,
             inventory=self._inventory,
-            proofs=self._proofs,
+            monitor=self._monitor,
             attempt=attempt,
-            probes=self._probes,
+            poller=self._poller,
             may_work=self._may_work,
         )
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
@@ -225,7 +225,7 @@ class Operator:
         if outcome.failure is not None:
             logger.warning("%s: %s (attempt %d)", key, outcome.failure, attempt)
             return Requeue(retry_after=outcome.failure.retry_after)
-        return Requeue(is_gone=not outcome.exists, again_after=outcome.again_after, recheck_after=outcome.recheck_after)
+        return Requeue(is_gone=not outcome.exists, requeue_after=outcome.requeue_after, poll_after=outcome.poll_after)
 
     def _may_work(self, body: Manifest) -> bool:
         spec = body.get("spec")

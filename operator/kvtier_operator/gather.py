@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read everything that one reconcile needs into a snapshot. Writes nothing, decides nothing.
-
-Reads how far the Job is that tries the claim of a tier.
-
-What keeps the kubelet from starting a pod at all: volumes that are not there, or cannot be mounted.
-"""
+"""Read everything that one reconcile needs into a snapshot. Writes nothing, decides nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from typing import Any, Final
 
 from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH, Usage
-from kvtier_operator import names, quantity
+from kvtier_operator import names, parts, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SpecInvalid
 from kvtier_operator.kube.cluster import Cluster
@@ -36,64 +31,6 @@ from kvtier_operator.snapshot import (
     Snapshot,
 )
 
-
-def read_preflight(cluster: Cluster, tier: TierRef) -> SeenJob:
-    """Read how far the Job is that tries a claim."""
-    return _read_job(cluster, tier, names.preflight_key(tier), names.COMPONENT_PREFLIGHT, names.ANNOTATION_PREFLIGHT)
-
-
-def _read_job(cluster: Cluster, tier: TierRef, job: ObjectKey, component: str, annotation: str) -> SeenJob:
-    """Read a Job whose one container is called like its component."""
-    found = cluster.get(job, tier.namespace)
-    if found is None:
-        return SeenJob()
-    uid = found["metadata"]["uid"]
-    if not names.is_controlled(found, tier):
-        return SeenJob(uid=uid, is_foreign=True)
-    selector = f"{names.LABEL_COMPONENT}={component},{names.LABEL_TIER}={tier.name}"
-    try:
-        listed = cluster.list("v1", "Pod", namespace=tier.namespace, selector=selector)
-    except ClusterForbidden:
-        listed = []  # how it ended, the Job itself tells, though not with which words
-    pods = [
-        pod for pod in listed if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences", ()))
-    ]
-    ended = [each for each in (_terminated(pod, component) for pod in pods) if each is not None]
-    # One that went through counts, whatever failed before it.
-    best = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
-    conditions = found.get("status", {}).get("conditions", ())
-    told = {each["type"]: each for each in conditions if each["status"] == "True"}
-    annotations = found["metadata"].get("annotations") or {}
-    return SeenJob(
-        key=annotations.get(annotation, "?"),
-        uid=uid,
-        failure=str(told.get("Failed", {}).get("message", "")),
-        waiting=next(filter(None, (_waiting(pod, component) for pod in pods)), ""),
-        exit_code=(0 if "Complete" in told else None) if best is None else best.get("exitCode"),
-        message="" if best is None else str(best.get("message", "")),
-    )
-
-
-def _tried(pod: Manifest, container: str) -> Mapping[str, Any]:
-    statuses = pod.get("status", {}).get("containerStatuses", ())
-    return next((each.get("state") or {} for each in statuses if each["name"] == container), {})
-
-
-def _terminated(pod: Manifest, container: str) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = _tried(pod, container).get("terminated")
-    return found
-
-
-def _waiting(pod: Manifest, container: str) -> str:
-    for condition in pod.get("status", {}).get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return f"no node takes pod {pod['metadata']['name']}: {condition.get('message', '')}"
-    waiting = _tried(pod, container).get("waiting") or {}
-    if waiting.get("reason", "") in {"", "ContainerCreating", "PodInitializing"}:
-        return ""
-    return f"pod {pod['metadata']['name']} waits: {waiting['reason']}: {waiting.get('message', '')}"
-
-
 MOUNT_PATIENCE: Final = timedelta(seconds=30)
 """A pod whose volumes are not mounted for this long after it was made is asked about."""
 
@@ -101,9 +38,9 @@ _MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedC
 
 
 def mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
-    """Return what keeps the kubelet from starting a pod at all; only Events tell, so they are read only for such a pod.
+    """Return why the kubelet starts no container of a pod; only Events tell, so they are read only for such a pod.
 
-    A pod in that state names nothing but ContainerCreating, for ever.
+    The status of such a pod says nothing but ContainerCreating, for ever.
     """
     metadata = pod["metadata"]
     born = metadata.get("creationTimestamp")
@@ -139,33 +76,28 @@ JANITOR_PATIENCE: Final = timedelta(minutes=5)
 
 
 def gather(
-    cluster: Cluster,
-    tier: TierRef,
-    *,
-    existing_claim: str | None,
-    now: datetime,
-    probes: Poller[TierName] | None = None,
+    cluster: Cluster, body: Mapping[str, Any], *, now: datetime, poller: Poller[TierName] | None = None
 ) -> Snapshot:
-    """Return what the cluster holds for a tier now, and what its pods said when they were last asked.
+    """Return everything that the cluster holds for a tier now, and the last answers of its pods.
 
     Args:
-        cluster: what is read.
-        tier: which tier.
-        existing_claim: name of the user's own claim, if the tier uses one.
-        now: tells which pods wait for their volumes for long.
-        probes: what pods say about themselves; None asks no pod.
+        cluster: the cluster to read.
+        body: the KVCacheTier, however invalid its spec is.
+        now: tells which pods have waited for their volumes for long.
+        poller: the last answers of pods; None asks no pod.
 
     Returns:
-        The snapshot. A kind that may not be read is noted there, and is the matter of the parts that need it.
+        The snapshot. It notes the kinds that may not be read; the parts that need them report that.
 
     Raises:
-        ClusterError: something else could not be read; a partial view would be mistaken for the truth.
+        ClusterError: something else could not be read; a partial snapshot would be mistaken for the truth.
     """
-    reading = _Reading(cluster, tier)
+    tier, existing_claim = names.tier_ref(body), names.existing_claim_of(body)
+    reader = _Reader(cluster, tier)
     ours: dict[ObjectKey, Manifest] = {}
     foreign = set()
-    for key in names.children(tier):
-        found = reading.one(key)
+    for key in parts.keys(body, tier):
+        found = reader.one(key)
         if found is not None and names.is_ours(found, tier):
             ours[key] = found
         elif found is not None:
@@ -173,32 +105,36 @@ def gather(
     claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
-        claim = reading.one(claim_key)
+        claim = reader.one(claim_key)
     tiers = [] if claim is None else cluster.tiers_on(claim_key.name, tier.namespace)
     deployment = ours.get(names.engine_key(tier))
-    pods = reading.pods()
-    pods.sort(key=lambda found: str(found["metadata"]["name"]))
-    # What else carries our labels is somebody else's: the pods of a Deployment that stands in our place included.
-    engines, janitors, routers = (
+    pods = sorted(reader.pods(), key=lambda found: str(found["metadata"]["name"]))
+    # Other pods with our labels are not ours, nor are those of a foreign Deployment under one of our names.
+    engines, janitors, routers, *stores = (
         [found for found in pods if names.is_pod_of(found, key.name) and key not in foreign]
-        for key in (names.engine_key(tier), names.janitor_key(tier), names.router_key(tier))
+        for key in (names.engine_key(tier), names.janitor_key(tier), names.router_key(tier), *names.store_keys(tier))
     )
+    preflight_key = names.preflight_key(tier)
     return Snapshot(
         tier=tier,
         claim=None if claim is None else read_claim(claim),
         engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(_heard(_pod(found, mount_problem(cluster, found, now)), tier, probes) for found in engines),
-        janitor=_awaited(_janitor(janitors, ours, tier, probes), ours.get(names.janitor_key(tier)), now),
+        pods=tuple(_with_report(_pod(found, mount_problem(cluster, found, now)), tier, poller) for found in engines),
+        janitor=_with_availability(_janitor(janitors, ours, tier, poller), ours.get(names.janitor_key(tier)), now),
         routers=tuple(map(_pod, routers)),
+        stores=tuple(_pod(found) for each in stores for found in each),
+        preflight=SeenJob(uid="?", is_foreign=True)
+        if preflight_key in foreign
+        else _preflight(ours.get(preflight_key), pods, tier),
         neighbours=read_neighbours(tiers, tier),
         live={key: _live(found) for key, found in ours.items()},
-        unreadable=reading.unreadable,
+        unreadable=reader.unreadable,
         foreign=frozenset(foreign),
     )
 
 
-class _Reading:
-    """Reads what a tier is made of, and notes which kinds may not be read."""
+class _Reader:
+    """Reads the objects of a tier, and notes which kinds may not be read."""
 
     def __init__(self, cluster: Cluster, tier: TierRef) -> None:
         self._cluster = cluster
@@ -216,9 +152,51 @@ class _Reading:
     def one(self, key: ObjectKey) -> Manifest | None:
         try:
             return None if key.kind in self.unreadable else self._cluster.get(key, self._tier.namespace)
-        except (ClusterForbidden, KindMissing) as error:
+        except ClusterError as error:
+            # An InferencePool is of another project: whatever its API does, everything else goes on.
+            if key.kind != names.POOL_KIND and not isinstance(error, (ClusterForbidden, KindMissing)):
+                raise
             self.unreadable[key.kind] = error
             return None
+
+
+def _preflight(job: Manifest | None, pods: Iterable[Manifest], tier: TierRef) -> SeenJob:
+    """Read how far the Job is that tries the claim."""
+    if job is None:
+        return SeenJob()
+    uid, container = job["metadata"]["uid"], names.PREFLIGHT_CONTAINER
+    if not names.is_controlled(job, tier):
+        return SeenJob(uid=uid, is_foreign=True)
+    own = [pod for pod in pods if any(each.get("uid") == uid for each in pod["metadata"].get("ownerReferences", ()))]
+    states = [_state(pod, container) for pod in own]
+    ended = [state["terminated"] for state in states if state.get("terminated")]
+    # A pod that succeeded counts, whatever failed before it.
+    best: Mapping[str, Any] | None = min(ended, key=lambda each: int(each.get("exitCode", 1) != 0), default=None)
+    conditions = _by_type(each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True")
+    return SeenJob(
+        key=(job["metadata"].get("annotations") or {}).get(names.ANNOTATION_PREFLIGHT, "?"),
+        uid=uid,
+        failure=str(conditions.get("Failed", {}).get("message", "")),
+        waiting=next(filter(None, map(_waiting, own, states)), ""),
+        # Where pods may not be read, the Job itself says how it ended.
+        exit_code=(0 if "Complete" in conditions else None) if best is None else best.get("exitCode"),
+        message="" if best is None else str(best.get("message", "")),
+    )
+
+
+def _state(pod: Manifest, container: str) -> Mapping[str, Any]:
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return next((each.get("state") or {} for each in statuses if each["name"] == container), {})
+
+
+def _waiting(pod: Manifest, state: Mapping[str, Any]) -> str:
+    name, scheduled = pod["metadata"]["name"], _by_type(pod.get("status", {}).get("conditions", ())).get("PodScheduled")
+    if scheduled is not None and scheduled["status"] == "False":
+        return f"no node takes pod {name}: {scheduled.get('message', '')}"
+    waiting = state.get("waiting") or {}
+    if waiting.get("reason", "") in {"", "ContainerCreating", "PodInitializing"}:
+        return ""
+    return f"pod {name} waits: {waiting['reason']}: {waiting.get('message', '')}"
 
 
 def _live(found: Manifest) -> Live:
@@ -284,13 +262,13 @@ def _engines(found: Manifest) -> Engines:
     )
 
 
-def _heard(pod: Pod, tier: TierRef, probes: Poller[TierName] | None) -> Pod:
-    """Return an engine pod with what it says: one that does not serve is not asked."""
-    if probes is None or not pod.address or not pod.is_ready or pod.is_terminating:
+def _with_report(pod: Pod, tier: TierRef, poller: Poller[TierName] | None) -> Pod:
+    """Return an engine pod with its report; a pod that does not serve is not asked."""
+    if poller is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
     address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
     subject = PollTarget(address=address, uid=pod.uid)
-    answer = probes.look(
+    answer = poller.answer(
         subject, owner=_owner(tier), meaning=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
     )
     report = None if answer is None else answer.value
@@ -298,25 +276,25 @@ def _heard(pod: Pod, tier: TierRef, probes: Poller[TierName] | None) -> Pod:
 
 
 def _janitor(
-    pods: Iterable[Manifest], ours: Mapping[ObjectKey, Manifest], tier: TierRef, probes: Poller[TierName] | None
+    pods: Iterable[Manifest], ours: Mapping[ObjectKey, Manifest], tier: TierRef, poller: Poller[TierName] | None
 ) -> LiveJanitor:
     found = LiveJanitor(pods=tuple(_pod(each) for each in pods))
     service = ours.get(ObjectKey(api_version="v1", kind="Service", name=names.janitor(tier)))
     host = "" if service is None else service.get("spec", {}).get("clusterIP", "")
-    if probes is None or service is None or host in _NO_ADDRESS:
+    if poller is None or service is None or host in _NO_ADDRESS:
         return found
     address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
     subject = PollTarget(address=address, uid=service["metadata"].get("uid", ""))
     since = max((pod.ready_since for pod in found.pods if pod.is_ready), default="")
-    answer = probes.look(subject, owner=_owner(tier), meaning=read_usage, since=since, is_passing=_is_passing)
+    answer = poller.answer(subject, owner=_owner(tier), meaning=read_usage, since=since, is_passing=_is_passing)
     if answer is None:
         return replace(found, is_awaited=True)
     usage = answer.value if isinstance(answer.value, Usage) else None
     return replace(found, usage=usage, silence=answer.problem)
 
 
-def _awaited(janitor: LiveJanitor, deployment: Manifest | None, now: datetime) -> LiveJanitor:
-    """Return a janitor with what its Deployment says: whether no pod is ready, be it that it hangs or is not made."""
+def _with_availability(janitor: LiveJanitor, deployment: Manifest | None, now: datetime) -> LiveJanitor:
+    """Return a janitor with its Deployment's availability: whether no pod of it is ready, and for how long."""
     available = _by_type((deployment or {}).get("status", {}).get("conditions", ())).get("Available", {})
     since = available.get("lastTransitionTime")
     is_overdue = since is not None and now - datetime.fromisoformat(since) > JANITOR_PATIENCE

@@ -179,36 +179,6 @@ def claim_of(body: Mapping[str, Any]) -> str:
     return existing_claim_of(body) or claim(tier_ref(body))
 
 
-def children(tier: TierRef) -> tuple[ObjectKey, ...]:
-    """Return every object that the operator may make for a tier, whether this tier needs it or not."""
-    return (
-        ObjectKey(api_version="v1", kind=CLAIM_KIND, name=claim(tier)),
-        ObjectKey(api_version="v1", kind="ConfigMap", name=config(tier)),
-        ObjectKey(api_version="v1", kind="ServiceAccount", name=engine(tier)),
-        ObjectKey(api_version="v1", kind="Service", name=engine(tier)),
-        ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=engine(tier)),
-        engine_key(tier),
-        ObjectKey(api_version="v1", kind="ConfigMap", name=janitor(tier)),
-        ObjectKey(api_version=COORDINATION, kind=LEASE_KIND, name=janitor(tier)),
-        ObjectKey(api_version="v1", kind="ServiceAccount", name=janitor(tier)),
-        ObjectKey(api_version=RBAC, kind="Role", name=janitor(tier)),
-        ObjectKey(api_version=RBAC, kind="RoleBinding", name=janitor(tier)),
-        ObjectKey(api_version="v1", kind="Service", name=janitor(tier)),
-        janitor_key(tier),
-        ObjectKey(api_version="v1", kind="ServiceAccount", name=router(tier)),
-        ObjectKey(api_version=RBAC, kind="Role", name=router(tier)),
-        ObjectKey(api_version=RBAC, kind="RoleBinding", name=router(tier)),
-        ObjectKey(api_version="v1", kind="Service", name=router(tier)),
-        ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name=router(tier)),
-        router_key(tier),
-        *(
-            ObjectKey(api_version=version, kind=kind, name=name(tier))
-            for name in (redis, mooncake_master)
-            for version, kind in (("v1", "Service"), ("apps/v1", "Deployment"))
-        ),
-    )
-
-
 def engine_key(tier: TierRef) -> ObjectKey:
     """Return the Deployment of the engines."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier))
@@ -232,6 +202,13 @@ def janitor_key(tier: TierRef) -> ObjectKey:
 def router_key(tier: TierRef) -> ObjectKey:
     """Return the Deployment of the router."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=router(tier))
+
+
+def store_keys(tier: TierRef) -> tuple[ObjectKey, ...]:
+    """Return the Deployments of the stores: Redis, and Mooncake's master."""
+    return tuple(
+        ObjectKey(api_version="apps/v1", kind="Deployment", name=name(tier)) for name in (redis, mooncake_master)
+    )
 
 
 def pool_key(tier: TierRef) -> ObjectKey:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over one tier: gather, plan, apply each part, prune, report.
+"""One reconcile of one tier: read, plan, apply each part, report.
 
-Level-based: it is given a name, not a change, and looks at everything again, so every trigger may call it, in any order
-and any number of times; twice is the same as once. Whatever one pass leaves undone, the next one repairs.
+Level-based: a reconcile gets a name, not a change, and looks at everything again. Every trigger may call it, in any
+order and any number of times; twice is the same as once. Whatever one reconcile leaves undone, the next one repairs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ from typing import Any, Final
 from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import Asked, read_annotations
-from kvtier_operator.api.reasons import Reason
-from kvtier_operator.apply import (
-    Changes,
-    Deletion,
-    apply_live_settings,
-    apply_parts,
-    apply_pool,
-    apply_preflight,
-    try_engines,
-)
-from kvtier_operator.conditions import PreflightState
+from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.apply import Changes, Deletion, apply_live_settings, apply_parts, try_engines
+from kvtier_operator.conditions import AppliedStage, Observation, PlannedStage, Progress, ReadStage
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
 from kvtier_operator.inventory import FRESH_SECONDS, Inventory
@@ -39,8 +31,7 @@ from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
-from kvtier_operator.parts.engine import outdated
-from kvtier_operator.plan import Decisions, Refusal, decide, decisions, make_plan, nodes
+from kvtier_operator.plan import Decisions, decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
 from kvtier_operator.snapshot import Nodes, Snapshot
@@ -57,28 +48,26 @@ PATIENCE: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcileResult:
-    """What one pass did."""
+    """The result of one reconcile."""
 
     exists: bool
-    """False where there is no such tier, or it is going: nothing more is to be done for it."""
+    """False where there is no such tier, or it is being deleted: nothing more is to be done for it."""
     written: tuple[ObjectKey, ...] = ()
-    """Objects that the pass created or changed."""
+    """Objects that were created or changed."""
     deleted: tuple[Deletion, ...] = ()
     failure: ClusterError | None = None
-    """Why the pass is to be repeated soon."""
-    existing_claim: str | None = None
-    """The claim of the user's own that the tier names."""
-    again_after: float | None = None
-    """Seconds until something is to be looked at that no watch tells of."""
-    recheck_after: float | None = None
-    """Seconds until something is tried again that nothing waits for; later each time, as long as it does not pass."""
+    """Why the reconcile is to be repeated soon."""
+    requeue_after: float | None = None
+    """Seconds until the next reconcile, for changes that no watch reports."""
+    poll_after: float | None = None
+    """Delay before polling again for a condition that may clear by itself; doubles each time. None: do not poll."""
     is_left: bool = False
-    """It is another operator's to work on, for now or for good."""
+    """The tier belongs to another operator."""
     waits_for_nodes: bool = False
     """Whether another node may end what holds the tier up."""
 
 
-def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
+def reconcile(  # noqa: PLR0913  each by its name
     cluster: Cluster,
     tier: TierName,
     *,
@@ -86,8 +75,8 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     janitor_image: str = JANITOR_IMAGE,
     clock: Clock,
     inventory: Inventory | None = None,
-    probes: Poller[TierName] | None = None,
-    proofs: Monitor | None = None,
+    poller: Poller[TierName] | None = None,
+    monitor: Monitor | None = None,
     attempt: int = 1,
     listen_host: str = names.EVERY_IPV4_ADDRESS,
     may_work: Callable[[Manifest], bool] = lambda _body: True,
@@ -95,269 +84,264 @@ def reconcile(  # noqa: PLR0913  what a pass works with, each by its name
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
-        cluster: what is read and written.
-        tier: which one.
+        cluster: the cluster to read and write.
+        tier: the tier.
         connector_image: image that brings the connector into the engine pods.
-        clock: for the times in the status.
         janitor_image: image of the janitor, where the tier names none.
+        clock: for the times in the status.
         inventory: the nodes; None where the operator may not read them.
-        probes: what pods say about themselves; None asks no pod.
-        proofs: who asks the engines; None asks nobody.
+        poller: asks pods for their reports; None asks no pod.
+        monitor: asks the engines; None asks no engine.
+        attempt: 1, and one more for each failure in a row before this reconcile.
         listen_host: address that the servers in the pods listen on.
-        attempt: 1, and one more for each failure in a row before this pass.
-        may_work: tells whether this operator is the one that works on the tier.
+        may_work: tells whether the tier belongs to this operator.
 
     Returns:
-        What was done. A failure of the cluster is part of it: raising would lose what was done before.
+        Everything that was done. A failure of the cluster is part of it: raising would lose what was done before.
     """
     try:
         body = cluster.get(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name), tier.namespace)
     except ClusterError as error:
         return ReconcileResult(exists=True, failure=error)
-    # Children of a tier that is going are going with it; whoever makes them anew holds up its namespace.
-    if body is None or "deletionTimestamp" in body["metadata"]:
-        if proofs is not None:
-            proofs.forget(tier)
-        return ReconcileResult(exists=False)
-    if not may_work(body):
-        if proofs is not None:
-            proofs.forget(tier)
-        return ReconcileResult(exists=True, is_left=True)
-    sources = _Sources(
+    # Children of a deleted tier go with it; a child that is made anew would hold up its namespace.
+    exists = body is not None and "deletionTimestamp" not in body["metadata"]
+    if body is None or not exists or not may_work(body):
+        if monitor is not None:
+            monitor.forget(tier)
+        return ReconcileResult(exists=exists, is_left=exists)
+    inputs = _Inputs(
         connector_image=connector_image,
         janitor_image=janitor_image,
         listen_host=listen_host,
         inventory=inventory,
-        probes=probes,
+        poller=poller,
         clock=clock,
     )
-    act = _act(cluster, body, sources)
-    outcome = ReconcileResult(
+    done = _act(cluster, body, inputs)
+    result = ReconcileResult(
         exists=True,
-        written=act.written,
-        deleted=act.deleted,
-        failure=act.failure,
-        existing_claim=None if act.view.spec is None else act.view.spec.volume.existing_claim,
-        again_after=_again_after(act.view),
-        recheck_after=act.view.pool_retry_after,
-        waits_for_nodes=_waits_for_nodes(act.view),
+        written=tuple(done.changes.written),
+        deleted=tuple(done.changes.deleted),
+        failure=done.failure,
+        requeue_after=_requeue_after(done.progress),
+        poll_after=done.changes.poll_after,
+        waits_for_nodes=_waits_for_nodes(done.progress),
     )
-    _tell_of_deletions(cluster, body, act.deleted, clock)
-    is_worth_telling = act.told is None or not _passes_soon(act.told) or attempt >= PATIENCE
-    if act.failure is not None and not is_worth_telling:
-        return outcome
+    _report_deletions(cluster, body, result.deleted, clock)
+    reported = done.progress.failure
+    is_reported = reported is None or not _passes_soon(reported) or attempt >= PATIENCE
+    if done.failure is not None and not is_reported:
+        return result
     try:
-        _report(cluster, body, _asked(act.view, body, proofs), clock)
+        _report(cluster, body, _observed(done.progress, body, monitor), clock)
     except ClusterError as error:
-        return replace(outcome, failure=act.failure or error)
-    return outcome
+        return replace(result, failure=done.failure or error)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Act:
-    view: status.View
-    written: tuple[ObjectKey, ...] = ()
-    deleted: tuple[Deletion, ...] = ()
+class _Done:
+    progress: Progress
+    changes: Changes
     failure: ClusterError | None = None
-    """After which the pass is tried again."""
-    told: ClusterError | None = None
-    """What is worth telling, if it lasts."""
+    """The failure after which the reconcile is tried again; `progress` has the one that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sources:
-    """What decisions of a pass are made from, besides the cluster."""
+class _Inputs:
+    """Everything that a reconcile decides by besides the cluster."""
 
     connector_image: str
     janitor_image: str
     listen_host: str
     inventory: Inventory | None
-    probes: Poller[TierName] | None
+    poller: Poller[TierName] | None
     clock: Clock
 
-    def look(self, cluster: Cluster, body: Manifest) -> Snapshot:
+    def read(self, cluster: Cluster, body: Manifest) -> Snapshot:
         """Read everything but the nodes."""
-        tier, existing = names.tier_ref(body), names.existing_claim_of(body)
-        return _with_lease(
-            cluster, gather(cluster, tier, existing_claim=existing, now=self.clock(), probes=self.probes)
-        )
+        return _with_lease(cluster, gather(cluster, body, now=self.clock(), poller=self.poller))
 
 
-def _act(cluster: Cluster, body: Manifest, sources: _Sources) -> _Act:
+def _act(cluster: Cluster, body: Manifest, inputs: _Inputs) -> _Done:
     """Do everything but report."""
-    tier = names.tier_ref(body)
-    view = status.View(generation=body["metadata"].get("generation", 0), tier=tier, spec=None, snapshot=None)
+    tier, changes = names.tier_ref(body), Changes()
+    progress = Progress(tier=tier, generation=body["metadata"].get("generation", 0))
     spec: TierSpec | None = None
     try:
         asked = read_annotations(body)
         spec = _paused_as_asked(parse(body), asked)
     except SpecInvalid as error:
-        view = replace(view, invalid=error)
+        progress = replace(progress, invalid=error)
         if error.field.startswith("metadata."):
-            return _Act(view=view)
-    view = replace(view, spec=spec)
+            return _concluded(progress, changes)
+    progress = replace(progress, spec=spec)
     try:
-        snapshot = sources.look(cluster, body)
+        snapshot = inputs.read(cluster, body)
     except ClusterError as error:
-        return _Act(view=replace(view, failure=error), failure=error, told=error)
-    if spec is None and (spec := _applicable(body, snapshot, asked, sources)) is None:
-        return _Act(view=view)
-    snapshot = replace(snapshot, nodes=_look(sources.inventory, spec, snapshot))
-    view = replace(view, spec=spec, snapshot=snapshot)
+        changes.failures.append(error)
+        return _concluded(progress, changes)
+    if spec is None and (spec := _applicable(body, snapshot, asked, inputs)) is None:
+        return _concluded(progress, changes)
+    snapshot = replace(snapshot, nodes=_read_nodes(inputs.inventory, spec, snapshot))
+    progress = _reached(progress, ReadStage(generation=progress.generation, spec=spec, snapshot=snapshot))
     decided = decide(spec, tier, snapshot, may_assume=True)
     if isinstance(decided, Refusal):
-        view = replace(view, refusal=decided)
-        runs = _applicable(body, snapshot, asked, sources)
-        again = decided if runs is None else decide(runs, tier, snapshot, may_assume=True, is_running=True)
-        if runs is None or isinstance(again, Refusal):
-            done = Changes()
+        progress = replace(progress, refusal=decided)
+        applicable = _decide_applicable(body, snapshot, asked, inputs)
+        if applicable is None:
             if not spec.paused:
-                apply_live_settings(cluster, spec, snapshot, done)
-            return _concluded(view, done)
-        spec, decided = runs, again
-        view = replace(view, spec=spec)
-    return _carry_out(cluster, body, spec, decided, asked, view, sources)
+                apply_live_settings(cluster, spec, snapshot, changes)
+            return _concluded(progress, changes)
+        spec, decided = applicable
+    return _carry_out(cluster, body, _Carried(spec, decided, asked), progress, inputs, changes)
 
 
-def _carry_out(  # noqa: PLR0913, PLR0917  what was found out, each by its name
-    cluster: Cluster,
-    body: Manifest,
-    spec: TierSpec,
-    decided: Decisions,
-    asked: Asked,
-    view: status.View,
-    sources: _Sources,
-    *,
-    rejected: ClusterError | None = None,
-) -> _Act:
-    """Plan what the spec asks for and apply it; `rejected` is why that is not the spec as it is stored."""
-    snapshot = view.snapshot
-    assert snapshot is not None
-    plan = make_plan(
-        spec,
-        snapshot,
-        decided,
-        connector_image=sources.connector_image,
-        janitor_image=sources.janitor_image,
-        restart=asked.restart,
-    )
-    plan = keep_pods(plan, snapshot, janitor_image=sources.janitor_image)
-    plan = replace(plan, listen_host=sources.listen_host)
-    decided = plan.decisions
-    view = replace(
-        view,
-        assumed=decided.assumed,
-        sizing=plan.sizing,
-        capacity=make_capacity(spec, decided, snapshot),
-        node_bytes=decided.node_bytes,
-        current=plan.generation,
-        keeps_pods=plan.pin is not None,
-        outdated=outdated(plan),
-        chunking=decided.chunking,
-    )
-    done = Changes(failures=[snapshot.unreadable["Pod"]] if "Pod" in snapshot.unreadable else [])
-    if rejected is not None:
-        done.failures.append(rejected)
-    elif not spec.paused and (refusal := try_engines(cluster, plan, snapshot)) is not None:
-        # Nothing else moves to a spec that no engine can follow: what runs goes on as it is.
-        runs = _applicable(body, snapshot, asked, sources)
-        again = None if runs is None else decide(runs, view.tier, snapshot, may_assume=True, is_running=True)
-        if runs is not None and isinstance(again, Decisions):
-            view = replace(view, spec=runs)
-            return _carry_out(cluster, body, runs, again, asked, view, sources, rejected=refusal)
-        done.failures.append(refusal)
-        return _concluded(view, done)
-    try:
-        view = replace(view, preflight=apply_preflight(cluster, plan, snapshot, body.get("status") or {}, done))
-    except ClusterError as error:
-        done.failures.append(error)
-    tried = view.preflight
+@dataclass(frozen=True)
+class _Carried:
+    """The spec that is carried out, and the decisions for it."""
+
+    spec: TierSpec
+    decisions: Decisions
+    asked: Asked
+
+
+def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
+    cluster: Cluster, body: Manifest, carried: _Carried, progress: Progress, inputs: _Inputs, changes: Changes
+) -> _Done:
+    """Plan and apply a spec, or the part of it that replaces no pod where the API server rejects its pods."""
+    assert progress.stage is not None
+    spec, snapshot = carried.spec, progress.stage.snapshot
+    stage = _planned(carried, snapshot, progress.generation, inputs)
+    progress = _reached(progress, stage)
+    if "Pod" in snapshot.unreadable:
+        changes.failures.append(snapshot.unreadable["Pod"])
+    if not spec.paused and (rejection := try_engines(cluster, stage.plan, snapshot)) is not None:
+        # Nothing else moves to a spec that no engine can follow: everything that runs goes on as it is.
+        changes.failures.append(rejection)
+        applicable = _decide_applicable(body, snapshot, carried.asked, inputs)
+        if applicable is None:
+            return _concluded(progress, changes)
+        spec, decided = applicable
+        stage = _planned(_Carried(spec, decided, carried.asked), snapshot, progress.generation, inputs)
+        progress = _reached(progress, stage)
     if spec.paused:
-        return _concluded(view, done)
-    apply_parts(
-        cluster,
-        plan,
-        snapshot,
-        done,
-        starts_engines=tried is not None and tried.state in {PreflightState.OFF, PreflightState.PASSED},
-    )
-    view = apply_pool(cluster, view, plan, body.get("status") or {}, done)
-    if (done.written or done.deleted) and not done.failures:
+        return _concluded(progress, changes)
+    apply_parts(cluster, stage.plan, snapshot, body.get("status") or {}, changes)
+    if (changes.written or changes.deleted) and not changes.failures:
         try:
-            # Report what stands now: the pass that made it is the one to tell.
-            view = replace(view, snapshot=replace(sources.look(cluster, body), nodes=snapshot.nodes))
-            done.failures += (view.snapshot or snapshot).unreadable.values()
+            # Report the new state: the reconcile that made it is the one to report it.
+            snapshot = replace(inputs.read(cluster, body), nodes=snapshot.nodes)
         except ClusterError as error:
-            done.failures.append(error)
-    return _concluded(view, done)
+            changes.failures.append(error)
+    applied = AppliedStage(
+        generation=stage.generation,
+        spec=spec,
+        snapshot=snapshot,
+        plan=stage.plan,
+        capacity=stage.capacity,
+        problems=changes.problems,
+    )
+    return _concluded(_reached(progress, applied), changes)
 
 
-def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, sources: _Sources) -> TierSpec | None:
-    """Return what of a refused spec replaces no engine; None where no engine runs."""
-    spec = applicable_spec(body.get("spec"), snapshot, connector_image=sources.connector_image, restart=asked.restart)
+def _planned(carried: _Carried, snapshot: Snapshot, generation: int, inputs: _Inputs) -> PlannedStage:
+    plan = make_plan(
+        carried.spec,
+        snapshot,
+        carried.decisions,
+        connector_image=inputs.connector_image,
+        janitor_image=inputs.janitor_image,
+        restart=carried.asked.restart,
+    )
+    plan = keep_pods(plan, snapshot, janitor_image=inputs.janitor_image)
+    plan = replace(plan, listen_host=inputs.listen_host)
+    capacity = make_capacity(carried.spec, plan.decisions, snapshot)
+    return PlannedStage(generation=generation, spec=carried.spec, snapshot=snapshot, plan=plan, capacity=capacity)
+
+
+def _reached(progress: Progress, stage: ReadStage) -> Progress:
+    return replace(progress, spec=stage.spec, stage=stage)
+
+
+def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, inputs: _Inputs) -> TierSpec | None:
+    """Return the part of a refused spec that replaces no engine; None where no engine runs."""
+    spec = applicable_spec(body.get("spec"), snapshot, connector_image=inputs.connector_image, restart=asked.restart)
     return None if spec is None else _paused_as_asked(spec, asked)
+
+
+def _decide_applicable(
+    body: Manifest, snapshot: Snapshot, asked: Asked, inputs: _Inputs
+) -> tuple[TierSpec, Decisions] | None:
+    """Return the same with the decisions for it; None where it cannot be carried out either."""
+    spec = _applicable(body, snapshot, asked, inputs)
+    decided = None if spec is None else decide(spec, snapshot.tier, snapshot, may_assume=True, is_running=True)
+    return (spec, decided) if spec is not None and isinstance(decided, Decisions) else None
 
 
 def _paused_as_asked(spec: TierSpec, asked: Asked) -> TierSpec:
     return spec.model_copy(update={"paused": True}) if asked.is_paused else spec
 
 
-def _concluded(view: status.View, done: Changes) -> _Act:
-    """Return the view with everything that went wrong."""
-    refusals = [*done.refusals, *([] if view.refusal is None else [view.refusal])]
+def _concluded(progress: Progress, changes: Changes) -> _Done:
+    """Return the progress with everything that went wrong."""
+    refusals = [*changes.refusals, *([] if progress.refusal is None else [progress.refusal])]
     refusal = None
     if refusals:
         messages = dict.fromkeys(each.message for each in refusals)
         refusal = replace(refusals[0], message="; ".join(messages))
-    failures = done.failures
-    # What passes soon is tried again soon; what lasts is what is told.
+    failures = changes.failures
+    # The failure that passes first says when to try again; the one that lasts is reported.
     soonest = min(failures, key=_patience, default=None)
     lasting = [each for each in failures if not _passes_soon(each)] or failures
-    told = lasting[0] if lasting else None
+    reported = lasting[0] if lasting else None
     if len(lasting) > 1:
-        told = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
-    return _Act(
-        view=replace(view, refusal=refusal, failure=told),
-        written=tuple(done.written),
-        deleted=tuple(done.deleted),
-        failure=soonest,
-        told=told,
-    )
+        reported = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
+    return _Done(progress=replace(progress, refusal=refusal, failure=reported), changes=changes, failure=soonest)
 
 
 def _patience(failure: ClusterError) -> float:
     return math.inf if failure.retry_after is None else failure.retry_after
 
 
-def _again_after(view: status.View) -> float | None:
-    """Return when something is to be judged again that no watch tells of: pods of others, Events, how long it lasts."""
-    if _waits_for_nodes(view):
-        return FRESH_SECONDS  # for what runs on them, which is not watched
-    if view.snapshot is None:
+def _requeue_after(progress: Progress) -> float | None:
+    """Return when to look again for changes that no watch reports: pods of others, Events, and how long a state lasts.
+
+    None for the usual interval.
+    """
+    if _waits_for_nodes(progress):
+        return FRESH_SECONDS  # for the pods on them, which are not watched
+    if progress.stage is None:
         return None
-    if any(pod.is_held_up for pod in view.snapshot.pods):
+    snapshot = progress.stage.snapshot
+    if any(pod.is_held_up for pod in snapshot.pods):
         return MOUNT_PATIENCE.total_seconds()
-    is_judged_later = view.snapshot.janitor.is_missing and not view.snapshot.janitor.is_overdue
+    is_judged_later = snapshot.janitor.is_missing and not snapshot.janitor.is_overdue
     return JANITOR_PATIENCE.total_seconds() * 1.2 if is_judged_later else None
 
 
-def _waits_for_nodes(view: status.View) -> bool:
-    return view.assumed is not None or (view.refusal is not None and view.refusal.reason in _UNTIL_NODES_CHANGE)
+def _waits_for_nodes(progress: Progress) -> bool:
+    stage, refusal = progress.stage, progress.refusal
+    is_assumed = isinstance(stage, PlannedStage) and stage.plan.decisions.assumed is not None
+    return is_assumed or (refusal is not None and refusal.reason in _UNTIL_NODES_CHANGE)
 
 
-def _asked(view: status.View, body: Manifest, proofs: Monitor | None) -> status.View:
-    """Add what is known from asking the engines; a tier that is held up before them is not asked."""
-    if proofs is None or view.spec is None or view.snapshot is None or view.current is None:
-        return view
-    chunk = Chunk(tokens=view.chunking.tokens, blocks=view.chunking.blocks or 1)
-    ask = make_observation_plan(view.spec, view.snapshot, generation=view.current.digest, chunk=chunk)
+def _observed(progress: Progress, body: Manifest, monitor: Monitor | None) -> Progress:
+    """Add the findings of asking the engines; engines of a tier without a plan are not asked."""
+    stage = progress.stage
+    if monitor is None or not isinstance(stage, PlannedStage):
+        return progress
+    chunking = stage.plan.decisions.chunking
+    chunk = Chunk(tokens=chunking.tokens, blocks=chunking.blocks or 1)
+    plan = make_observation_plan(stage.spec, stage.snapshot, generation=stage.plan.generation.digest, chunk=chunk)
     known = ((body.get("status") or {}).get("proof") or {}).get("rollout")
-    tier = TierName(namespace=view.tier.namespace, name=view.tier.name)
-    return replace(view, ask=ask, findings=proofs.look(tier, ask, proven_rollout=known))
+    tier = TierName(namespace=progress.tier.namespace, name=progress.tier.name)
+    findings = monitor.findings(tier, plan, proven_rollout=known)
+    return replace(progress, stage=replace(stage, observation=Observation(plan=plan, findings=findings)))
 
 
 def _with_lease(cluster: Cluster, snapshot: Snapshot) -> Snapshot:
-    """Read the Lease of a janitor that waits for it: nobody watches it, and it may have been deleted."""
+    """Read the Lease of a janitor that waits for it: Leases are not watched, and it may have been deleted."""
     key = ObjectKey(api_version=names.COORDINATION, kind=names.LEASE_KIND, name=names.janitor(snapshot.tier))
     usage = snapshot.janitor.usage
     if usage is None or usage.is_active or key not in snapshot.live:
@@ -367,32 +351,33 @@ def _with_lease(cluster: Cluster, snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, live={each: live for each, live in snapshot.live.items() if each != key})
 
 
-def _look(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
-    """Return the nodes, with what runs on them where that decides something."""
+def _read_nodes(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
+    """Return the nodes, with the pods on them where those decide something."""
     if inventory is None:
         return None
     return inventory.look(with_pods=nodes.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
 
 
-def _report(cluster: Cluster, body: Manifest, view: status.View, clock: Clock) -> None:
+def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) -> None:
     """Write the status where it changed, and post an Event for each transition."""
     previous: Mapping[str, Any] = body.get("status") or {}
     now = _timestamp(clock)
-    wanted = status.report(view, previous, now=now)
+    wanted = status.report(progress, previous, now=now)
     changes = status.changes(previous, wanted)
-    is_another_failure = isinstance(view.failure, ClusterError) and not _passes_soon(view.failure)
-    if not changes or (view.failure is not None and _differs_in_words_only(previous, wanted, is_another_failure)):
+    failure = progress.failure
+    is_lasting = failure is not None and not _passes_soon(failure)
+    if not changes or (failure is not None and _differs_in_words_only(previous, wanted, is_lasting)):
         return
-    cluster.patch_status(view.tier, changes, resource_version=body["metadata"]["resourceVersion"])
+    cluster.patch_status(progress.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
-        cluster.post_event(_event(body, view.tier, transition, now=now))
+        cluster.post_event(_event(body, progress.tier, transition, now=now))
 
 
 def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any], lasts: bool) -> bool:
     """Tell whether only messages changed; of a failure that lasts, whether only numbers in them did.
 
-    A failure whose text is new each time (a port, an address) would otherwise change the status in each pass, and each
-    change wakes the tier at once instead of after its back-off.
+    A failure whose text is new each time (a port, an address) would otherwise change the status in each reconcile, and
+    each change wakes the tier at once instead of after its back-off.
     """
     return _without_messages(previous, lasts=lasts) == _without_messages(wanted, lasts=lasts)
 
@@ -408,13 +393,13 @@ def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, A
 _NUMBERED: Final = re.compile(r"\S*\d\S*")
 
 
-def _tell_of_deletions(cluster: Cluster, body: Manifest, deleted: tuple[Deletion, ...], clock: Clock) -> None:
+def _report_deletions(cluster: Cluster, body: Manifest, deleted: tuple[Deletion, ...], clock: Clock) -> None:
     """Post an Event for each deletion. One that cannot be posted is logged: the deletion is done in any case."""
     now = _timestamp(clock)
     for key, why in deleted:
-        told = status.Transition(level="Normal", reason="Deleted", message=f"deleted {key}: {why}")
+        transition = status.Transition(level="Normal", reason="Deleted", message=f"deleted {key}: {why}")
         try:
-            cluster.post_event(_event(body, names.tier_ref(body), told, now=now))
+            cluster.post_event(_event(body, names.tier_ref(body), transition, now=now))
         except ClusterError as error:
             logger.warning("%s: no Event says that %s was deleted: %s", names.tier_ref(body), key, error)
 

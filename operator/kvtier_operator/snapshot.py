@@ -228,6 +228,9 @@ class Snapshot:
     janitor: LiveJanitor = LiveJanitor()
     routers: tuple[Pod, ...] = ()
     """The pods of the router."""
+    stores: tuple[Pod, ...] = ()
+    """The pods of Redis and of Mooncake's master."""
+    preflight: SeenJob = SeenJob()
     neighbours: tuple[Neighbour, ...] = ()
     """The other tiers on its claim, by name."""
     nodes: Nodes | None = None

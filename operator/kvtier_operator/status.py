@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier says about itself: conditions, sizes, counts, and which Events a change of them deserves.
+"""The status of a tier: conditions, sizes, counts, and the Events that a change of them deserves. Pure.
 
-Pure. There is no phase: `Ready` summarises the conditions after it, and `Reconciling` and `Stalled` mean what kstatus
-takes them to mean. Nothing in it changes when nothing happened, so that writing it never wakes us for ever.
+There is no phase: `Ready` summarises the conditions after it. `Reconciling` and `Stalled` have their meaning of
+kstatus. The status changes only when something happened, so writing it does not wake the tier for ever.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from typing import Any, Final
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec, model_spec
 from kvtier_operator.api.reasons import CONDITIONS, Reason
-from kvtier_operator.conditions import Problem, View, look_of, met
-from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import PARTS, disk, observations, preflight, routing, serving
+from kvtier_operator.conditions import PlannedStage, Problem, Progress, ReadStage, Status, met
+from kvtier_operator.parts import PARTS, crash_causes, janitor, observations, preflight, routing
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.claim import SHARING
 from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.plan import CacheGeneration
 from kvtier_operator.plan import report as plan_report
-
-__all__ = ["Problem", "Reason", "Transition", "View", "changes", "report", "transitions"]
 
 _NORMAL: Final = frozenset(
     reason.value
@@ -52,7 +48,7 @@ _NORMAL: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """News about a tier, in the words of an Event."""
+    """A change of a tier, as an Event."""
 
     level: str
     """Normal or Warning."""
@@ -60,29 +56,31 @@ class Transition:
     message: str
 
 
-def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, Any]:
+def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
     """Return the whole status; times of conditions whose status did not flip stay as they were."""
-    told = {
-        each.kind: not_applicable(each.kind, view.spec, view.snapshot)
-        or _as_growth(each.judge(view, previous), is_growing=serving.is_growing(view, previous))
+    stage, spec = progress.stage, progress.spec
+    snapshot = None if stage is None else stage.snapshot
+    is_growing = routing.is_growing(stage, previous)
+    judged = {
+        rule.kind: not_applicable(rule.kind, spec, snapshot)
+        or _as_growth(rule.of(stage, previous), is_growing=is_growing)
         for part in PARTS
-        for each in part.conditions
+        for rule in part.conditions
     }
-    has_engines = view.snapshot is not None and view.snapshot.engines.generation > 0
-    judged = [
-        # What keeps engines from starting stands before what they have not done yet; those that run are not judged.
+    has_engines = snapshot is not None and snapshot.engines.generation > 0
+    counted = [
+        # The preflight keeps first engines from starting, so it is reported before them; running engines ignore it.
         *(() if has_engines else (CHECKED.kind,)),
-        *(each.kind for part in PARTS for each in part.conditions if each.counts and each is not CHECKED),
+        *(rule.kind for part in PARTS for rule in part.conditions if rule.counts and rule is not CHECKED),
     ]
-    blocker = _blocker(view)
-    first = blocker or next((told[kind] for kind in judged if _counts(told[kind])), None)
-    is_paused = view.spec is not None and view.spec.paused
-    stalled = _stalled(view, blocker=blocker, first=first)
+    blocker = _blocker(progress)
+    first = blocker or next((judged[kind] for kind in counted if _counts(judged[kind])), None)
+    is_paused = spec is not None and spec.paused
+    stalled = _stalled(progress, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
-    ready = met(Reason.READY, "all engines serve and share the volume")
     paused = Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc, is_met=True)
-    told |= {
-        "Ready": first or ready,
+    judged |= {
+        "Ready": first or met(Reason.READY, _ready_text(spec)),
         "Paused": paused if is_paused else _no(Reason.ACTIVE, Reason.ACTIVE.doc),
         "Reconciling": _no(Reason.IDLE, _rest(stalled, is_paused=is_paused))
         if moving is None
@@ -91,63 +89,70 @@ def report(view: View, previous: Mapping[str, Any], *, now: str) -> dict[str, An
         if stalled is None
         else met(stalled.reason, stalled.message),
     }
-    conditions = [_condition(kind, told[kind]) for kind in CONDITIONS]
-    engines = None if view.snapshot is None else view.snapshot.engines
-    # What is not known in this pass was true in an earlier one.
-    kept = {field: previous[field] for field in _KEPT if field in previous}
-    usage = _usage(view, previous)
+    conditions = [_condition(kind, judged[kind]) for kind in CONDITIONS]
+    engines = None if snapshot is None else snapshot.engines
+    rollout, storage = observations.rollout(stage, previous), preflight.document(stage, previous)
     return {
-        **kept,
-        "observedGeneration": view.generation,
-        "selector": names.selector_text(view.tier),
+        **{field: previous[field] for field in _KEPT if field in previous},
+        "observedGeneration": progress.generation,
+        "selector": names.selector_text(progress.tier),
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
-        "conditions": _timed(conditions, previous.get("conditions", ()), generation=view.generation, now=now),
-        **_proof(view, previous),
-        **(
-            {}
-            if view.sizing is None
-            else {"sizing": plan_report.terms(view.sizing, view.capacity, node_bytes=view.node_bytes)}
-        ),
-        **({} if view.current is None else {"generation": _generation(view.current, view.spec)}),
-        **usage,
-        **({"routing": routed} if (routed := routing.document(view, previous)) else {}),
-        **_loras(view),
+        "conditions": _timed(conditions, previous.get("conditions", ()), generation=progress.generation, now=now),
+        **({} if rollout is None else {"proof": {"rollout": rollout}}),
+        **({"storage": storage} if storage else {}),
+        **_of_plan(stage),
+        **_usage(stage, previous),
+        **({"routing": routed} if (routed := routing.document(stage, previous)) else {}),
+        **_loras(spec),
     }
 
 
 _KEPT: Final = ("sizing", "generation")
+"""Fields that stay as they are where no plan could be made."""
 
 
-def _loras(view: View) -> dict[str, Any]:
-    """Return the adapters, in the order of the spec; nothing where there are none."""
-    served = () if view.spec is None else view.spec.model.loras
+def _ready_text(spec: TierSpec | None) -> str:
+    """Return the message of Ready where nothing is wrong."""
+    if spec is None or spec.replicas == 0:
+        return "spec.replicas is 0: no engine is asked for"
+    engines = "the engine serves" if spec.replicas == 1 else "all engines serve"
+    if not spec.connector.uses_volume:
+        return f"{engines} with spec.connector.type {spec.connector.label}"
+    return f"{engines} with the volume" if spec.replicas == 1 else f"{engines} and share the volume"
+
+
+def _of_plan(stage: ReadStage | None) -> dict[str, Any]:
+    if not isinstance(stage, PlannedStage):
+        return {}
+    plan = stage.plan
+    generation = {"current": plan.generation.digest}
+    if stage.spec.connector.uses_volume:
+        generation["root"] = plan.generation.root
+    sizing = plan_report.terms(plan.sizing, stage.capacity, node_bytes=plan.decisions.node_bytes)
+    return {"sizing": sizing, "generation": generation}
+
+
+def _loras(spec: TierSpec | None) -> dict[str, Any]:
+    """Return the adapters, in the order of the spec; empty where there are none."""
+    served = () if spec is None else spec.model.loras
     found = [{"name": lora["name"], "source": model_spec.describe_source(lora["source"])} for lora in served]
     return {"loras": found} if found else {}
 
 
-def _usage(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the volume holds, or held when somebody last counted."""
-    look = look_of(view)
-    if look is None or view.current is None:
+def _usage(stage: ReadStage | None, previous: Status) -> dict[str, Any]:
+    """Return the contents of the volume, as of the last count."""
+    if not isinstance(stage, PlannedStage):
         return {field: previous[field] for field in ("tiers", "generations") if field in previous}
-    found, tiers = disk.generations(look, current=view.current.digest), disk.tiers(look)
+    current = stage.plan.generation.digest
+    found, tiers = janitor.generations(stage, current=current), janitor.tiers(stage)
     if found is not None:
         return {"tiers": tiers, "generations": found}
-    if not look.spec.janitor.enabled or not look.spec.connector.has_janitor:
-        # Nobody counts any more, and what was counted is not how it is.
-        return {"tiers": tiers}
+    if not stage.spec.janitor.enabled or not stage.spec.connector.has_janitor:
+        return {"tiers": tiers}  # nothing counts any more, and the last count is out of date
     known = next((each for each in previous.get("tiers", ()) if each["name"] == "disk"), None)
-    counted = disk.with_roles(previous.get("generations", ()), current=view.current.digest)
+    counted = janitor.with_roles(previous.get("generations", ()), current=current)
     return {"tiers": [tiers[0], known or tiers[1]], **({"generations": counted} if counted else {})}
-
-
-def _proof(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    rollout, kept = observations.rollout(view, previous), preflight.document(view, previous)
-    return {
-        **({} if rollout is None else {"proof": {"rollout": rollout}}),
-        **({"storage": kept} if kept else {}),
-    }
 
 
 def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,37 +168,38 @@ def changes(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
 
 
 def transitions(previous: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Transition]:
-    """Return what deserves an Event: news of Ready, and pausing and resuming."""
+    """Return the Events: changes of Ready, pausing and resuming, and a few conditions beside Ready."""
     before = {condition["type"]: condition for condition in previous.get("conditions", ())}
-    told: list[Transition] = []
+    found: list[Transition] = []
     for condition in wanted["conditions"]:
         old = before.get(condition["type"], {})
         overlap = Reason.BUDGETS_OVERLAP.value
-        is_news = {
+        is_reported = {
             SHARING.kind: (old.get("reason") == overlap) != (condition["reason"] == overlap),
             "Ready": (old.get("status"), old.get("reason")) != (condition["status"], condition["reason"]),
-            # A tier that was never paused is no news.
+            # A tier that was never paused deserves no Event.
             "Paused": old.get("status", "False") != condition["status"],
             "Available": old.get("status") == "True" != condition["status"],
             "JanitorHealthy": (old.get("status") == "False") != (condition["status"] == "False"),
             "UpToDate": (old.get("status") == "False") != (condition["status"] == "False"),
         }.get(condition["type"], False)
-        if is_news and condition["reason"] not in {each.reason for each in told}:
+        if is_reported and condition["reason"] not in {each.reason for each in found}:
             level = "Normal" if condition["reason"] in _NORMAL else "Warning"
-            told.append(Transition(level=level, reason=condition["reason"], message=condition["message"]))
-    return told
+            found.append(Transition(level=level, reason=condition["reason"], message=condition["message"]))
+    return found
 
 
-def _blocker(view: View) -> Problem | None:
-    """Return what kept the spec from being carried out, before any engine is looked at."""
-    if isinstance(view.invalid, SpecInvalid):
-        runs = "" if view.spec is None else "; engines stay as they are, and fields that replace none are followed"
-        return Problem(reason=Reason.SPEC_INVALID, message=f"{view.invalid}{runs}")
-    if view.refusal is not None:
-        also = "" if view.failure is None else f"; {view.failure}"
-        return Problem(reason=view.refusal.reason, message=view.refusal.message + also)
-    if view.failure is not None:
-        return Problem(reason=Reason.APPLY_FAILED, message=str(view.failure))
+def _blocker(progress: Progress) -> Problem | None:
+    """Return what kept the spec from being carried out; it is reported before any problem of the engines."""
+    refusal, failure = progress.refusal, progress.failure
+    if progress.invalid is not None:
+        runs = "" if progress.spec is None else "; engines stay as they are, and fields that replace none are followed"
+        return Problem(reason=Reason.SPEC_INVALID, message=f"{progress.invalid}{runs}")
+    if refusal is not None:
+        also = "" if failure is None else f"; {failure}"
+        return Problem(reason=refusal.reason, message=refusal.message + also)
+    if failure is not None:
+        return Problem(reason=Reason.APPLY_FAILED, message=str(failure))
     return None
 
 
@@ -215,27 +221,32 @@ def _rest(stalled: Problem | None, *, is_paused: bool) -> str:
     return "nothing goes on while the tier is paused" if is_paused else "nothing is left to do for this spec"
 
 
-def _stalled(view: View, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
-    """Return the problem that only a person can solve, or None."""
-    if view.failure is not None and blocker is not None:
-        is_hopeless = view.failure.retry_after is None or view.failure.retry_after > _SOON_SECONDS
-        return blocker if is_hopeless else None
+def _stalled(progress: Progress, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
+    """Return the problem that stays until a person acts; None where the first problem may pass by itself."""
+    if progress.failure is not None and blocker is not None:
+        retry_after = progress.failure.retry_after
+        return blocker if retry_after is None or retry_after > _SOON_SECONDS else None
     if blocker is not None:
-        return None if blocker.reason in _ENDS_BY_ITSELF else blocker
+        return None if blocker.reason is Reason.CLAIM_MISSING else blocker
     return first if first is not None and first.reason in _NEEDS_A_PERSON else None
 
 
 _NEEDS_A_PERSON: Final = frozenset(
-    {Reason.ROLLOUT_STALLED, Reason.CLAIM_LOST, Reason.CANARY_MISSED, Reason.CANARY_NOT_STORED, Reason.PREFLIGHT_FAILED}
+    (
+        Reason.ROLLOUT_STALLED,
+        Reason.CLAIM_LOST,
+        Reason.CANARY_MISSED,
+        Reason.CANARY_NOT_STORED,
+        Reason.PREFLIGHT_FAILED,
+        Reason.CONFIG_MISSING,
+        Reason.KEY_MISSING,
+        Reason.RUNTIME_CLASS_MISSING,
+        *crash_causes.NEED_A_PERSON,
+    )
 )
 
-
-_ENDS_BY_ITSELF: Final = frozenset({Reason.CLAIM_MISSING, Reason.OBJECT_NOT_OURS})
-"""Refusals that end without an edit of the resource: whoever makes the claim, or removes what stands in the way, is
-noticed."""
-
 _SOON_SECONDS: Final = 30.0
-"""What is worth retrying sooner than this passes by itself."""
+"""A failure that is retried sooner than this passes by itself."""
 
 
 def _condition(kind: str, problem: Problem) -> dict[str, Any]:
@@ -263,10 +274,4 @@ def _timed(
 
 
 LONGEST_MESSAGE: Final = 4096
-"""Characters of a condition's message. Some quote others at length, and the API server takes no status with one that is
-longer than 32768."""
-
-
-def _generation(current: CacheGeneration, spec: TierSpec | None) -> dict[str, str]:
-    is_on_volume = spec is None or spec.connector.uses_volume
-    return {"current": current.digest, **({"root": current.root} if is_on_volume else {})}
+"""Characters of a condition's message. The API server takes no status with a message of more than 32768."""

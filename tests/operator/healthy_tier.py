@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ from tiers import tier
 
 from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, status
-from kvtier_operator.api import parse
-from kvtier_operator.api.reasons import REASONS
-from kvtier_operator.plan import Decisions, decide, make_generation, sizing_of
+from kvtier_operator.api import TierSpec, parse
+from kvtier_operator.api.reasons import REASONS, Reason
+from kvtier_operator.conditions import AppliedStage, Observation, Problem, Progress
+from kvtier_operator.parts.engine import template_of
+from kvtier_operator.plan import Decisions, decide, make_pinned_plan, make_plan
 from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.plan.pin import make_pin
 from kvtier_operator.snapshot import ContainerStatus, Engines, LiveClaim, LiveJanitor, Node, Pod, Snapshot
-from kvtier_operator.status import Reason
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
 REF = names.TierRef(namespace="serving", name="llama", uid="u1")
@@ -46,15 +49,6 @@ STARTING = Engines(generation=1, observed_generation=1, replicas=2, updated=2, r
 READY = replace(STARTING, ready=2)
 USAGE = Usage(tier="serving/llama", is_active=True, is_counted=True, used_bytes=1 << 40, blocks=1 << 20)
 HEALTHY = Snapshot(tier=REF, claim=CLAIM, engines=READY, pods=(READY_POD,), live={}, janitor=LiveJanitor(usage=USAGE))
-VIEW = status.View(
-    generation=3,
-    tier=REF,
-    spec=SPEC,
-    snapshot=HEALTHY,
-    sizing=sizing_of(SPEC, DECISIONS),
-    capacity=make_capacity(SPEC, DECISIONS, HEALTHY),
-    current=make_generation(SPEC, REF, DECISIONS),
-)
 NODE = Node(
     name="gpu-1",
     labels={"nvidia.com/gpu.memory": "81559"},
@@ -66,7 +60,65 @@ NODE = Node(
 )
 
 
-def conditions(view: status.View, previous: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+def progress(  # noqa: PLR0913  each by its name
+    *,
+    spec: TierSpec = SPEC,
+    snapshot: Snapshot = HEALTHY,
+    decisions: Decisions | None = None,
+    observation: Observation | None = None,
+    problems: Mapping[str, Problem] | None = None,
+    made_by: str = "",
+    **stopped_by: Any,
+) -> Progress:
+    """Return the progress of a reconcile that has applied a tier.
+
+    Args:
+        spec: of the tier.
+        snapshot: the cluster.
+        decisions: for the spec; None makes them.
+        observation: the findings of asking the engines.
+        problems: of parts.
+        made_by: image of the connector that an earlier operator made the engines with.
+        stopped_by: fields of `Progress` beside its stage.
+    """
+    decided = decisions or decide(spec, REF, None)
+    decided = decided if isinstance(decided, Decisions) else DECISIONS
+    plan = make_plan(spec, snapshot, decided, connector_image="c:2")
+    if made_by:
+        before = make_plan(spec, snapshot, decided, connector_image=made_by)
+        pin = make_pin(spec, restart="", config=before.config_text, template=template_of(before))
+        plan = make_pinned_plan(plan, pin, janitor_image="j")
+    stage = AppliedStage(
+        generation=3,
+        spec=spec,
+        snapshot=snapshot,
+        plan=plan,
+        capacity=make_capacity(spec, decided, snapshot),
+        observation=observation,
+        problems=problems or {},
+    )
+    return Progress(tier=REF, generation=3, spec=spec, stage=stage, **stopped_by)
+
+
+def varied(before: Progress, **changes: Any) -> Progress:
+    """Return the progress of the same reconcile with another spec, snapshot and so on; see `progress`."""
+    stage = before.stage
+    assert isinstance(stage, AppliedStage)
+    kept = {
+        "spec": stage.spec,
+        "snapshot": stage.snapshot,
+        "observation": stage.observation,
+        "invalid": before.invalid,
+        "refusal": before.refusal,
+        "failure": before.failure,
+    }
+    return progress(**{**kept, **changes})
+
+
+VIEW = progress()
+
+
+def conditions(view: Progress, previous: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     """Return the conditions by type; each has a reason that the page of conditions lists for it."""
     found = {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
     summaries = {"Ready", "Reconciling", "Stalled"}
@@ -75,7 +127,7 @@ def conditions(view: status.View, previous: dict[str, Any] | None = None) -> dic
     return found
 
 
-def check_problem(view: status.View, condition: str, reason: Reason, words: str) -> None:
+def check_problem(view: Progress, condition: str, reason: Reason, words: str) -> None:
     """Check that a problem is told, with these words, in its condition and in Ready."""
     found = conditions(view)
     assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
@@ -83,23 +135,23 @@ def check_problem(view: status.View, condition: str, reason: Reason, words: str)
     assert (found["Ready"]["status"], found["Ready"]["reason"]) == ("False", reason.value)
 
 
-def changed(**changes: Any) -> status.View:
-    """Return the view of the healthy tier in a cluster that differs in this."""
-    return replace(VIEW, snapshot=replace(HEALTHY, **changes))
+def changed(**changes: Any) -> Progress:
+    """Return the progress of the healthy tier in a cluster that differs in this."""
+    return progress(snapshot=replace(HEALTHY, **changes))
 
 
-def with_claim(**changes: Any) -> status.View:
+def with_claim(**changes: Any) -> Progress:
     return changed(claim=replace(CLAIM, **changes))
 
 
-def with_engines(engines: Engines = STARTING, **changes: Any) -> status.View:
+def with_engines(engines: Engines = STARTING, **changes: Any) -> Progress:
     return changed(engines=replace(engines, **changes))
 
 
-def with_pod(**changes: Any) -> status.View:
+def with_pod(**changes: Any) -> Progress:
     """Return the view of a tier whose only pod does not serve yet."""
     return changed(engines=STARTING, pods=(replace(UNREADY_POD, **changes),))
 
 
-def with_container(**changes: Any) -> status.View:
+def with_container(**changes: Any) -> Progress:
     return with_pod(containers=(replace(READY_POD.containers[0], **changes),))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from healthy_tier import LATER, NOON, READY, STARTING, VIEW, with_engines
+from healthy_tier import LATER, NOON, READY, STARTING, VIEW, varied, with_engines
 from lupa.lua51 import LuaRuntime
 
 from kvtier_operator import status
+from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import SpecInvalid
 
 PATCH = yaml.safe_load((Path(__file__).parents[2] / "docs" / "argocd.yaml").read_text())
@@ -26,12 +27,12 @@ def health(resource: dict[str, Any]) -> tuple[str, str]:
     return found["status"], found["message"]
 
 
-def judged(view: status.View, *, generation: int = VIEW.generation) -> tuple[str, str]:
+def judged(view: Progress, *, generation: int = VIEW.generation) -> tuple[str, str]:
     said = status.report(view, {}, now=NOON)
     return health({"metadata": {"generation": generation}, "status": said})
 
 
-PAUSED = replace(VIEW, spec=VIEW.spec.model_copy(update={"paused": True}) if VIEW.spec else None)
+PAUSED = varied(VIEW, spec=VIEW.spec.model_copy(update={"paused": True}) if VIEW.spec else None)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,13 @@ PAUSED = replace(VIEW, spec=VIEW.spec.model_copy(update={"paused": True}) if VIE
         (VIEW, "Healthy", "Ready: "),
         (with_engines(STARTING), "Progressing", "EnginesStarting: "),
         (with_engines(replace(READY, ready=1)), "Progressing", "EnginesStarting: "),
-        (replace(VIEW, invalid=SpecInvalid("spec.cpu", "is wrong")), "Degraded", "SpecInvalid: spec.cpu"),
+        (varied(VIEW, invalid=SpecInvalid("spec.cpu", "is wrong")), "Degraded", "SpecInvalid: spec.cpu"),
         (with_engines(STARTING, is_stalled=True), "Degraded", "RolloutStalled: "),
         (PAUSED, "Suspended", "paused"),
     ],
     ids=["ready", "starting", "one of two", "invalid", "stalled", "paused"],
 )
-def test_argo_cd_says_of_a_tier_what_its_conditions_say(view: status.View, verdict: str, words: str) -> None:
+def test_argo_cd_says_of_a_tier_what_its_conditions_say(view: Progress, verdict: str, words: str) -> None:
     found, message = judged(view)
     assert found == verdict
     assert words in message

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
-from healthy_tier import LATER, NOON, USAGE, VIEW, conditions
+from healthy_tier import LATER, NOON, USAGE, VIEW, conditions, varied
 from live import NAMESPACE, TIERS, Client, running
 from test_reconcile import condition, run
 from tiers import tier
@@ -17,6 +17,7 @@ from waiting import until
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
+from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.kube.cache import TIERS as WATCHED_TIERS
 from kvtier_operator.kube.object_store import ObjectStore
@@ -32,13 +33,13 @@ CLAIM = {
 }
 
 
-def of_budget(most: str | None = "900Gi", **others: int | None) -> status.View:
+def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
     """Return a tier on its claim of 2Ti, with this budget, beside others with theirs."""
-    assert VIEW.snapshot is not None
+    assert VIEW.stage.snapshot is not None
     neighbours = tuple(Neighbour(name=name, max_bytes=budget) for name, budget in others.items())
     budget = {} if most is None else {"maxBytes": most}
     spec = parse(tier(disk={"budget": budget}))
-    return replace(VIEW, spec=spec, snapshot=replace(VIEW.snapshot, neighbours=neighbours, janitor=LITTLE))
+    return varied(VIEW, spec=spec, snapshot=replace(VIEW.stage.snapshot, neighbours=neighbours, janitor=LITTLE))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def of_budget(most: str | None = "900Gi", **others: int | None) -> status.View:
     ids=["alone", "they fit", "too much together", "another has no limit", "this one has no limit"],
 )
 def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
-    view: status.View, verdict: str, reason: str, words: str
+    view: Progress, verdict: str, reason: str, words: str
 ) -> None:
     found = conditions(view)
     assert (found["ClaimShared"]["status"], found["ClaimShared"]["reason"]) == (verdict, reason)
@@ -71,7 +72,7 @@ def test_budgets_that_begin_to_overlap_are_a_warning_and_their_fitting_again_is_
 
 def test_what_was_said_of_the_claim_stays_while_the_spec_cannot_be_read() -> None:
     before = status.report(of_budget(qwen=2 << 40), {}, now=NOON)
-    wrong = status.View(generation=4, tier=VIEW.tier, spec=None, snapshot=None, invalid=SpecInvalid("spec", "is wrong"))
+    wrong = Progress(generation=4, tier=VIEW.tier, invalid=SpecInvalid("spec", "is wrong"))
     assert conditions(wrong, before)["ClaimShared"]["reason"] == "BudgetsOverlap"
     assert conditions(wrong)["ClaimShared"]["status"] == "Unknown"
 

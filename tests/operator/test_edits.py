@@ -102,7 +102,7 @@ def upgraded() -> Snapshot:
     note["config"] = json.dumps({**json.loads(note["config"]), "digest": "feed"})
     annotations = {names.ANNOTATION_RENDERED: json.dumps(note)}
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": annotations}})
-    return gather(cluster, names.tier_ref(cluster.look(TIER_KEY)), existing_claim=None, now=NOON)
+    return gather(cluster, cluster.look(TIER_KEY), now=NOON)
 
 
 def explain_live(snapshot: Snapshot, after: dict[str, Any], restart: str = "") -> diff.Diff:

@@ -67,7 +67,7 @@ class Rig:
 
     def run(self) -> None:
         outcome = reconcile(
-            self.cluster, TIER, connector_image="connector:test", clock=lambda: NOON, probes=self.probes
+            self.cluster, TIER, connector_image="connector:test", clock=lambda: NOON, poller=self.probes
         )
         assert outcome.failure is None
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from healthy_tier import VIEW
+from healthy_tier import VIEW, varied
 from tiers import NOON, TIER, tier
 
 from kvtier_operator import status
@@ -42,7 +41,7 @@ def plan_of(*loras: Any, args: tuple[str, ...] = (), **model: Any) -> TierPlan:
 
 
 def report(spec: TierSpec) -> dict[str, Any]:
-    return status.report(replace(VIEW, spec=spec), {}, now=NOON)
+    return status.report(varied(VIEW, spec=spec), {}, now=NOON)
 
 
 def pod_of(plan: TierPlan) -> tuple[Any, Any]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from asking_pods import nothing, on_loop
-from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW
+from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW, varied
 from proof_engines import Clock, ScriptedEngine, SharedVolume
 from tiers import tier
 from waiting import until
 
 from kvtier_operator import status
 from kvtier_operator.api import parse
+from kvtier_operator.conditions import Observation
 from kvtier_operator.names import TierName
 from kvtier_operator.observe.api_keys import KeySource
 from kvtier_operator.observe.canary import Chunk, Subjects
@@ -40,7 +41,7 @@ class Bench:
         self.woken: list[TierName] = []
         self.keys: list[str] = []
         self.secrets: dict[str, str] = {}
-        self.proofs = Monitor(
+        self.monitor = Monitor(
             asker,
             self.woken.append,
             connect=self.connect,
@@ -62,7 +63,7 @@ class Bench:
         return self.secrets[source.secret]
 
     def look(self, ask: ObservationPlan = ASK, proven: str | None = None) -> Findings:
-        return self.proofs.look(TIER, ask, proven_rollout=proven)
+        return self.monitor.findings(TIER, ask, proven_rollout=proven)
 
     def canary(self, ask: ObservationPlan = ASK) -> CanaryResult:
         return until(lambda: self.look(ask).canary)
@@ -134,7 +135,7 @@ def test_a_key_that_cannot_be_read_is_told_and_nobody_is_asked(made: Bench) -> N
 
 def test_a_tier_that_is_gone_is_forgotten(made: Bench) -> None:
     made.canary()
-    made.proofs.forget(TIER)
+    made.monitor.forget(TIER)
     assert made.look(replace(ASK, targets=())).canary is None
 
 
@@ -216,8 +217,8 @@ FAILING: list[tuple[CanaryOutcome, str, str]] = [
 def report(
     previous: Mapping[str, Any] | None = None, *, ask: ObservationPlan | None = ASK, **found: Any
 ) -> dict[str, Any]:
-    findings = None if ask is None else Findings(**found)
-    return status.report(replace(VIEW, ask=ask, findings=findings), previous or {}, now=NOON)
+    observation = None if ask is None else Observation(plan=ask, findings=Findings(**found))
+    return status.report(varied(VIEW, observation=observation), previous or {}, now=NOON)
 
 
 def condition(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def test_what_cannot_be_proven_is_unknown_and_says_why(refusal: NoCanary) -> Non
 def test_an_operator_that_has_just_started_keeps_what_was_proven_and_writes_nothing() -> None:
     before = report(canary=LOADED, break_even_tokens=512)
     assert (before["proof"], before["storage"]) == ({"rollout": "r1"}, {"breakEvenTokens": 512})
-    after = status.report(replace(VIEW, ask=ASK, findings=Findings()), before, now=LATER)
+    after = status.report(varied(VIEW, observation=Observation(plan=ASK, findings=Findings())), before, now=LATER)
     assert status.changes(before, after) == {}
 
 

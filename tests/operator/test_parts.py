@@ -188,7 +188,7 @@ def test_a_janitor_without_a_ready_pod_is_dead_after_minutes_and_looked_at_again
     since = (NOON - timedelta(minutes=minutes)).strftime("%Y-%m-%dT%H:%M:%SZ")
     away = {"type": "Available", "status": "False", "lastTransitionTime": since}
     cluster.edit(JANITOR, {"status": {"conditions": [away]}})
-    assert run(cluster).again_after == again
+    assert run(cluster).requeue_after == again
     assert [condition(cluster, kind)["status"] for kind in ("JanitorHealthy", "Ready", "Available")] == [
         verdict,
         ready,

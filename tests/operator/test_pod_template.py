@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from healthy_tier import NODE, SPEC, VIEW, check_problem, conditions, with_pod
+from healthy_tier import NODE, SPEC, VIEW, check_problem, conditions, varied, with_pod
 from live import Client
 from tiers import tier
 
@@ -218,13 +218,13 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
 
 
 def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
-    assert VIEW.sizing is not None
-    room = replace(NODE, memory_bytes=VIEW.sizing.memory_bytes + (1 << 29))
+    assert VIEW.stage.sizing is not None
+    room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
     spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    assert VIEW.snapshot is not None
+    assert VIEW.stage.snapshot is not None
     for found, is_enough in ((SPEC, True), (spec, False)):
-        snapshot = replace(VIEW.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
-        fits = conditions(replace(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
+        snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
+        fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
         assert (fits["status"] != "False") is is_enough
     assert "spec.engine.podTemplate.containers" in fits["message"]
 

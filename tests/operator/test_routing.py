@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
-from healthy_tier import HEALTHY, NOON, READY_POD, REF, VIEW, changed, conditions
+from healthy_tier import HEALTHY, NOON, READY_POD, REF, VIEW, changed, conditions, varied
 from tiers import NOON as CLOCK
 from tiers import TIER, TIER_KEY, tier
 from vllm_router.launch_router import parse_router_args
 
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
+from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing, SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import render
@@ -127,15 +128,15 @@ def router_pod(**container: Any) -> Pod:
     return replace(READY_POD, name="llama-router-0", is_ready=not container, containers=(broken,))
 
 
-def routed(*pods: Pod, **snapshot: Any) -> status.View:
-    return replace(changed(routers=pods, **snapshot), spec=parse(tier(routing=ROUTER)))
+def routed(*pods: Pod, **snapshot: Any) -> Progress:
+    return varied(changed(routers=pods, **snapshot), spec=parse(tier(routing=ROUTER)))
 
 
 @pytest.mark.parametrize(
     ("view", "verdict", "reason", "words"),
     [
         (VIEW, "True", "RoutedByService", "Service/llama-engine spreads connections"),
-        (replace(VIEW, spec=parse(tier(routing={"type": "ClientIP"}))), "True", "RoutedByClient", "address"),
+        (varied(VIEW, spec=parse(tier(routing={"type": "ClientIP"}))), "True", "RoutedByClient", "address"),
         (routed(router_pod()), "True", "RouterReady", "1 of 2 routers serve behind Service/llama-router"),
         (routed(), "False", "RouterStarting", "kubectl logs deployment/llama-router"),
         (routed(engines=Engines(generation=1)), "Unknown", "NoRoute", "no engine to send requests to"),
@@ -153,7 +154,7 @@ def routed(*pods: Pod, **snapshot: Any) -> status.View:
         ),
     ],
 )
-def test_routing_is_judged(view: status.View, verdict: str, reason: str, words: str) -> None:
+def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str) -> None:
     found = conditions(view)["RoutingReady"]
     assert (found["status"], found["reason"]) == (verdict, reason)
     assert words in found["message"]
@@ -216,13 +217,13 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
 ) -> None:
     cluster = without_pools(why)
     outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
-    assert (outcome.failure, outcome.recheck_after) == (None, seconds)
+    assert (outcome.failure, outcome.poll_after) == (None, seconds)
     routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
     assert (routing["status"], routing["reason"]) == ("False", reason)
     assert "it is tried again soon" in routing["message"]
     cluster.why = None
     outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
-    assert (outcome.failure, outcome.recheck_after) == (None, None)
+    assert (outcome.failure, outcome.poll_after) == (None, None)
     assert cluster.look(POOL) is not None
 
 

@@ -18,6 +18,7 @@ from healthy_tier import (
     changed,
     check_problem,
     conditions,
+    varied,
     with_claim,
     with_container,
     with_engines,
@@ -27,11 +28,12 @@ from tiers import tier
 
 from kvtier_operator import status
 from kvtier_operator.api import parse
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
-from kvtier_operator.parts import claim, disk, engine_checks
+from kvtier_operator.parts import claim, engine_checks, janitor
 from kvtier_operator.plan import Refusal
 from kvtier_operator.snapshot import ContainerStatus
-from kvtier_operator.status import Reason
 
 
 def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
@@ -50,7 +52,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "RoutingReady": "True",
         "SharedCacheVerified": "Unknown",
         "DiskEffective": "Unknown",
-        "UpToDate": "Unknown",
+        "UpToDate": "True",
         "ClaimShared": "False",
         "Paused": "False",
         "Reconciling": "False",
@@ -207,7 +209,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
     ],
 )
 def test_a_problem_is_told_in_its_condition_and_in_ready(
-    view: status.View, condition: str, reason: Reason, words: str
+    view: Progress, condition: str, reason: Reason, words: str
 ) -> None:
     check_problem(view, condition, reason, words)
 
@@ -224,9 +226,7 @@ def test_a_pod_on_its_way_out_is_no_problem() -> None:
 
 
 def test_an_invalid_spec_names_its_field_and_stalls() -> None:
-    view = status.View(
-        generation=3, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec.cpu.size", "must be at least 1Mi")
-    )
+    view = Progress(generation=3, tier=REF, invalid=SpecInvalid("spec.cpu.size", "must be at least 1Mi"))
     found = conditions(view)
     assert (found["Ready"]["reason"], found["Ready"]["message"]) == (
         "SpecInvalid",
@@ -236,7 +236,7 @@ def test_an_invalid_spec_names_its_field_and_stalls() -> None:
     assert found["EnginesReady"]["status"] == "Unknown"
 
 
-PASSING = {Reason.OBJECT_NOT_OURS, Reason.CLAIM_MISSING}
+PASSING = {Reason.CLAIM_MISSING}
 """Refusals that end without an edit of the tier."""
 
 
@@ -257,7 +257,7 @@ PASSING = {Reason.OBJECT_NOT_OURS, Reason.CLAIM_MISSING}
     ],
 )
 def test_every_refusal_has_a_reason_of_its_own_and_stalls_only_if_the_tier_must_change(reason: Reason) -> None:
-    found = conditions(replace(VIEW, refusal=Refusal(reason=reason, message="do this")))
+    found = conditions(varied(VIEW, refusal=Refusal(reason=reason, message="do this")))
     assert found["Ready"]["reason"] == reason.value
     told, silent = ("Reconciling", "Stalled") if reason in PASSING else ("Stalled", "Reconciling")
     assert (found[told]["status"], found[told]["message"]) == ("True", "do this")
@@ -265,15 +265,15 @@ def test_every_refusal_has_a_reason_of_its_own_and_stalls_only_if_the_tier_must_
 
 
 def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None:
-    passing = conditions(replace(VIEW, failure=ClusterUnavailable("500")))
-    lasting = conditions(replace(VIEW, failure=ClusterForbidden("403")))
+    passing = conditions(varied(VIEW, failure=ClusterUnavailable("500")))
+    lasting = conditions(varied(VIEW, failure=ClusterForbidden("403")))
     assert (passing["Reconciling"]["status"], passing["Stalled"]["status"]) == ("True", "False")
     assert (lasting["Reconciling"]["status"], lasting["Stalled"]["status"]) == ("False", "True")
     assert passing["Ready"]["reason"] == lasting["Ready"]["reason"] == "ApplyFailed"
 
 
 def test_a_paused_tier_says_so_and_reconciles_nothing() -> None:
-    paused = replace(with_pod(), spec=parse(tier(paused=True)))
+    paused = varied(with_pod(), spec=parse(tier(paused=True)))
     found = conditions(paused)
     assert (found["Paused"]["status"], found["Reconciling"]["status"]) == ("True", "False")
     assert found["Ready"]["reason"] == "EnginesStarting"
@@ -307,7 +307,7 @@ def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
     starting = status.report(with_pod(), {}, now=NOON)
     crashed = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), starting, now=NOON)
     ready = status.report(VIEW, crashed, now=NOON)
-    paused = status.report(replace(VIEW, spec=parse(tier(paused=True))), ready, now=NOON)
+    paused = status.report(varied(VIEW, spec=parse(tier(paused=True))), ready, now=NOON)
     steps = [({}, starting), (starting, crashed), (crashed, crashed), (crashed, ready), (ready, paused)]
     told = [[(each.level, each.reason) for each in status.transitions(before, after)] for before, after in steps]
     assert told == [
@@ -321,7 +321,7 @@ def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
 
 def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:
     before = status.report(VIEW, {}, now=NOON)
-    view = status.View(generation=4, tier=REF, spec=None, snapshot=None, invalid=SpecInvalid("spec", "is wrong"))
+    view = Progress(generation=4, tier=REF, invalid=SpecInvalid("spec", "is wrong"))
     after = status.report(view, before, now=LATER)
     assert (after["sizing"], after["generation"]) == (before["sizing"], before["generation"])
     assert after["observedGeneration"] == 4
@@ -336,9 +336,9 @@ def test_every_reason_is_a_word_with_a_sentence() -> None:
 def test_every_check_says_what_it_claims() -> None:
     checks = [
         each
-        for module in (claim, disk, engine_checks)
+        for module in (claim, janitor, engine_checks)
         for name, each in inspect.getmembers(module, inspect.isfunction)
-        if not name.startswith("_") and next(iter(inspect.signature(each).parameters), "") == "look"
+        if not name.startswith("_") and next(iter(inspect.signature(each).parameters), "") == "stage"
     ]
     assert len(checks) > 25
     assert all(inspect.getdoc(check) for check in checks)
@@ -355,7 +355,7 @@ def test_every_check_says_what_it_claims() -> None:
         ),
     ],
 )
-def test_a_claim_that_grows_is_bound_and_says_so(view: status.View, words: str) -> None:
+def test_a_claim_that_grows_is_bound_and_says_so(view: Progress, words: str) -> None:
     found = conditions(view)
     assert (found["VolumeBound"]["status"], found["VolumeBound"]["reason"]) == ("True", "ClaimExpanding")
     assert words in found["VolumeBound"]["message"]

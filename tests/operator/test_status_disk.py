@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions
+from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions, varied
 from tiers import tier
 
 from kvtier_connector.contract.engine import REPLACED_WEIGHTS
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_operator import status
 from kvtier_operator.api import parse
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import TierStatus
+from kvtier_operator.conditions import Progress
 from kvtier_operator.plan import make_generation
 from kvtier_operator.snapshot import EngineReport, LiveJanitor, Pod
-from kvtier_operator.status import Reason
 
 LIMITED = parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
 CURRENT = make_generation(LIMITED, VIEW.tier, DECISIONS).digest
@@ -25,16 +26,16 @@ VOLUME = 2 << 40
 DAY = 86400.0
 
 
-def view(usage: Usage | None = USAGE, *, silence: str = "", pods: tuple[Pod, ...] = (), **changes: Any) -> status.View:
+def view(usage: Usage | None = USAGE, *, silence: str = "", pods: tuple[Pod, ...] = (), **changes: Any) -> Progress:
     snapshot = replace(HEALTHY, janitor=LiveJanitor(pods=pods, usage=usage, silence=silence))
-    return replace(VIEW, **{"spec": LIMITED, "snapshot": snapshot, **changes})
+    return varied(VIEW, **{"spec": LIMITED, "snapshot": snapshot, **changes})
 
 
 def usage(**changes: Any) -> Usage:
     return replace(USAGE, **changes)
 
 
-def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+def report(seen: Progress, previous: dict[str, Any] | None = None) -> dict[str, Any]:
     return status.report(seen, previous or {}, now=NOON)
 
 
@@ -82,7 +83,7 @@ def report(seen: status.View, previous: dict[str, Any] | None = None) -> dict[st
     ],
 )
 def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
-    seen: status.View, condition: str, reason: Reason, words: str
+    seen: Progress, condition: str, reason: Reason, words: str
 ) -> None:
     check_problem(seen, condition, reason, words)
 
@@ -110,7 +111,7 @@ ENCRYPTED = parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey"
 
 def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
     mute = replace(READY_POD, report=EngineReport(is_key_missing=True))
-    found = conditions(replace(changed(pods=(mute,)), spec=ENCRYPTED))["DiskHealthy"]
+    found = conditions(varied(changed(pods=(mute,)), spec=ENCRYPTED))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "KeyMissing")
     assert "Secret kv-keys has no entry 2026-11" in found["message"]
     assert "openssl rand" in found["message"]
@@ -130,7 +131,7 @@ def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
     ],
 )
 def test_without_a_report_nothing_is_known_and_the_engines_are_ready_all_the_same(
-    seen: status.View, reason: Reason, words: str
+    seen: Progress, reason: Reason, words: str
 ) -> None:
     found = conditions(seen)
     for condition in ("DiskWithinBudget", "DiskHealthy"):
@@ -164,8 +165,7 @@ GENERATIONS = (
 
 
 def test_generations_are_shown_the_current_one_first_and_the_others_as_they_were_used() -> None:
-    current = make_generation(LIMITED, VIEW.tier, DECISIONS)
-    found = report(view(usage(generations=GENERATIONS), current=current))["generations"]
+    found = report(view(usage(generations=GENERATIONS)))["generations"]
     assert [(each["digest"], each["role"], each["usedBytes"]) for each in found] == [
         (CURRENT, "Current", 30),
         ("bbbb", "Previous", 20),

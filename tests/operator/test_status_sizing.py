@@ -6,24 +6,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from healthy_tier import (
-    DECISIONS,
     HEALTHY,
     NODE,
     NOON,
     READY_POD,
     REF,
-    SPEC,
     VIEW,
     changed,
     conditions,
+    varied,
     with_engines,
 )
 from tiers import tier
 
 from kvtier_operator import status
 from kvtier_operator.api import parse
+from kvtier_operator.conditions import Progress
 from kvtier_operator.plan import Decisions, decide
-from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.snapshot import Engines, Node, Nodes, Pod
 
 
@@ -58,10 +57,10 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
     assert found["selector"] == "app.kubernetes.io/component=engine,kvtier.dev/tier=llama"
 
 
-def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> status.View:
+def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> Progress:
     """Return the view of a tier whose cluster has these nodes."""
     snapshot = replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes))
-    return replace(VIEW, snapshot=snapshot, capacity=make_capacity(SPEC, DECISIONS, snapshot))
+    return varied(VIEW, snapshot=snapshot)
 
 
 def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
@@ -97,7 +96,7 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
     decisions = decide(small, REF, None)
     assert isinstance(decisions, Decisions)
     snapshot = replace(HEALTHY, nodes=Nodes(nodes=(NODE,)))
-    found = conditions(replace(VIEW, spec=small, capacity=make_capacity(small, decisions, snapshot)))["SizingFits"]
+    found = conditions(varied(VIEW, spec=small, snapshot=snapshot, decisions=decisions))["SizingFits"]
     assert found["status"] == "True"
     assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
     assert "more than 56" in found["message"]
@@ -105,14 +104,14 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
 
 def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
     nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
-    found = conditions(replace(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
+    found = conditions(varied(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
     assert found["Ready"]["status"] == "True"
     assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
 
 
 def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
     nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=(), nodes=Nodes(nodes=()))
-    found = conditions(replace(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
+    found = conditions(varied(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
     assert (found["Ready"]["status"], found["SizingFits"]["status"]) == ("True", "Unknown")
 
 

@@ -107,7 +107,7 @@ def test_what_is_to_be_looked_at_soon_is_not_put_off_by_what_is_tried_less_and_l
 
     def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
-        return Requeue(retry_after=NEVER, again_after=0.01)
+        return Requeue(retry_after=NEVER, requeue_after=0.01)
 
     with queue(work) as found:
         found.add("a")
@@ -120,7 +120,7 @@ def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_b
     def work(key: str, attempt: int) -> Requeue:
         attempts.append(attempt)
         # Only the resync lets it run again so soon: the tenth look in a row is put off for minutes.
-        return Requeue(retry_after=0.001) if 10 < len(attempts) <= 13 else Requeue(recheck_after=1.0)
+        return Requeue(retry_after=0.001) if 10 < len(attempts) <= 13 else Requeue(poll_after=1.0)
 
     with queue(work, resync_seconds=0.001) as found:
         found.add("a")
@@ -134,8 +134,8 @@ def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_pa
     def work(key: str, attempt: int) -> Requeue:
         seen[key] += 1
         if key == "steady":
-            return Requeue(again_after=0.001)
-        return Requeue(recheck_after=0.001) if key == "lasts" or seen[key] % 2 else Requeue(again_after=0.001)
+            return Requeue(requeue_after=0.001)
+        return Requeue(poll_after=0.001) if key == "lasts" or seen[key] % 2 else Requeue(requeue_after=0.001)
 
     with queue(work) as found:
         for key in ("steady", "lasts", "passes"):

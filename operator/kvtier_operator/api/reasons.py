@@ -42,7 +42,7 @@ class Reason(enum.Enum):
     ENGINES_REPLACED = "EnginesReplaced", "Engines of an earlier spec are being replaced."
     VLLM_UNSUPPORTED = "VllmUnsupported", "The connector does not support the vLLM of spec.engine.image."
     IDLE = "Idle", "Nothing goes on; where Stalled or Paused is True, that says why."
-    NOT_STALLED = "NotStalled", "Nothing waits for a person."
+    NOT_STALLED = "NotStalled", "No problem is known that stays until a person acts."
     ACTIVE = "Active", "The operator acts on changes."
     PAUSED = "Paused", "spec.paused or the annotation kvtier.dev/paused is true: nothing is changed until it is not."
     PROGRESSING = "Progressing", "The cluster is on its way to this spec."
@@ -81,6 +81,7 @@ class Reason(enum.Enum):
     CONFIG_MISSING = "ConfigMissing", "An engine pod refers to a Secret or ConfigMap that is not there."
     INSTALL_FAILED = "InstallFailed", "The init container could not install the connector."
     OUT_OF_MEMORY = "OutOfMemory", "An engine was killed because it used more memory than its limit."
+    HUB_UNREACHABLE = "HubUnreachable", "The pods cannot reach the model hub."
     TOKEN_REFUSED = "TokenRefused", "The model hub refuses the token, or its account may not have the model."
     MODEL_NOT_FOUND = "ModelNotFound", "There is no model of this name and revision."
     SHM_TOO_SMALL = "SharedMemoryTooSmall", "An engine found too little room in /dev/shm."
@@ -114,6 +115,7 @@ class Reason(enum.Enum):
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: the volume is neither measured nor cleared."
     JANITOR_MISSING = "JanitorMissing", "blocksOf names no other tier on the claim, so no janitor clears the blocks."
     JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
+    JANITOR_UNREACHABLE = "JanitorUnreachable", "The janitor runs, and the operator cannot reach it."
     JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."
     JANITOR_RUNS = "JanitorRuns", "The janitor runs and reports."
     JANITOR_FAILING = "JanitorFailing", "The janitor does not stay up, so nothing is removed from the volume."
@@ -200,8 +202,8 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         "ClaimImmutable ClaimCannotShrink",
         "SizingFits": "Fits DoesNotFit NoNodeMatches NodesUnknown DeviceMissing NoEngines",
         "EnginesReady": "EnginesReady EnginesStarting EnginesAdded NotScheduled PodsRefused RuntimeClassMissing "
-        "ImagePullFailed ConfigMissing MultiAttach VolumeNotMounted InstallFailed OutOfMemory "
-        "SharedMemoryTooSmall StaleSharedMemory TokenRefused ModelNotFound DeviceMissing "
+        "ImagePullFailed ConfigMissing KeyMissing MultiAttach VolumeNotMounted InstallFailed OutOfMemory "
+        "SharedMemoryTooSmall StaleSharedMemory HubUnreachable TokenRefused ModelNotFound DeviceMissing "
         "DeviceOutOfMemory ArgsRefused AdapterRefused ModelUnsupported ConfigRefused "
         "EngineCrashed ContainerCrashed RolloutStalled",
         "HashSeedConsistent": "SeedsAgree SeedsDiffer NoEngines",
@@ -218,7 +220,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         "DiskEffective": "LoadingPays LoadingLoses NoDiskHits NotMeasured EffectPending",
         "UpToDate": "Current EnginesOutdated VllmUnsupported EnginesReplaced",
         "JanitorHealthy": "JanitorRuns JanitorFailing JanitorImagePullFailed JanitorNotScheduled JanitorRefused "
-        "JanitorHindered JanitorMissing JanitorStarting JanitorWaiting JanitorDisabled",
+        "JanitorHindered JanitorUnreachable JanitorMissing JanitorStarting JanitorWaiting JanitorDisabled",
         "ClaimShared": "ClaimAlone BudgetsFit BudgetsOverlap",
         "Paused": "Active Paused",
         "Reconciling": "Idle Progressing",

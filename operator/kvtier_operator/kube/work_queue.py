@@ -56,11 +56,11 @@ class Requeue:
 
     retry_after: float | None = None
     """Seconds until the next try after the first failure in a row; None where nothing failed."""
-    recheck_after: float | None = None
+    poll_after: float | None = None
     """Seconds until the first look in a row at what may pass and nothing waits for; None where there is no such thing.
 
     Counted apart from failures: it may last for days, and a failure meanwhile is the first one all the same."""
-    again_after: float | None = None
+    requeue_after: float | None = None
     """Seconds until the next look, if that is sooner; None for the resync interval."""
     is_gone: bool = False
     """Nothing is left to do for the key until it is added again."""
@@ -209,10 +209,10 @@ class WorkQueue(Generic[Key]):
         with self._changed:
             again = self._running.pop(key)
             self._beat = time.monotonic()
-            delays = [done.again_after, _put_off(self._failures, key, done.retry_after, is_hurried=is_hurried)]
+            delays = [done.requeue_after, _put_off(self._failures, key, done.retry_after, is_hurried=is_hurried)]
             if done.retry_after is None:
                 # A pass that failed need not have come to what is to be looked at again, so it says nothing of that.
-                delays.append(_put_off(self._rechecks, key, done.recheck_after, is_hurried=is_hurried))
+                delays.append(_put_off(self._rechecks, key, done.poll_after, is_hurried=is_hurried))
                 delays.append(self._resync_seconds)
             delay = min(each for each in delays if each is not None)
             if again is not None:

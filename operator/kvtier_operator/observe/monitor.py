@@ -92,7 +92,7 @@ class Monitor:
         self._busy: dict[TierName, bool] = {}
         """Tiers that are being asked, and whether to look after them again at once."""
 
-    def look(self, tier: TierName, ask: ObservationPlan, *, proven_rollout: str | None) -> Findings:
+    def findings(self, tier: TierName, ask: ObservationPlan, *, proven_rollout: str | None) -> Findings:
         """Return what is known, and have the tier asked when it is time to.
 
         Args:

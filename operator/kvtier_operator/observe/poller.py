@@ -104,7 +104,7 @@ class Poller(Generic[Owner]):
         self._swept_at = now()
         self._timer: asyncio.TimerHandle | None = None
 
-    def look(
+    def answer(
         self,
         subject: PollTarget,
         *,

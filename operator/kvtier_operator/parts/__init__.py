@@ -1,120 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier is made of: each part says what it wants, what keeps it from that, and which others it needs.
+"""The parts of a tier: their objects, refusals and conditions. Pure.
 
-Pure: the same plan gives the same objects, each whole, fresh and free of anything that is not applied. A part that is
-held up or fails holds up those that need it, and no others.
+The same plan gives the same objects, each whole and fresh. A part that is refused or fails holds up the parts that need
+it, and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.api import TierSpec
-from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule
-from kvtier_operator.names import Manifest
-from kvtier_operator.parts import claim, disk, engine_checks, observations
+from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.parts import claim, engine_checks, engine_config, janitor, observations, preflight, routing
 from kvtier_operator.parts.connectors.stores import servers
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
-from kvtier_operator.parts.engine_config import config
-from kvtier_operator.parts.janitor import HEALTHY, janitor
-from kvtier_operator.parts.preflight import CHECKED
-from kvtier_operator.parts.routing import ROUTED, router
-from kvtier_operator.parts.serving import AVAILABLE, disruption_budget, service, service_account
-from kvtier_operator.plan import Refusal, TierPlan
+from kvtier_operator.parts.part import Part, Work
+from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Snapshot
 
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One part of a tier."""
-
-    name: str
-    wants: Callable[[TierPlan], tuple[Manifest | None, ...]]
-    """Its objects, in the order in which they are applied; None is none."""
-    kinds: frozenset[str]
-    """Of these objects, and of those that it is judged by."""
-    needs: tuple[str, ...] = ()
-    """Parts that must stand before it is applied."""
-    refuse: Callable[[TierSpec, Snapshot], Refusal | None] = lambda _spec, _snapshot: None
-    """Says why it cannot become what is asked for."""
-    conditions: tuple[ConditionRule, ...] = ()
-    """Say what is wrong with it, in the order in which Ready tells of it."""
-    serves_as_it_was: bool = False
-    """Whether those that need it can do with how it stood before."""
-
-    def objects(self, plan: TierPlan) -> tuple[Manifest, ...]:
-        """Return what it wants."""
-        return tuple(each for each in self.wants(plan) if each is not None)
+__all__ = ["PARTS", "Part", "Work", "keys", "refuse_foreign", "render"]
 
 
-CONFIG: Final = "config"
-ENGINE: Final = "engine"
-PREFLIGHT: Final = "preflight"
+def _keys(name: str, *kinds: tuple[str, str]) -> tuple[ObjectKey, ...]:
+    return tuple(ObjectKey(api_version=version, kind=kind, name=name) for version, kind in kinds)
+
+
+_CONFIG_MAP: Final = ("v1", "ConfigMap")
+_SERVICE: Final = ("v1", "Service")
+_ACCOUNT: Final = ("v1", "ServiceAccount")
+_DEPLOYMENT: Final = ("apps/v1", "Deployment")
+_BUDGET: Final = ("policy/v1", "PodDisruptionBudget")
+_ROLE: Final = (names.RBAC, "Role")
+_BINDING: Final = (names.RBAC, "RoleBinding")
+_LEASE: Final = (names.COORDINATION, names.LEASE_KIND)
+
 
 PARTS: Final = (
     Part(
-        name="claim",
-        wants=lambda plan: (claim.claim(plan),),
-        kinds=frozenset({names.CLAIM_KIND}),
+        name=claim.PART,
+        keys=lambda tier: _keys(names.claim(tier), ("v1", names.CLAIM_KIND)),
+        wants=claim.wanted,
         refuse=claim.refuse,
+        # A claim is never deleted: no edit of a tier may cost data.
+        leaves=lambda _work: True,
         conditions=(claim.BOUND, claim.SHARING),
         serves_as_it_was=True,
     ),
-    Part(name=CONFIG, wants=lambda plan: (config(plan),), kinds=frozenset({"ConfigMap"})),
-    Part(name="account", wants=lambda plan: (service_account(plan),), kinds=frozenset({"ServiceAccount"})),
-    Part(name="service", wants=lambda plan: (service(plan),), kinds=frozenset({"Service"}), conditions=(AVAILABLE,)),
+    Part(
+        name=engine_config.PART,
+        keys=lambda tier: _keys(names.config(tier), _CONFIG_MAP),
+        wants=engine_config.wanted,
+    ),
+    Part(
+        name="account",
+        keys=lambda tier: _keys(names.engine(tier), _ACCOUNT),
+        wants=lambda work: (routing.service_account(work.plan),),
+    ),
+    Part(
+        name="service",
+        keys=lambda tier: _keys(names.engine(tier), _SERVICE),
+        wants=lambda work: (routing.service(work.plan),),
+        conditions=(routing.AVAILABLE,),
+    ),
     Part(
         name="disruption budget",
-        wants=lambda plan: (disruption_budget(plan),),
-        kinds=frozenset({"PodDisruptionBudget"}),
+        keys=lambda tier: _keys(names.engine(tier), _BUDGET),
+        wants=lambda work: (routing.disruption_budget(work.plan),),
     ),
-    # Before the engines, which look for them when they start.
-    Part(name="stores", wants=servers, kinds=frozenset({"Deployment"})),
+    # Engines connect to them when they start.
     Part(
-        name=ENGINE,
-        wants=lambda plan: (deployment(plan),),
-        kinds=frozenset({"Deployment"}),
-        needs=("claim", CONFIG, "account"),
+        name="stores",
+        keys=lambda tier: tuple(
+            key for name in (names.redis, names.mooncake_master) for key in _keys(name(tier), _SERVICE, _DEPLOYMENT)
+        ),
+        wants=lambda work: servers(work.plan),
+    ),
+    Part(
+        name="preflight",
+        keys=lambda tier: (names.preflight_key(tier),),
+        wants=preflight.wanted,
+        leaves=preflight.leaves_job,
+        why_deleted=preflight.why_deleted,
+        conditions=(preflight.CHECKED,),
+    ),
+    Part(
+        name="engine",
+        keys=lambda tier: (names.engine_key(tier),),
+        wants=lambda work: (deployment(work.plan),),
+        waits=lambda work: not preflight.lets_engines_start(work),
+        needs=(claim.PART, engine_config.PART, "account"),
         conditions=(engine_checks.FITS, engine_checks.READY, engine_checks.SEEDS, UP_TO_DATE),
     ),
     Part(
         name="janitor",
-        wants=janitor,
-        kinds=frozenset(
-            {"ConfigMap", "Deployment", names.LEASE_KIND, "Role", "RoleBinding", "Service", "ServiceAccount"}
+        keys=lambda tier: _keys(
+            names.janitor(tier), _CONFIG_MAP, _LEASE, _ACCOUNT, _ROLE, _BINDING, _SERVICE, _DEPLOYMENT
         ),
-        needs=("claim",),
-        conditions=(disk.WITHIN_BUDGET, disk.HEALTHY, HEALTHY),
+        wants=lambda work: janitor.janitor(work.plan),
+        needs=(claim.PART,),
+        conditions=(janitor.WITHIN_BUDGET, janitor.DISK_HEALTHY, janitor.JANITOR_HEALTHY),
     ),
     Part(
         name="router",
-        wants=router,
-        kinds=frozenset({"Deployment", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}),
-        conditions=(ROUTED,),
+        keys=lambda tier: _keys(names.router(tier), _ACCOUNT, _ROLE, _BINDING, _SERVICE, _BUDGET, _DEPLOYMENT),
+        wants=lambda work: routing.router(work.plan),
+        conditions=(routing.ROUTED,),
     ),
-    # Whose Jobs come and go by themselves, and who has no objects: they are told of, and nothing is applied for them.
-    Part(name=PREFLIGHT, wants=lambda _plan: (), kinds=frozenset({"Job"}), conditions=(CHECKED,)),
     Part(
-        name="proof",
-        wants=lambda _plan: (),
-        kinds=frozenset(),
-        conditions=(observations.SHARED, observations.EFFECTIVE),
+        name=routing.POOL,
+        keys=lambda tier: (names.pool_key(tier),),
+        wants=lambda work: (routing.pool(work.plan.spec, work.plan.tier),),
+        is_read=routing.asks_for_pool,
+        own_problem=routing.pool_problem,
     ),
+    # Engines are asked in the background; nothing is applied for that.
+    Part(name="observation", conditions=(observations.SHARED, observations.EFFECTIVE)),
 )
 """In the order in which they are applied: what a pod refers to stands before the pods."""
 
 
+def keys(body: Mapping[str, Any], tier: TierRef) -> tuple[ObjectKey, ...]:
+    """Return the objects that are read for a KVCacheTier body."""
+    return tuple(key for part in PARTS if part.is_read(body) for key in part.keys(tier))
+
+
 def render(plan: TierPlan) -> tuple[Manifest, ...]:
-    """Return the objects of a tier in apply order."""
-    return tuple(each for part in PARTS for each in part.objects(plan))
+    """Return the objects of a tier in apply order, as in a cluster that has none of them."""
+    work = Work(plan=plan, snapshot=Snapshot(tier=plan.tier))
+    return tuple(each for part in PARTS for each in part.objects(work))
 
 
 def refuse_foreign(manifests: tuple[Manifest, ...], snapshot: Snapshot) -> Refusal | None:
-    """Refuse to write over what belongs to somebody else."""
+    """Refuse to write over an object that does not belong to the tier."""
     in_the_way = sorted(key for key in map(names.key_of, manifests) if key in snapshot.foreign)
     if not in_the_way:
         return None

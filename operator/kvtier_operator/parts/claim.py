@@ -3,33 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import (
     ConditionRule,
-    Look,
+    PlannedStage,
     Problem,
-    View,
+    Status,
     as_before,
     checked,
     listed,
-    look_of,
     met,
     not_checked,
     quoted,
 )
 from kvtier_operator.names import Manifest
+from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import SHARED, Refusal, TierPlan, releases_claim
 from kvtier_operator.snapshot import LiveClaim, Snapshot
 
+PART: Final = "claim"
 DELETE: Final = "Delete"
 
 UNUSABLE: Final = frozenset({Reason.CLAIM_MISSING, Reason.CLAIM_NOT_SHARED})
 """With any other refusal the claim stays as it is, and serves."""
+
+
+def wanted(work: Work) -> tuple[Manifest, ...]:
+    """Return the claim; none that is being deleted, which takes no change."""
+    live, made = work.snapshot.claim, claim(work.plan)
+    return () if made is None or (live is not None and live.is_terminating) else (made,)
 
 
 def claim(plan: TierPlan) -> Manifest | None:
@@ -62,7 +68,8 @@ def refuse(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
     if spec.volume.claim is None:
         # One that no engine mounts is not missed.
         return _refuse_existing(spec, snapshot) if spec.connector.uses_volume else None
-    return None if live is None else _refuse_change(spec, live)
+    # A claim that is being deleted is left alone: VolumeBound says so.
+    return None if live is None or live.is_terminating else _refuse_change(spec, live)
 
 
 def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
@@ -109,17 +116,17 @@ def _refuse_change(spec: TierSpec, live: LiveClaim) -> Refusal | None:
     return None
 
 
-def claim_exists(look: Look) -> Problem | None:
+def claim_exists(stage: PlannedStage) -> Problem | None:
     """There is a claim, and nobody deleted it."""
-    if look.snapshot.claim is None:
-        name = look.spec.volume.existing_claim or names.claim(look.snapshot.tier)
+    if stage.snapshot.claim is None:
+        name = stage.spec.volume.existing_claim or names.claim(stage.snapshot.tier)
         return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")
-    if look.snapshot.claim.is_terminating:
-        name = look.snapshot.claim.name
+    if stage.snapshot.claim.is_terminating:
+        name = stage.snapshot.claim.name
         remedy = (
             "the tier's own pods are stopped for that; `kubectl describe pvc "
             f"{name}` names others that use it (Used By)"
-            if releases_claim(look.spec, look.snapshot)
+            if releases_claim(stage.spec, stage.snapshot)
             else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too"
         )
         return Problem(
@@ -129,9 +136,9 @@ def claim_exists(look: Look) -> Problem | None:
     return None
 
 
-def claim_is_bound(look: Look) -> Problem | None:
+def claim_is_bound(stage: PlannedStage) -> Problem | None:
     """A volume stands behind the claim."""
-    claim = look.snapshot.claim
+    claim = stage.snapshot.claim
     if claim is None or claim.phase == "Bound":
         return None
     if claim.phase == "Lost":
@@ -148,9 +155,9 @@ def claim_is_bound(look: Look) -> Problem | None:
     )
 
 
-def claim_has_its_size(look: Look) -> Problem | None:
+def claim_has_its_size(stage: PlannedStage) -> Problem | None:
     """The volume is as large as was asked for; a claim that still grows serves meanwhile."""
-    claim = look.snapshot.claim
+    claim = stage.snapshot.claim
     if claim is None or (not claim.resizing and not 0 < claim.capacity_bytes < claim.requested_bytes):
         return None
     has, wants = quantity.format_bytes(claim.capacity_bytes), quantity.format_bytes(claim.requested_bytes)
@@ -208,11 +215,10 @@ BOUND: Final = checked(
 )
 
 
-def _judge_sharing(view: View, previous: Mapping[str, Any]) -> Problem:
-    look = look_of(view)
-    if look is None or names.CLAIM_KIND in look.snapshot.unreadable:
+def _judge_sharing(stage: PlannedStage, previous: Status) -> Problem:
+    if names.CLAIM_KIND in stage.snapshot.unreadable:
         return as_before(_SHARED, previous) or not_checked()
-    return claim_is_shared(look.spec, look.snapshot)
+    return claim_is_shared(stage.spec, stage.snapshot)
 
 
-SHARING: Final = ConditionRule(_SHARED, _judge_sharing, counts=False)
+SHARING: Final = ConditionRule(kind=_SHARED, needs=PlannedStage, judge=_judge_sharing, counts=False)

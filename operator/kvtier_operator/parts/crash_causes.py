@@ -58,6 +58,16 @@ _CLUES: Final = (
         "granted the model",
     ),
     _clue(
+        r"(couldn't connect to ['\"]?https?://|we couldn't connect to|offline mode is enabled|localentrynotfounderror"
+        r"|(huggingface\.co|hf\.co|modelscope).*(timed out|name resolution|max retries|connection|unreachable)"
+        r"|(failed to resolve|max retries exceeded|connecttimeout|connecterror).*(huggingface|hf\.co|modelscope)"
+        r"|cannot find the requested files in the disk cache|cannot send a request, as the client has been closed)",
+        Reason.HUB_UNREACHABLE,
+        "the pods cannot reach the model hub: allow egress to it (NetworkPolicy, proxy as HTTPS_PROXY in "
+        "spec.engine.env, a mirror as HF_ENDPOINT), or put the model on a volume: mount it with "
+        "spec.engine.podTemplate.volumes and set spec.model.name to its directory",
+    ),
+    _clue(
         r"(repositorynotfounderror|revisionnotfounderror|entrynotfounderror|404 client error"
         r"|is not a valid model identifier|is not a local folder|incorrect path_or_model_id|repo id must be)",
         Reason.MODEL_NOT_FOUND,
@@ -110,6 +120,10 @@ _CLUES: Final = (
         "annotation kvtier.dev/restart to take them up",
     ),
 )
+
+
+NEED_A_PERSON: Final = frozenset(clue.reason for clue in _CLUES) - {Reason.HUB_UNREACHABLE, Reason.STALE_SHM}
+"""Causes that stay until a person acts."""
 
 
 def explain(message: str, exit_code: int | None) -> Explanation | None:

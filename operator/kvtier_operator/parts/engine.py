@@ -16,7 +16,7 @@ from kvtier_operator.api import pod_template
 from kvtier_operator.api.disk_spec import EncryptionSpec
 from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, listed, met, not_checked, unknown
+from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, Status, listed, met, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import connectors, engine_config
 from kvtier_operator.parts import pods as pod_settings
@@ -355,29 +355,27 @@ def _release_of(image: str) -> str | None:
     return None if found is None else vllm_release(found[1])
 
 
-def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+def _judge(stage: PlannedStage, _previous: Status) -> Problem:
     """The pods are as this operator would make them, with a vLLM that the connector supports."""
-    if view.spec is None or view.snapshot is None or view.outdated is None:
-        return as_before(_UP_TO_DATE, previous) or not_checked()
     restart = (
-        f"`kubectl annotate kvt {view.tier.name} -n {view.tier.namespace} --overwrite "
+        f"`kubectl annotate kvt {stage.tier.name} -n {stage.tier.namespace} --overwrite "
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
-    image = view.spec.engine.image
-    release = _release_of(image) if view.spec.connector.is_ours else None
+    image = stage.spec.engine.image
+    release = _release_of(image) if stage.spec.connector.is_ours else None
     if release is not None and release not in SUPPORTED_VLLM:
         return Problem(
             reason=Reason.VLLM_UNSUPPORTED,
             message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
             f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
         )
-    if view.outdated:
+    if changed := outdated(stage.plan):
         return Problem(
             reason=Reason.ENGINES_OUTDATED,
             message=f"engines are as an earlier operator made them, and this one would change "
-            f"{listed(view.outdated)}: {restart} replaces them, one at a time; so does the next edit of the spec",
+            f"{listed(changed)}: {restart} replaces them, one at a time; so does the next edit of the spec",
         )
-    engines = view.snapshot.engines
+    engines = stage.snapshot.engines
     if engines.updated < engines.replicas:
         return unknown(
             Reason.ENGINES_REPLACED,
@@ -386,5 +384,4 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
     return met(Reason.CURRENT, "engines are as this operator makes them")
 
 
-_UP_TO_DATE: Final = "UpToDate"
-UP_TO_DATE: Final = ConditionRule(_UP_TO_DATE, _judge, counts=False)
+UP_TO_DATE: Final = ConditionRule(kind="UpToDate", needs=PlannedStage, judge=_judge, counts=False)

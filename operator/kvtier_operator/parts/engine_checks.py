@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the engines: the checks behind their conditions, in the order in which they are told. Pure.
-
-The other half of the part `engine`, whose objects are so many lines by themselves.
+"""Checks behind the conditions of the engines, in the order in which they are reported. Pure.
 
 A check looks at one thing and returns the problem it found, with the remedy, or None. Its docstring is the claim that
 it tests.
@@ -10,12 +8,13 @@ it tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import Check, ConditionRule, Look, Problem, View, checked, listed, met, quoted
+from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
 from kvtier_operator.plan import nodes as shares
@@ -28,28 +27,29 @@ def _alive(snapshot: Snapshot) -> list[Pod]:
     return [pod for pod in snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
 
 
-def engines_are_wanted(look: Look) -> Problem | None:
+def engines_are_wanted(stage: PlannedStage) -> Problem | None:
     """There is something to find a node for: a tier scaled to nothing may have let its nodes go."""
-    if look.spec.replicas > 0 or _alive(look.snapshot):
+    if stage.spec.replicas > 0 or _alive(stage.snapshot):
         return None
     return Problem(reason=Reason.NO_ENGINES, message="spec.replicas is 0: nothing needs a node", is_known=False)
 
 
-def a_share_was_taken_of_a_node(look: Look) -> Problem | None:
+def a_share_was_taken_of_a_node(stage: PlannedStage) -> Problem | None:
     """A share of a node was asked for, and there was a node to take it of."""
-    if look.assumed is None:
+    assumed = stage.plan.decisions.assumed
+    if assumed is None:
         return None
     return Problem(
-        reason=look.assumed.reason,
-        message=f"{look.assumed.message}; until then an engine asks for {quantity.show_bytes(look.sizing.cpu_bytes)}, "
+        reason=assumed.reason,
+        message=f"{assumed.message}; until then an engine asks for {quantity.show_bytes(stage.sizing.cpu_bytes)}, "
         "so that its pod waits and an autoscaler adds a node",
     )
 
 
-def a_node_is_large_enough(look: Look) -> Problem | None:
+def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     """Some node could take an engine, were it empty. Told before a pod waits, and never against what was scheduled."""
-    found, spec = look.snapshot.nodes, look.spec
-    if found is None or any(pod.is_scheduled for pod in _alive(look.snapshot)):
+    found, spec = stage.snapshot.nodes, stage.spec
+    if found is None or any(pod.is_scheduled for pod in _alive(stage.snapshot)):
         return None
     matching = nodes.matching(spec, found)
     if not matching:
@@ -60,16 +60,16 @@ def a_node_is_large_enough(look: Look) -> Problem | None:
             "this passes",
         )
     beside, millis = nodes.sidecar_requests(spec)
-    memory, millis = look.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
+    memory, millis = stage.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
     if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
         return None
     largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
     return Problem(
         reason=Reason.DOES_NOT_FIT,
-        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(look.sizing, beside)}) and "
+        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(stage.sizing, beside)}) and "
         f"{millis / 1000:g} CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
         f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
-        f"most {quantity.show_bytes(_most_cpu_bytes(look.sizing, largest.memory_bytes - beside))}, or "
+        f"most {quantity.show_bytes(_most_cpu_bytes(stage.sizing, largest.memory_bytes - beside))}, or "
         "spec.engine.memory or spec.engine.cpu, or add a larger node",
     )
 
@@ -92,21 +92,21 @@ def _most_cpu_bytes(sizing: PodSizing, memory_bytes: int) -> int:
     return max(0, memory_bytes - beside) // sizing.engines_per_pod
 
 
-def engines_fit(look: Look) -> Problem | None:
+def engines_fit(stage: PlannedStage) -> Problem | None:
     """The scheduler found room for every engine it was asked about."""
-    waiting = [pod for pod in _alive(look.snapshot) if pod.is_scheduled is False]
+    waiting = [pod for pod in _alive(stage.snapshot) if pod.is_scheduled is False]
     short = next((pod for pod in waiting if "Insufficient" in pod.scheduling_message), None)
     if short is None:
         return None
-    device = look.spec.engine.accelerator.resource
+    device = stage.spec.engine.accelerator.resource
     if f"Insufficient {device}" in short.scheduling_message:
         return Problem(
             reason=Reason.DEVICE_MISSING,
-            message=f"pod {short.name} needs {look.spec.engine.accelerator.per_pod} {device} on one node: "
+            message=f"pod {short.name} needs {stage.spec.engine.accelerator.per_pod} {device} on one node: "
             f"{short.scheduling_message}; add such a node, check that its device plugin runs, or lower "
             "spec.engine.accelerator.perPod or spec.replicas",
         )
-    memory, engine = quantity.format_bytes(look.sizing.memory_bytes), look.spec.engine
+    memory, engine = quantity.format_bytes(stage.sizing.memory_bytes), stage.spec.engine
     asked = [
         f"{memory} of memory",
         f"{quantity.parse_millis(engine.cpu) / 1000:g} CPUs",
@@ -119,39 +119,39 @@ def engines_fit(look: Look) -> Problem | None:
     )
 
 
-def engines_were_scheduled(look: Look) -> Problem | None:
+def engines_were_scheduled(stage: PlannedStage) -> Problem | None:
     """At least one engine tells whether the sizes fit."""
-    if any(pod.is_scheduled for pod in _alive(look.snapshot)):
+    if any(pod.is_scheduled for pod in _alive(stage.snapshot)):
         return None
     return Problem(reason=Reason.NO_ENGINES, message="no engine has been scheduled yet", is_known=False)
 
 
-def pods_can_be_created(look: Look) -> Problem | None:
+def pods_can_be_created(stage: PlannedStage) -> Problem | None:
     """Neither a quota nor admission stands in the way of the pods."""
-    if not look.snapshot.engines.problem:
+    if not stage.snapshot.engines.problem:
         return None
-    if "RuntimeClass" in look.snapshot.engines.problem:
+    if "RuntimeClass" in stage.snapshot.engines.problem:
         return Problem(
             reason=Reason.RUNTIME_CLASS_MISSING,
-            message=f"engine pods cannot be created: {look.snapshot.engines.problem}; correct "
+            message=f"engine pods cannot be created: {stage.snapshot.engines.problem}; correct "
             "spec.engine.podTemplate.runtimeClassName, or create that RuntimeClass",
         )
     return Problem(
         reason=Reason.PODS_REFUSED,
-        message=f"engine pods cannot be created: {look.snapshot.engines.problem}; raise the quota, or change what was "
+        message=f"engine pods cannot be created: {stage.snapshot.engines.problem}; raise the quota, or change what was "
         "refused in spec.engine.podTemplate",
     )
 
 
-def _of_containers(check: Callable[[Look, Pod, ContainerStatus], Problem | None]) -> Check:
+def _of_containers(check: Callable[[PlannedStage, Pod, ContainerStatus], Problem | None]) -> Check:
     """Ask of each container of the engine pods that do not serve: what a pod got over is no problem any more."""
 
     @functools.wraps(check)
-    def first_problem(look: Look) -> Problem | None:
+    def first_problem(stage: PlannedStage) -> Problem | None:
         unready = (
-            (pod, container) for pod in _alive(look.snapshot) if not pod.is_ready for container in pod.containers
+            (pod, container) for pod in _alive(stage.snapshot) if not pod.is_ready for container in pod.containers
         )
-        return next(filter(None, (check(look, pod, container) for pod, container in unready)), None)
+        return next(filter(None, (check(stage, pod, container) for pod, container in unready)), None)
 
     return first_problem
 
@@ -165,7 +165,7 @@ _IMAGES: Final = {
 
 
 @_of_containers
-def images_are_pulled(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def images_are_pulled(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """Every image of every engine pod is there."""
     if container.waiting_reason not in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
         return None
@@ -178,7 +178,7 @@ def images_are_pulled(_look: Look, pod: Pod, container: ContainerStatus) -> Prob
 
 
 @_of_containers
-def references_resolve(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def references_resolve(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """What containers take from Secrets and ConfigMaps exists."""
     if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
         return None
@@ -191,7 +191,7 @@ def references_resolve(_look: Look, pod: Pod, container: ContainerStatus) -> Pro
 
 
 @_of_containers
-def connector_is_installed(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def connector_is_installed(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """The init container did its work."""
     if container.name != names.INSTALL_CONTAINER or not container.exit_code:
         return None
@@ -203,7 +203,7 @@ def connector_is_installed(_look: Look, pod: Pod, container: ContainerStatus) ->
 
 
 @_of_containers
-def engines_have_memory(look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def engines_have_memory(stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No engine was killed for its memory."""
     if container.exit_reason != "OOMKilled":
         return None
@@ -213,17 +213,17 @@ def engines_have_memory(look: Look, pod: Pod, container: ContainerStatus) -> Pro
             message=f"container {container.name} of pod {pod.name} was killed at its limit of memory: raise it in "
             f"{_ADDED}",
         )
-    limit = quantity.format_bytes(look.sizing.memory_bytes)
+    limit = quantity.format_bytes(stage.sizing.memory_bytes)
     return Problem(
         reason=Reason.OUT_OF_MEMORY,
         message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
-        f"(spec.engine.memory {look.spec.engine.memory} and the shared memory of the CPU tier): raise "
+        f"(spec.engine.memory {stage.spec.engine.memory} and the shared memory of the CPU tier): raise "
         "spec.engine.memory, or lower spec.cpu.size",
     )
 
 
 @_of_containers
-def engines_stay_up(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def engines_stay_up(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No engine ended by itself."""
     has_ended = container.waiting_reason == "CrashLoopBackOff" or container.restarts > 0 or bool(container.exit_code)
     return _crash(pod, container) if has_ended and container.name == names.ENGINE_CONTAINER else None
@@ -243,7 +243,7 @@ def _crash(pod: Pod, container: ContainerStatus) -> Problem:
 
 
 @_of_containers
-def added_containers_stay_up(_look: Look, pod: Pod, container: ContainerStatus) -> Problem | None:
+def added_containers_stay_up(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
     """No container that a user added ended by itself."""
     if container.name in _IMAGES or not (container.waiting_reason == "CrashLoopBackOff" or container.exit_code):
         return None
@@ -255,18 +255,34 @@ def added_containers_stay_up(_look: Look, pod: Pod, container: ContainerStatus) 
     )
 
 
-def volumes_are_mounted(look: Look) -> Problem | None:
+def volumes_are_mounted(stage: PlannedStage) -> Problem | None:
     """No pod waits for its node to mount what it needs."""
-    for pod in _alive(look.snapshot):
+    for pod in _alive(stage.snapshot):
         if pod.mount_problem and not pod.is_ready:
+            if (missing := _missing_key(stage, pod)) is not None:
+                return missing
             reason, remedy = crash_causes.explain_mount(pod.mount_problem)
             return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
     return None
 
 
-def engines_are_scheduled(look: Look) -> Problem | None:
+def _missing_key(stage: PlannedStage, pod: Pod) -> Problem | None:
+    """Return that the Secret with the keys of blocks is missing, where the kubelet says so."""
+    encryption = stage.spec.disk.encryption
+    if encryption is None or f'secret "{encryption.secret_name}" not found' not in pod.mount_problem:
+        return None
+    name, entry = encryption.secret_name, encryption.active_key
+    return Problem(
+        reason=Reason.KEY_MISSING,
+        message=f"pod {pod.name} cannot start: Secret {name} of spec.disk.encryption.secretName does not exist: "
+        f"`kubectl create secret generic {name} -n {stage.tier.namespace} "
+        f'--from-literal={entry}="$(openssl rand -base64 32)"` makes one with a new key',
+    )
+
+
+def engines_are_scheduled(stage: PlannedStage) -> Problem | None:
     """No engine waits for a node."""
-    for pod in _alive(look.snapshot):
+    for pod in _alive(stage.snapshot):
         if pod.is_scheduled is False:
             return Problem(
                 reason=Reason.NOT_SCHEDULED,
@@ -276,20 +292,20 @@ def engines_are_scheduled(look: Look) -> Problem | None:
     return None
 
 
-def rollout_progresses(look: Look) -> Problem | None:
+def rollout_progresses(stage: PlannedStage) -> Problem | None:
     """The Deployment has not given up."""
-    if not look.snapshot.engines.is_stalled:
+    if not stage.snapshot.engines.is_stalled:
         return None
     return Problem(
         reason=Reason.ROLLOUT_STALLED,
         message=f"new engines did not become ready in time: `kubectl logs "
-        f"deployment/{names.engine(look.snapshot.tier)}` and `kubectl describe pods` say why",
+        f"deployment/{names.engine(stage.snapshot.tier)}` and `kubectl describe pods` say why",
     )
 
 
-def engines_are_ready(look: Look) -> Problem | None:
+def engines_are_ready(stage: PlannedStage) -> Problem | None:
     """As many engines of this very spec serve as were asked for, and no others are left."""
-    engines, wanted = look.snapshot.engines, look.spec.replicas
+    engines, wanted = stage.snapshot.engines, stage.spec.replicas
     is_current = engines.generation > 0 and engines.observed_generation >= engines.generation
     awaited = [
         *(() if is_current else ("the latest change is yet to reach the pods",)),
@@ -305,16 +321,16 @@ def engines_are_ready(look: Look) -> Problem | None:
     )
 
 
-def seeds_agree(look: Look) -> Problem | None:
+def seeds_agree(stage: PlannedStage) -> Problem | None:
     """Every engine that runs hashes blocks the same way."""
-    alive = _alive(look.snapshot)
-    wanted = (look.spec.hash.seed, look.spec.hash.algorithm)
+    alive = _alive(stage.snapshot)
+    wanted = (stage.spec.hash.seed, stage.spec.hash.algorithm)
     strays = [pod for pod in alive if (pod.hash_seed, pod.hash_algorithm) != wanted]
     if strays:
         found = listed([f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays])
         return Problem(
             reason=Reason.SEEDS_DIFFER,
-            message=f"not hashing with seed {look.spec.hash.seed!r} and {look.spec.hash.algorithm}: {found}; no "
+            message=f"not hashing with seed {stage.spec.hash.seed!r} and {stage.spec.hash.algorithm}: {found}; no "
             "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
             "if they stay, something else sets PYTHONHASHSEED in these pods",
         )
@@ -332,17 +348,20 @@ _SIZING: Final[tuple[Check, ...]] = (
 )
 
 
-def _judge_sizes(view: View, previous: Mapping[str, Any]) -> Problem:
-    """Add what a person should know of sizes that fit."""
-    found = checked(_FITS, _SIZING, ok=Reason.FITS, text="engines found nodes with room").judge(view, previous)
-    if found.reason is not Reason.FITS or view.capacity is None:
-        return found
-    return met(Reason.FITS, "; ".join((found.message, *view.capacity.notes)))
+_FITS: Final = checked("SizingFits", _SIZING, ok=Reason.FITS, text="engines found nodes with room")
 
 
-_FITS: Final = "SizingFits"
+def _judge_sizes(stage: PlannedStage, previous: Status) -> Problem:
+    """Add the notes on sizes that fit."""
+    found = _FITS.judge(stage, previous)
+    return (
+        found
+        if found.reason is not Reason.FITS
+        else met(found.reason, "; ".join((found.message, *stage.capacity.notes)))
+    )
 
-FITS: Final = ConditionRule(_FITS, _judge_sizes)
+
+FITS: Final = replace(_FITS, judge=_judge_sizes)
 READY: Final = checked(
     "EnginesReady",
     (

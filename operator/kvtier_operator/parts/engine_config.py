@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector reads: the ConfigMap. Pure.
-
-How the adapters of a model reach its engines: vLLM's flags, and the claims that hold the files. Pure.
-
-What ``spec.kvEvents`` adds to the pods of engines and janitor: flags, variables, ports. Pure.
-"""
+"""Configuration of the engine: the connector's ConfigMap, and the flags of LoRA adapters and of KV events. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +12,26 @@ from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.model_spec import ModelSpec
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
-from kvtier_operator.names import Manifest, TierRef
-from kvtier_operator.parts import connectors
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.parts import claim, connectors
+from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import TierPlan, live_text
+
+PART: Final = "config"
+
+
+def wanted(work: Work) -> tuple[Manifest, ...]:
+    """Return the ConfigMap; engines that run without their claim get new live settings and nothing else."""
+    plan, live = work.plan, work.snapshot.live
+    if claim.PART not in work.missing or names.engine_key(plan.tier) not in live:
+        return (config(plan),)
+    found = live.get(key_of(plan.tier))
+    return () if found is None else (with_live_settings(found.content, plan.spec, plan.tier),)
+
+
+def key_of(tier: TierRef) -> ObjectKey:
+    """Return the ConfigMap."""
+    return ObjectKey(api_version="v1", kind="ConfigMap", name=names.config(tier))
 
 
 def config(plan: TierPlan) -> Manifest:
@@ -36,16 +48,16 @@ def config(plan: TierPlan) -> Manifest:
     }
 
 
-def with_live_settings(standing: Mapping[str, Any], spec: TierSpec, tier: TierRef) -> Manifest:
-    """Return the ConfigMap that stands with the live settings of a spec that cannot be carried out in full.
+def with_live_settings(live: Mapping[str, Any], spec: TierSpec, tier: TierRef) -> Manifest:
+    """Return the live ConfigMap with the live settings of a spec that cannot be carried out in full.
 
-    Pods that run were made for the rest, and read it again when they are restarted.
+    Running pods were made for its other settings, and read them again when they are restarted.
     """
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": names.metadata(tier, names.config(tier), component=names.COMPONENT_ENGINE),
-        "data": {**standing.get("data", {}), engine.LIVE_FILE: live_text(spec)},
+        "data": {**live.get("data", {}), engine.LIVE_FILE: live_text(spec)},
     }
 
 

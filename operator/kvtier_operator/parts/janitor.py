@@ -2,22 +2,43 @@
 """The janitor of a tier: one small pod that may see the volume, renew one Lease, and nothing else; and how it fares.
 
 Pure.
+
+Whether the volume is in order: who may use it, what it holds, and how the janitor fares. Pure.
+
+Judged by what the janitor and the engines reported last, so that a question nobody has answered yet is Unknown, and
+never a problem of the tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvtier_connector.contract import janitor as contract_janitor
-from kvtier_operator import names
+from kvtier_connector.contract.engine import REPLACED_WEIGHTS
+from kvtier_connector.contract.usage import Usage
+from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, quoted, unknown
+from kvtier_operator.conditions import (
+    ConditionRule,
+    PlannedStage,
+    Problem,
+    ReadStage,
+    Status,
+    as_before,
+    checked,
+    listed,
+    met,
+    unknown,
+)
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import engine_config, pods
+from kvtier_operator.parts.part import Component, component_problem
 from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.plan.janitor_config import JanitorPlan
-from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
+from kvtier_operator.snapshot import LiveJanitor, Snapshot
 
 _COMPONENT: Final = names.COMPONENT_JANITOR
 
@@ -200,28 +221,46 @@ def _health() -> Manifest:
     return {"httpGet": {"path": "/healthz", "port": "metrics"}, "periodSeconds": 10, "timeoutSeconds": 5}
 
 
-_PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
-_BROKEN: Final = frozenset(
-    {"CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+_HEALTHY: Final = "JanitorHealthy"
+_OF_MESSAGES: Final = Component(
+    name="janitor",
+    effect=", so the volume is not cleared",
+    pull_failed=Reason.JANITOR_IMAGE_PULL_FAILED,
+    failing=Reason.JANITOR_FAILING,
+    not_scheduled=Reason.JANITOR_NOT_SCHEDULED,
+    refused=Reason.JANITOR_REFUSED,
+    image_fields="spec.janitor.image or janitorImage of the operator's chart",
+    resources_field="spec.janitor.resources",
 )
 
 
-def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
-    """The janitor runs, is heard, and can do its work."""
-    if view.spec is None or view.snapshot is None:
-        return as_before(_HEALTHY, previous) or not_checked()
-    if not view.spec.janitor.enabled:
+def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
+    """The janitor runs, answers, and can do its work."""
+    if not stage.spec.janitor.enabled:
         return unknown(
-            Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: nobody measures the volume, and nothing is removed"
+            Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is removed"
         )
-    found, name = view.snapshot.janitor, names.janitor(view.snapshot.tier)
-    if releases_claim(view.spec, view.snapshot):
+    found, name = stage.snapshot.janitor, names.janitor(stage.tier)
+    if releases_claim(stage.spec, stage.snapshot):
         return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
-    dead = _dead_janitor(view.snapshot)
+    live = stage.snapshot.live.get(names.janitor_key(stage.tier))
+    dead = component_problem(_OF_MESSAGES, found.pods, None if live is None else live.content)
     if dead is not None:
         return dead
-    if found.usage is None and found.is_awaited and (told := as_before(_HEALTHY, previous)) is not None:
-        return told  # an operator that has just started has not asked yet
+    if found.is_overdue:
+        return Problem(
+            reason=Reason.JANITOR_FAILING,
+            message="no pod of the janitor is ready for minutes now, so the volume is not cleared: `kubectl describe "
+            f"deployment/{name}` and `kubectl logs deployment/{name}` say why",
+        )
+    if found.usage is None and found.is_awaited and (last := as_before(_HEALTHY, previous)) is not None:
+        return last  # a new operator has not asked yet
+    if found.usage is None and found.silence and any(pod.is_ready for pod in found.pods):
+        return Problem(
+            reason=Reason.JANITOR_UNREACHABLE,
+            message=f"the janitor runs, and the operator cannot reach it ({found.silence}): let the operator's pods "
+            f"reach port {contract_janitor.JANITOR_PORT} of Service/{name} (NetworkPolicy, service mesh)",
+        )
     if found.usage is None:
         why = f"the janitor does not answer ({found.silence})" if found.silence else "the janitor has not reported yet"
         return unknown(Reason.JANITOR_STARTING, f"{why}: `kubectl logs deployment/{name}` says what it does")
@@ -236,79 +275,254 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
     return met(Reason.JANITOR_RUNS, "the janitor runs, and keeps the volume within its budget")
 
 
-def _dead_janitor(snapshot: Snapshot) -> Problem | None:
-    """Return what keeps any janitor from running."""
-    found, name = snapshot.janitor, names.janitor(snapshot.tier)
-    for pod in found.pods:
-        problem = None if pod.is_ready or pod.is_terminating else _of_pod(pod)
-        if problem is not None:
-            return problem
-    refused = _refused(snapshot)
-    if refused:
+JANITOR_HEALTHY: Final = ConditionRule(kind=_HEALTHY, needs=ReadStage, judge=_judge_janitor)
+
+_TOLERANCE: Final = 1.02
+"""Engines stop at the limit with what they had begun to write; sizes are reported with less than a percent off."""
+
+
+def janitor_reports(stage: PlannedStage) -> Problem | None:
+    """The janitor runs and says what it found."""
+    janitor = stage.snapshot.janitor
+    if not stage.spec.janitor.enabled:
         return Problem(
-            reason=Reason.JANITOR_REFUSED,
-            message=f"the janitor's pod cannot be created: {refused}; raise the quota, or change what was refused",
+            reason=Reason.JANITOR_DISABLED,
+            message="spec.janitor.enabled is false: nobody measures the volume, and nothing is ever removed from it",
+            is_known=False,
         )
-    if not found.is_overdue:
-        return None
-    return Problem(
-        reason=Reason.JANITOR_FAILING,
-        message=f"no pod of the janitor is ready for minutes now, so nobody clears the volume: `kubectl describe "
-        f"deployment/{name}` and `kubectl logs deployment/{name}` say why",
-    )
-
-
-def _of_pod(pod: Pod) -> Problem | None:
-    """Return what keeps a pod of the janitor from running."""
-    for container in pod.containers:
-        if container.waiting_reason in _PULL:
-            return Problem(
-                reason=Reason.JANITOR_IMAGE_PULL_FAILED,
-                message=f"pod {pod.name} of the janitor cannot pull {container.image} ({container.waiting_reason}"
-                f"{quoted(container.waiting_message)}), so nobody clears the volume: correct spec.janitor.image or "
-                "janitorImage of the operator's chart, or give a pull secret in "
-                "spec.engine.podTemplate.imagePullSecrets",
-            )
-        if container.waiting_reason in _BROKEN:
-            return _failing(pod, container)
-    if pod.is_scheduled is False:
+    if janitor.usage is None:
         return Problem(
-            reason=Reason.JANITOR_NOT_SCHEDULED,
-            message=f"no node takes pod {pod.name} of the janitor, so nobody clears the volume"
-            f"{quoted(pod.scheduling_message)}: make room on a node, or lower spec.janitor.resources",
+            reason=Reason.JANITOR_STARTING, message="the janitor has not reported: see JanitorHealthy", is_known=False
+        )
+    if not janitor.usage.is_active:
+        return Problem(
+            reason=Reason.JANITOR_WAITING,
+            message=f"the janitor waits for Lease/{names.janitor(stage.snapshot.tier)}, which another one holds or "
+            f"which it may not write: `kubectl logs deployment/{names.janitor(stage.snapshot.tier)}` says why",
+            is_known=False,
         )
     return None
 
 
-def _failing(pod: Pod, container: ContainerStatus) -> Problem:
-    if container.exit_reason == "OOMKilled":
-        return Problem(
-            reason=Reason.JANITOR_FAILING,
-            message=f"the janitor in pod {pod.name} was killed at its limit of memory, {container.restarts} times, so "
-            "nobody clears the volume: raise spec.janitor.resources.memory",
-        )
-    ended = (
-        container.waiting_message or container.waiting_reason
-        if container.exit_code is None
-        else f"it ended with exit code {container.exit_code}{quoted(container.exit_message[-_QUOTED:].strip())}"
-    )
+def volume_is_counted(stage: PlannedStage) -> Problem | None:
+    """The janitor has seen every file once."""
+    usage = stage.snapshot.janitor.usage
+    if usage is None or usage.is_counted:
+        return None
     return Problem(
-        reason=Reason.JANITOR_FAILING,
-        message=f"the janitor in pod {pod.name} does not stay up, so nobody clears the volume: {ended}; `kubectl logs "
-        f"{pod.name} --previous` says more",
+        reason=Reason.COUNTING,
+        message=f"the janitor still counts what lies on the volume: {quantity.show_bytes(usage.used_bytes)} so far",
+        is_known=False,
     )
 
 
-_QUOTED: Final = 200
+def budget_holds(stage: PlannedStage) -> Problem | None:
+    """The blocks take no more than they may."""
+    usage, limit = stage.snapshot.janitor.usage, stage.spec.disk.budget.max_bytes
+    if usage is None or limit is None or usage.used_bytes <= limit * _TOLERANCE:
+        return None
+    return Problem(
+        reason=Reason.OVER_BUDGET,
+        message=f"blocks take {quantity.show_bytes(usage.used_bytes)} of spec.disk.budget.maxBytes "
+        f"({stage.spec.disk.budget.max_size}) and the janitor is evicting; if this stays, "
+        f"`kubectl logs deployment/{names.janitor(stage.snapshot.tier)}` says what holds it up",
+    )
 
 
-def _refused(snapshot: Snapshot) -> str:
-    """Return why the janitor's pod cannot be created, in the API server's words."""
-    live = snapshot.live.get(names.janitor_key(snapshot.tier))
-    conditions = () if live is None else live.content.get("status", {}).get("conditions", ())
-    failure: Mapping[str, Any] = next((each for each in conditions if each["type"] == "ReplicaFailure"), {})
-    return str(failure.get("message", "")) if failure.get("status") == "True" else ""
+def engines_may_store(stage: PlannedStage) -> Problem | None:
+    """Engines may store."""
+    usage = stage.snapshot.janitor.usage
+    if usage is None or not usage.store_pause:
+        return None
+    return Problem(
+        reason=Reason.STORES_PAUSED,
+        message=f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room "
+        "again: free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
+    )
 
 
-_HEALTHY: Final = "JanitorHealthy"
-HEALTHY: Final = ConditionRule(_HEALTHY, _judge)
+def volume_has_room(stage: PlannedStage) -> Problem | None:
+    """As much of the volume is free as was asked for."""
+    usage, budget = stage.snapshot.janitor.usage, stage.spec.disk.budget
+    if usage is None or not usage.volume_bytes:
+        return None
+    wanted = max(budget.min_free_bytes, usage.volume_bytes * budget.min_free_fraction)
+    if usage.volume_free_bytes * _TOLERANCE >= wanted:
+        return None
+    return Problem(
+        reason=Reason.VOLUME_FULL,
+        message=f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
+        f"on the volume, less than spec.disk.budget.minFree ({budget.min_free}), and blocks of this "
+        f"tier take {quantity.show_bytes(usage.used_bytes)}: free it of what is not ours, raise "
+        "spec.volume.claim.size, or lower minFree",
+    )
+
+
+def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
+    """No engine found the directory to belong to another model or layout."""
+    strays = [pod for pod in stage.snapshot.pods if pod.report is not None and pod.report.refused]
+    if not strays:
+        return None
+    fields = sorted({field for pod in strays if pod.report is not None for field in pod.report.refused})
+    if fields == ["generation"]:
+        return Problem(
+            reason=Reason.STRANGER,
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
+            "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
+            "replaces it; if it stays, delete the pod",
+        )
+    if fields == [REPLACED_WEIGHTS]:
+        return Problem(
+            reason=Reason.STRANGER,
+            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its weights were replaced "
+            "while it ran. Delete the pod to have an engine of the model's own weights, or set "
+            "spec.disk.mode: Bypass while weights are replaced again and again",
+        )
+    return Problem(
+        reason=Reason.STRANGER,
+        message=f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
+        f"says another {', '.join(fields)}. Blocks of one model are never served to another: where the spec names a "
+        "moving thing, name a fixed one (a commit in spec.model.revision, a digest in spec.engine.image), which starts "
+        "a generation of its own; or remove the generation with `kvtier purge --generation`",
+    )
+
+
+def volume_answers(stage: PlannedStage) -> Problem | None:
+    """No engine serves without the volume because that did not answer it."""
+    without = [pod.name for pod in stage.snapshot.pods if pod.report is not None and pod.report.is_detached]
+    if not without:
+        return None
+    return Problem(
+        reason=Reason.DETACHED,
+        message=f"pod {listed(without)} serves without the volume, which did not answer or did not let it in, and "
+        f"goes on trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` has the system's words; see that the "
+        "volume is mounted, reachable and writable for the user and group of the pods",
+    )
+
+
+def active_key_is_there(stage: PlannedStage) -> Problem | None:
+    """Every engine has the key that blocks are to be encrypted with."""
+    without = [pod.name for pod in stage.snapshot.pods if pod.report is not None and pod.report.is_key_missing]
+    encryption = stage.spec.disk.encryption
+    if encryption is None or not without:
+        return None
+    return Problem(
+        reason=Reason.KEY_MISSING,
+        message=f"pod {listed(without)} stores nothing: Secret {encryption.secret_name} has no entry "
+        f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key: 32 bytes, as they are, as 64 "
+        "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints; the kubelet brings a change of the "
+        "Secret within a minute or two",
+    )
+
+
+def janitor_is_not_hindered(stage: PlannedStage) -> Problem | None:
+    """The janitor can do its work."""
+    usage = stage.snapshot.janitor.usage
+    if usage is None or not usage.problems:
+        return None
+    return Problem(
+        reason=Reason.JANITOR_HINDERED,
+        message=f"the janitor cannot do its work: {'; '.join(usage.problems)}; blocks must be writable for the user "
+        "and group of the pods (spec.engine.podTemplate.securityContext)",
+    )
+
+
+def _unless_awaited(
+    rule: ConditionRule[PlannedStage], is_awaited: Callable[[Snapshot], bool]
+) -> ConditionRule[PlannedStage]:
+    """Keep the last judgement while a first answer is awaited: a new operator knows nothing yet."""
+
+    def judge(stage: PlannedStage, previous: Status) -> Problem:
+        found = rule.judge(stage, previous)
+        is_judged = previous.get("observedGeneration") == stage.generation
+        if not is_judged or not is_awaited(stage.snapshot) or (found.is_known and not found.is_met):
+            return found
+        return as_before(rule.kind, previous) or found
+
+    return replace(rule, judge=judge)
+
+
+WITHIN_BUDGET: Final = _unless_awaited(
+    checked(
+        "DiskWithinBudget",
+        (janitor_reports, volume_is_counted, budget_holds, engines_may_store, volume_has_room),
+        ok=Reason.WITHIN_BUDGET,
+        text="the blocks take no more than they may",
+    ),
+    lambda snapshot: snapshot.janitor.is_awaited,
+)
+DISK_HEALTHY: Final = _unless_awaited(
+    checked(
+        "DiskHealthy",
+        (
+            engines_own_the_directory,
+            volume_answers,
+            active_key_is_there,
+            janitor_reports,
+            janitor_is_not_hindered,
+        ),
+        ok=Reason.HEALTHY,
+        text="engines and janitor work on the volume",
+    ),
+    lambda snapshot: snapshot.janitor.is_awaited or any(pod.is_awaited for pod in snapshot.pods),
+)
+
+
+def tiers(stage: PlannedStage) -> list[dict[str, Any]]:
+    """Return ``status.tiers``: how much each tier can hold and, as far as somebody counted, what it does hold."""
+    usage, limit = _counted(stage.snapshot.janitor), stage.spec.disk.budget.max_bytes
+    memory: dict[str, Any] = {"name": "cpu", "capacityBytes": stage.sizing.cpu_bytes}
+    if not stage.spec.connector.uses_volume:
+        return [memory]
+    capacity = limit or (usage.volume_bytes if usage is not None else 0)
+    disk: dict[str, Any] = {"name": "disk", **({"capacityBytes": capacity} if capacity else {})}
+    if usage is not None:
+        disk |= {"usedBytes": usage.used_bytes, "blocks": usage.blocks}
+        if capacity:
+            disk["used"] = f"{round(100 * usage.used_bytes / capacity)}%"
+    return [memory, disk]
+
+
+def generations(stage: PlannedStage, *, current: str) -> list[dict[str, Any]] | None:
+    """Return ``status.generations``, the current one first and the others as they were last used; None if unknown."""
+    usage = _counted(stage.snapshot.janitor)
+    if usage is None:
+        return None
+    ordered = sorted(usage.generations, key=lambda each: (each.digest != current, -each.last_used, each.digest))
+    return [
+        {
+            "digest": each.digest,
+            "role": _generation_role(each.digest, current),
+            "usedBytes": each.used_bytes,
+            "blocks": each.blocks,
+            **_time("created", each.created),
+            **_time("lastUsed", each.last_used),
+        }
+        for each in ordered[:MOST_GENERATIONS]
+    ]
+
+
+def with_roles(counted: Iterable[Mapping[str, Any]], *, current: str) -> list[dict[str, Any]]:
+    """Return generations as somebody counted them before another one became the current one."""
+    told = [{**each, "role": _generation_role(each["digest"], current)} for each in counted]
+    return sorted(told, key=lambda each: each["digest"] != current)
+
+
+def _generation_role(digest: str, current: str) -> str:
+    return "Current" if digest == current else "Unshared" if "." in digest else "Previous"
+
+
+MOST_GENERATIONS: Final = 64
+"""Entries of ``status.generations``; more than anybody keeps."""
+
+
+def _counted(janitor: LiveJanitor) -> Usage | None:
+    """Return the report of a janitor that has counted."""
+    usage = janitor.usage
+    return usage if usage is not None and usage.is_active and usage.is_counted else None
+
+
+def _time(field: str, seconds: float) -> Mapping[str, str]:
+    if not 0 < seconds < datetime(9999, 1, 1, tzinfo=UTC).timestamp():
+        return {}
+    return {field: datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}

@@ -7,11 +7,20 @@ knowing is no news.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, unknown
+from kvtier_operator.conditions import (
+    ConditionRule,
+    PlannedStage,
+    Problem,
+    ReadStage,
+    Status,
+    as_before,
+    met,
+    not_checked,
+    unknown,
+)
 from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, EffectOutcome, EffectResult
 from kvtier_operator.observe.targets import NoCanary, ObservationPlan
 
@@ -19,18 +28,18 @@ _SHARED: Final = "SharedCacheVerified"
 _EFFECTIVE: Final = "DiskEffective"
 
 
-def rollout(view: View, previous: Mapping[str, Any]) -> str | None:
+def rollout(stage: ReadStage | None, previous: Status) -> str | None:
     """Return the rollout that SharedCacheVerified speaks of, for the status; None while it speaks of none."""
     known = (previous.get("proof") or {}).get("rollout")
-    if view.ask is None or view.findings is None:
+    if not isinstance(stage, PlannedStage) or stage.observation is None:
         return None if known is None else str(known)
-    found = view.findings.canary
-    if view.ask.refusal in _LASTING or (found is not None and not found.outcome.is_proof):
+    plan, found = stage.observation.plan, stage.observation.findings.canary
+    if plan.refusal in _LASTING or (found is not None and not found.outcome.is_proof):
         return None
     if found is not None:
-        return view.ask.rollout
+        return plan.rollout
     # While engines are replaced the key wavers; it is judged when they stand.
-    return str(known) if known is not None and (view.ask.refusal or known == view.ask.rollout) else None
+    return str(known) if known is not None and (plan.refusal or known == plan.rollout) else None
 
 
 _LASTING: Final = {
@@ -50,21 +59,19 @@ _LASTING: Final = {
 }
 
 
-def _shared(view: View, previous: Mapping[str, Any]) -> Problem:
-    ask, findings = view.ask, view.findings
-    if ask is None or findings is None:
+def _shared(stage: PlannedStage, previous: Status) -> Problem:
+    if stage.observation is None:
         return as_before(_SHARED, previous) or not_checked()
-    if ask.refusal in _LASTING:
-        return unknown(*_LASTING[ask.refusal])
-    if findings.canary is None:
-        return _before_the_first(ask, previous)
-    return _canary(findings.canary)
+    plan, canary = stage.observation.plan, stage.observation.findings.canary
+    if plan.refusal in _LASTING:
+        return unknown(*_LASTING[plan.refusal])
+    return _before_the_first(plan, previous) if canary is None else _canary(canary)
 
 
-def _before_the_first(ask: ObservationPlan, previous: Mapping[str, Any]) -> Problem:
+def _before_the_first(plan: ObservationPlan, previous: Status) -> Problem:
     pending = unknown(Reason.CANARY_PENDING, "a canary prompt is sent when at least two engines of one rollout serve")
     known = (previous.get("proof") or {}).get("rollout")
-    is_of_these = known is not None and (known == ask.rollout or ask.refusal is not None)
+    is_of_these = known is not None and (known == plan.rollout or plan.refusal is not None)
     return (as_before(_SHARED, previous) or pending) if is_of_these else pending
 
 
@@ -117,13 +124,14 @@ def _canary(found: CanaryResult) -> Problem:
             )
 
 
-def _effective(view: View, previous: Mapping[str, Any]) -> Problem:
-    if view.ask is None or view.findings is None:
+def _effective(stage: PlannedStage, previous: Status) -> Problem:
+    if stage.observation is None:
         return as_before(_EFFECTIVE, previous) or not_checked()
-    if view.findings.effect is None:
+    effect = stage.observation.findings.effect
+    if effect is None:
         pending = unknown(Reason.EFFECT_PENDING, "engines have not served for an hour yet")
         return as_before(_EFFECTIVE, previous) or pending
-    return _effect(view.findings.effect)
+    return _effect(effect)
 
 
 def _effect(found: EffectResult) -> Problem:
@@ -152,6 +160,6 @@ def _about(number: float) -> str:
     return f"{float(f'{number:.1g}'):,.0f}"
 
 
-SHARED: Final = ConditionRule(_SHARED, _shared)
+SHARED: Final = ConditionRule(kind=_SHARED, needs=PlannedStage, judge=_shared)
 # Whether loading pays is advice: the engines serve, whatever the volume is worth to them.
-EFFECTIVE: Final = ConditionRule(_EFFECTIVE, _effective, counts=False)
+EFFECTIVE: Final = ConditionRule(kind=_EFFECTIVE, needs=PlannedStage, judge=_effective, counts=False)

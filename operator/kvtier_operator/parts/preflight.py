@@ -7,15 +7,18 @@ that the pods run as. Engines that run already are never held up by it.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, Preflight, PreflightState, Problem, View, not_checked, unknown
+from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, ReadStage, Status, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pods
+from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.digest import digest
 from kvtier_operator.snapshot import SeenJob, Snapshot
@@ -117,6 +120,29 @@ def _container(plan: TierPlan, *, places_volume: bool) -> Manifest:
     }
 
 
+class PreflightState(enum.Enum):
+    """How far a preflight is."""
+
+    OFF = enum.auto()
+    WAITING = enum.auto()
+    """There is no claim to try yet."""
+    RUNNING = enum.auto()
+    PASSED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """Everything known of a claim."""
+
+    state: PreflightState
+    key: str = ""
+    detail: str = ""
+    """What it waits for, or why the volume cannot be used."""
+    measured: Mapping[str, Any] | None = None
+    """For the status."""
+
+
 def key_of(spec: TierSpec, snapshot: Snapshot) -> str:
     """Return what a preflight is valid for; empty while there is no claim."""
     if snapshot.claim is None:
@@ -131,9 +157,12 @@ def key_of(spec: TierSpec, snapshot: Snapshot) -> str:
     )
 
 
-def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -> Preflight | None:
-    """Return what is known without looking at any Job; None where one must be looked at."""
-    key = key_of(spec, snapshot)
+def preflight_of(spec: TierSpec, snapshot: Snapshot, status: Status) -> Preflight:
+    """Return the preflight of the claim, by the last status and by the Job."""
+    key, storage = key_of(spec, snapshot), status.get("storage") or {}
+    if snapshot.claim is not None and snapshot.claim.is_terminating and not spec.paused:
+        # The Job's pod holds the claim, even after it has ended.
+        return Preflight(state=PreflightState.WAITING)
     if not spec.connector.uses_volume:
         return Preflight(state=PreflightState.OFF, detail="the connector uses no volume")
     if spec.proof.preflight != ALWAYS:
@@ -146,11 +175,13 @@ def remembered(spec: TierSpec, snapshot: Snapshot, storage: Mapping[str, Any]) -
         return Preflight(
             state=PreflightState.OFF, detail=f"spec.disk.mode is {spec.disk.mode}: nothing is written there"
         )
-    return None
+    if spec.paused:
+        return Preflight(state=PreflightState.RUNNING, detail="the tier is paused")
+    return _by_job(key, storage, snapshot.preflight)
 
 
-def outcome(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
-    """Return what a Job has shown; a failure is told until the next Job has ended."""
+def _by_job(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
+    """Return the result of a Job; a failure is reported until the next Job has ended."""
     if seen.is_foreign:
         return Preflight(
             state=PreflightState.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it"
@@ -190,12 +221,43 @@ def _camel(name: str) -> str:
     return first + "".join(part.capitalize() for part in rest)
 
 
-def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+def wanted(work: Work) -> tuple[Manifest, ...]:
+    """Return the Job where the claim is to be tried and no Job stands; a Job cannot be changed."""
+    spec, snapshot, plan = work.plan.spec, work.snapshot, work.plan
+    found = preflight_of(spec, snapshot, work.status)
+    if snapshot.preflight.uid or found.state not in {PreflightState.RUNNING, PreflightState.FAILED}:
+        return ()
+    is_bound = snapshot.claim is not None and snapshot.claim.phase == "Bound"
+    return (job(plan, found.key, places_volume=plan.is_on_one_node and not is_bound),)
+
+
+def leaves_job(work: Work) -> bool:
+    """Tell whether a Job that stands stays: it tries this claim, or its result is known."""
+    found, seen = preflight_of(work.plan.spec, work.snapshot, work.status), work.snapshot.preflight
+    if found.state in {PreflightState.OFF, PreflightState.WAITING}:
+        return False
+    return found.state is PreflightState.PASSED or seen.is_foreign or seen.key == found.key
+
+
+def why_deleted(work: Work) -> str:
+    """Return why the Job is deleted, as the end of a sentence."""
+    claim = work.snapshot.claim
+    if claim is not None and claim.is_terminating:
+        return "the claim was deleted"
+    found = preflight_of(work.plan.spec, work.snapshot, work.status)
+    return found.detail if found.state is PreflightState.OFF else "another claim is to be tried"
+
+
+def lets_engines_start(work: Work) -> bool:
+    """Tell whether a first engine may start on the claim."""
+    found = preflight_of(work.plan.spec, work.snapshot, work.status)
+    return found.state in {PreflightState.OFF, PreflightState.PASSED}
+
+
+def _judge(stage: ReadStage, previous: Status) -> Problem:
     """Return what is said of the volume, be it good or not."""
-    found = view.preflight
-    if found is None:
-        return _passed(previous["storage"]) if _is_passed(previous) else not_checked()
-    job = f"Job {names.preflight(view.tier)}"
+    found = preflight_of(stage.spec, stage.snapshot, previous)
+    job = f"Job {names.preflight(stage.tier)}"
     match found.state:
         case PreflightState.OFF:
             return unknown(Reason.PREFLIGHT_OFF, found.detail)
@@ -205,7 +267,7 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
             detail = f": {found.detail}" if found.detail else ""
             return unknown(Reason.PREFLIGHT_RUNNING, f"{job} tries the volume before engines start{detail}")
         case PreflightState.PASSED:
-            return _passed(document(view, previous))
+            return _passed(document(stage, previous))
         case PreflightState.FAILED:
             return Problem(
                 reason=Reason.PREFLIGHT_FAILED,
@@ -214,24 +276,21 @@ def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
             )
 
 
-def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the status keeps; what was measured stays until another claim is tried."""
+def document(stage: ReadStage | None, previous: Status) -> dict[str, Any]:
+    """Return the measurements for the status; they stay until another claim is tried."""
     before = dict(previous.get("storage") or {})
-    tokens = view.findings.break_even_tokens if view.findings is not None else None
-    if tokens is not None:
-        before["breakEvenTokens"] = tokens
-    found = view.preflight
-    if found is None or found.state in {PreflightState.OFF, PreflightState.WAITING, PreflightState.RUNNING}:
+    if stage is None:
+        return before
+    observation = stage.observation if isinstance(stage, PlannedStage) else None
+    if observation is not None and observation.findings.break_even_tokens is not None:
+        before["breakEvenTokens"] = observation.findings.break_even_tokens
+    found = preflight_of(stage.spec, stage.snapshot, previous)
+    if found.state in {PreflightState.OFF, PreflightState.WAITING, PreflightState.RUNNING}:
         return before
     kept = {name: value for name, value in before.items() if name == "breakEvenTokens"}
     if found.state is PreflightState.FAILED:
         return {**kept, "key": found.key, "problem": found.detail}
     return before if found.measured is None else {**kept, "key": found.key, **found.measured}
-
-
-def _is_passed(previous: Mapping[str, Any]) -> bool:
-    storage = previous.get("storage") or {}
-    return "key" in storage and "problem" not in storage
 
 
 def _passed(storage: Mapping[str, Any]) -> Problem:
@@ -249,4 +308,4 @@ def _passed(storage: Mapping[str, Any]) -> Problem:
     return Problem(reason=Reason.PREFLIGHT_PASSED, message=message, is_met=True)
 
 
-CHECKED: Final = ConditionRule("StorageChecked", _judge)
+CHECKED: Final = ConditionRule(kind="StorageChecked", needs=ReadStage, judge=_judge)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's router before the engines: pods that may list the pods of their namespace, and nothing else. Pure.
+"""How requests reach the engine pods: Service, router and InferencePool, and the conditions about them. Pure.
 
-Whether requests come to the engines as ``spec.routing`` says; and the InferencePool, if one is asked for. Pure.
+The account of the engine pods and their PodDisruptionBudget are here, too. The router's pods may list the pods of their
+namespace, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,14 +12,120 @@ from typing import Any, Final
 
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.reasons import Reason
-from kvtier_operator.api.routing_spec import CLIENT_IP, Router, Routing
-from kvtier_operator.conditions import ConditionRule, Problem, View, as_before, met, not_checked, quoted, unknown
-from kvtier_operator.errors import ClusterError
+from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.api.routing_spec import CLIENT_IP, ClientIp, Router, Routing
+from kvtier_operator.conditions import (
+    AppliedStage,
+    ConditionRule,
+    PlannedStage,
+    Problem,
+    ReadStage,
+    Status,
+    as_before,
+    met,
+    unknown,
+)
+from kvtier_operator.errors import ClusterError, KindMissing
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.parts import pods
+from kvtier_operator.parts.part import Component, component_problem
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Pod, Snapshot
+
+
+def service(plan: TierPlan) -> Manifest:
+    """Return the Service in front of the ready engine pods."""
+    settings = plan.spec.engine.service
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            **names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+            **({"annotations": dict(settings.annotations)} if settings.annotations else {}),
+        },
+        "spec": {
+            "type": settings.type,
+            "selector": names.selector(plan.tier),
+            "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
+            **_affinity(plan.spec.routing),
+        },
+    }
+
+
+def _affinity(routing: Routing) -> Manifest:
+    if routing.type != CLIENT_IP:
+        return {"sessionAffinity": "None"}
+    seconds = (routing.client_ip or ClientIp()).timeout_seconds
+    return {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": seconds}}}
+
+
+def service_account(plan: TierPlan) -> Manifest | None:
+    """Return an account of the pods' own, without a token: what runs models needs no cluster credentials.
+
+    None where the user brings one.
+    """
+    if plan.spec.engine.pod_template.service_account_name is not None:
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+        "automountServiceAccountToken": False,
+    }
+
+
+def disruption_budget(plan: TierPlan) -> Manifest:
+    """Return the budget: one engine at a time by default; one that does not serve never holds up a drain."""
+    budget = plan.spec.engine.disruption_budget
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
+        "spec": {
+            **(budget.to_manifest() or {"maxUnavailable": 1}),
+            "selector": {"matchLabels": names.selector(plan.tier)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
+    """At least one engine serves, be it of this spec or of an earlier one."""
+    ready, wanted = stage.snapshot.engines.ready, stage.spec.replicas
+    if ready:
+        return met(
+            Reason.SERVING, f"{ready} of {wanted} engines serve" if ready <= wanted else f"{ready} engines serve"
+        )
+    if wanted == 0:
+        return Problem(reason=Reason.SCALED_TO_ZERO, message="spec.replicas is 0: no engine serves")
+    return Problem(
+        reason=Reason.UNAVAILABLE, message=f"none of {wanted} engines serves: see Ready for what holds them up"
+    )
+
+
+def is_growing(stage: ReadStage | None, previous: Status) -> bool:
+    """Tell whether a tier that was ready only waits for engines that never served: it was scaled up, or lost a node."""
+    before = as_before("Ready", previous)
+    if stage is None or before is None or not before.is_met:
+        return False
+    engines, pods = stage.snapshot.engines, [pod for pod in stage.snapshot.pods if not pod.is_terminating]
+    keeps_pods = isinstance(stage, PlannedStage) and stage.plan.pin is not None
+    is_observed = keeps_pods or engines.observed_generation >= engines.generation
+    is_current = is_observed and engines.updated == engines.replicas
+    is_smaller = 0 < engines.ready < stage.spec.replicas and engines.replicas <= stage.spec.replicas
+    return is_current and is_smaller and all(pod.is_ready or _never_served(pod) for pod in pods)
+
+
+def _never_served(pod: Pod) -> bool:
+    return not any(
+        container.is_started or container.restarts
+        for container in pod.containers
+        if container.name == names.ENGINE_CONTAINER
+    )
+
+
+AVAILABLE: Final = ConditionRule(kind="Available", needs=ReadStage, judge=_judge_available, counts=False)
+
 
 ROUTER_IMAGE: Final = f"ghcr.io/kvtier/router:{__version__}"
 """Where nobody names another one."""
@@ -235,41 +342,62 @@ def pool(spec: TierSpec, tier: TierRef) -> Manifest | None:
     }
 
 
-def pool_failed(error: ClusterError, status: Mapping[str, Any]) -> Problem:
+def asks_for_pool(body: Mapping[str, Any]) -> bool:
+    """Tell whether a KVCacheTier body asks for an InferencePool, or has one; its kind is read for such a tier alone."""
+    parts = (body.get("spec"), body.get("status"))
+    routings = [part.get("routing") for part in parts if isinstance(part, Mapping)]
+    return any(isinstance(each, Mapping) and bool(each.get("inferencePool")) for each in routings)
+
+
+def pool_problem(found: ClusterError | Refusal, status: Status) -> Problem:
     """Return why the InferencePool is not as it is asked for, in the words of the first of several failures in a row.
 
-    Each change of the status wakes the tier at once, and an error that says something else each time would never be
-    waited out.
+    Each change of the status wakes the tier at once. An error with another text each time would never be waited out.
     """
-    found = Problem(
+    if isinstance(found, KindMissing):
+        return Problem(
+            reason=Reason.POOL_KIND_MISSING,
+            message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
+            "Gateway API's inference extension, or remove spec.routing.inferencePool; it is tried again soon, less "
+            "often each time; everything else goes on",
+        )
+    if isinstance(found, Refusal):
+        return Problem(reason=Reason.POOL_FAILED, message=f"{found.message}; or remove spec.routing.inferencePool")
+    problem = Problem(
         reason=Reason.POOL_FAILED,
-        message=f"{error}; it is tried again soon, less often each time; nothing else waits for it",
+        message=f"{found}; it is tried again soon, less often each time; nothing else waits for it",
     )
-    told = as_before(_ROUTED, status)
-    passes_soon = error.retry_after is not None and error.retry_after <= _SOON_SECONDS
-    return told if told is not None and told.reason is found.reason and passes_soon else found
+    last = as_before(_ROUTED, status)
+    passes_soon = found.retry_after is not None and found.retry_after <= _SOON_SECONDS
+    return last if last is not None and last.reason is problem.reason and passes_soon else problem
 
 
-def document(view: View, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where requests are to be sent; what was told before where nothing is known."""
-    if view.spec is None or view.snapshot is None:
-        return dict(previous.get("routing") or {})
-    tier, spec = view.tier, view.spec
-    service = names.engine(tier) if spec.routing.router_settings is None else names.router(tier)
-    found = {"service": f"{service}.{tier.namespace}.svc:{names.HTTP_PORT}"}
-    had_pool = bool((previous.get("routing") or {}).get("inferencePool"))
-    has_pool = had_pool if view.has_pool is None else view.has_pool
-    return {**found, **({"inferencePool": names.engine(tier)} if has_pool else {})}
+def document(stage: ReadStage | None, previous: Status) -> dict[str, Any]:
+    """Return the address of the tier for the status; that of the last status where nothing was read."""
+    before = dict(previous.get("routing") or {})
+    if stage is None:
+        return before
+    tier = stage.tier
+    service = names.engine(tier) if stage.spec.routing.router_settings is None else names.router(tier)
+    is_unknown = names.POOL_KIND in stage.snapshot.unreadable
+    has_pool = "inferencePool" in before if is_unknown else names.pool_key(tier) in stage.snapshot.live
+    return {
+        "service": f"{service}.{tier.namespace}.svc:{names.HTTP_PORT}",
+        **({"inferencePool": names.engine(tier)} if has_pool else {}),
+    }
 
 
-def _judge(view: View, previous: Mapping[str, Any]) -> Problem:
+POOL: Final = "pool"
+"""Name of the part."""
+
+
+def _judge_routed(stage: ReadStage, _previous: Status) -> Problem:
     """Requests find their way, and each part of it that was asked for stands."""
-    if view.spec is None or view.snapshot is None:
-        return as_before(_ROUTED, previous) or not_checked()
-    found = _router(view.spec, view.snapshot)
-    if view.pool is not None and (found is None or found.is_met or not found.is_known):
-        return view.pool
-    return found or _by_service(view.tier, view.spec.routing)
+    found = _router(stage.spec, stage.snapshot)
+    pool_fails = stage.problems.get(POOL) if isinstance(stage, AppliedStage) else None
+    if pool_fails is not None and (found is None or found.is_met or not found.is_known):
+        return pool_fails
+    return found or _by_service(stage.tier, stage.spec.routing)
 
 
 def _by_service(tier: TierRef, routing: Routing) -> Problem:
@@ -284,19 +412,10 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     settings, tier = spec.routing.router_settings, snapshot.tier
     if settings is None:
         return None
-    for pod in snapshot.routers:
-        problem = None if pod.is_ready or pod.is_terminating else _of_pod(pod, settings.image or ROUTER_IMAGE)
-        if problem is not None:
-            return problem
     live = snapshot.live.get(names.router_key(tier))
-    conditions = () if live is None else live.content.get("status", {}).get("conditions", ())
-    failure: Mapping[str, Any] = next((each for each in conditions if each["type"] == "ReplicaFailure"), {})
-    if failure.get("status") == "True":
-        return Problem(
-            reason=Reason.ROUTER_REFUSED,
-            message=f"pods of the router cannot be created{quoted(failure.get('message', ''))}; raise the quota, or "
-            "change what was refused",
-        )
+    problem = component_problem(_OF_MESSAGES, snapshot.routers, None if live is None else live.content)
+    if problem is not None:
+        return problem
     ready = sum(pod.is_ready and not pod.is_terminating for pod in snapshot.routers)
     if ready:
         of = f"{ready} of {settings.replicas}" if ready <= settings.replicas else f"{ready}"
@@ -312,42 +431,17 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     )
 
 
-_PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
-_BROKEN: Final = frozenset(
-    {"CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+_OF_MESSAGES: Final = Component(
+    name="router",
+    pull_failed=Reason.ROUTER_IMAGE_PULL_FAILED,
+    failing=Reason.ROUTER_FAILING,
+    not_scheduled=Reason.ROUTER_NOT_SCHEDULED,
+    refused=Reason.ROUTER_REFUSED,
+    image_fields="spec.routing.router.image",
+    resources_field="spec.routing.router.resources",
+    remedy="correct spec.routing.router.args, or name an image with vllm-router in spec.routing.router.image",
 )
-_QUOTED: Final = 300
-
-
-def _of_pod(pod: Pod, image: str) -> Problem | None:
-    for container in pod.containers:
-        said = container.waiting_message
-        if container.waiting_reason in _PULL:
-            return Problem(
-                reason=Reason.ROUTER_IMAGE_PULL_FAILED,
-                message=f"pod {pod.name} of the router cannot pull {image} ({container.waiting_reason}{quoted(said)}): "
-                "correct spec.routing.router.image, or give a pull secret in spec.engine.podTemplate.imagePullSecrets",
-            )
-        if container.waiting_reason in _BROKEN:
-            why = said or container.waiting_reason
-            if container.exit_code is not None:
-                last = container.exit_message[-_QUOTED:].strip()
-                why = f"it ended with exit code {container.exit_code}{quoted(last)}"
-            return Problem(
-                reason=Reason.ROUTER_FAILING,
-                message=f"the router in pod {pod.name} does not stay up: {why}; `kubectl logs {pod.name} --previous` "
-                "says more; correct spec.routing.router.args, or name an image with vllm-router in "
-                "spec.routing.router.image",
-            )
-    if pod.is_scheduled is False:
-        return Problem(
-            reason=Reason.ROUTER_NOT_SCHEDULED,
-            message=f"no node takes pod {pod.name} of the router{quoted(pod.scheduling_message)}: make room on a node, "
-            "or lower spec.routing.router.resources",
-        )
-    return None
-
 
 _SOON_SECONDS: Final = 5.0
 _ROUTED: Final = "RoutingReady"
-ROUTED: Final = ConditionRule(_ROUTED, _judge)
+ROUTED: Final = ConditionRule(kind=_ROUTED, needs=ReadStage, judge=_judge_routed)
