@@ -14,7 +14,6 @@ from kvtier_operator.plan.model_layout import (
     EngineLayout,
     KvUnknown,
     ModelLayout,
-    make_engine_layout,
     make_model_layout,
 )
 
@@ -106,7 +105,7 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
 
 
 def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
-    layout = make_engine_layout(engine_args.read([]), tensor_parallel=1, is_cpu_build=True)
+    layout = EngineLayout(is_cpu_build=True)
     latent = kv({"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, layout)
     assert latent.block_tokens == kv(DENSE, layout).block_tokens == 128
 
@@ -125,10 +124,7 @@ def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without
     ],
 )
 def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
-    assert (
-        kv(DENSE, make_engine_layout(engine_args.read(args), tensor_parallel=tp, is_cpu_build=False)).token_bytes
-        == token_bytes
-    )
+    assert kv(DENSE, EngineLayout(args=engine_args.read(args), tensor_parallel=tp)).token_bytes == token_bytes
 
 
 def test_copies_of_heads_are_explained() -> None:
@@ -140,13 +136,13 @@ def test_copies_of_heads_are_explained() -> None:
 def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
     latent = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     assert kv(latent, EngineLayout(tensor_parallel=8)).token_bytes == 69120
-    assert kv(latent, EngineLayout(tensor_parallel=8, pipeline_parallel=2)).token_bytes == 8 * 69120
-    assert kv(latent, EngineLayout(kv_dtype="fp8_ds_mla")).layer_bytes == 656
+    assert kv(latent, EngineLayout(tensor_parallel=8, args=engine_args.read(["-pp=2"]))).token_bytes == 8 * 69120
+    assert kv(latent, EngineLayout(args=engine_args.read(["--kv-cache-dtype=fp8_ds_mla"]))).layer_bytes == 656
 
 
 def test_a_single_group_makes_windows_cost_what_full_attention_costs() -> None:
     config = without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6)
-    assert kv(config, EngineLayout(is_single_group=True)).attention_groups == 1
+    assert kv(config, EngineLayout(args=engine_args.read(["--disable-hybrid-kv-cache-manager"]))).attention_groups == 1
 
 
 def test_states_make_blocks_large() -> None:
@@ -187,7 +183,9 @@ def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> Non
 
 @pytest.mark.parametrize("name", ["turboquant_k8v4", "int8_per_token_head", "nonsense"])
 def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
-    assert isinstance(make_model_layout(DENSE, EngineLayout(kv_dtype=name)), KvUnknown)
+    assert isinstance(
+        make_model_layout(DENSE, EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))), KvUnknown
+    )
 
 
 @pytest.mark.parametrize("name", models.NAMES)

@@ -23,6 +23,7 @@ from kvtier_operator.plan import (
     chunks,
     decide,
     decisions,
+    engine_args,
     make_unchecked_plan,
     models,
     nodes,
@@ -244,7 +245,7 @@ def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], block
 @pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_files_of_known_models_have_4_to_16_mebibytes(name: str, tp: int, kv_dtype: str) -> None:
-    found = kv(name, tensor_parallel=tp, kv_dtype=kv_dtype)
+    found = kv(name, tensor_parallel=tp, args=engine_args.read([f"--kv-cache-dtype={kv_dtype}"]))
     chunking = chunks.choose_chunking(found, asked_tokens=None)
     tokens = chunks.tokens_of(chunking, found)
     assert tokens is not None

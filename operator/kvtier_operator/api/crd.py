@@ -198,28 +198,10 @@ HEADER: Final = (
 # In the order in which they are written; what is not listed (titles, closed-object marks) has no place in a structural
 # schema.
 _KEPT: Final = (
-    "description",
-    "type",
-    "format",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "maxProperties",
-    "default",
-    "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys",
-    "x-kubernetes-int-or-string",
-    "x-kubernetes-preserve-unknown-fields",
-    "x-kubernetes-validations",
-    "required",
-    "properties",
-    "additionalProperties",
-    "items",
+    *("description", "type", "format", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength"),
+    *("minItems", "maxItems", "maxProperties", "default", "x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
+    *("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields", "x-kubernetes-validations"),
+    *("required", "properties", "additionalProperties", "items"),
 )
 
 
@@ -305,36 +287,40 @@ def _diff(path: Path, wanted: str) -> str:
 
 
 def _columns() -> list[Schema]:
-    def condition(field: str, kind: str = "Ready") -> str:
+    def of_condition(kind: str, field: str) -> str:
         return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
+    columns = (
+        # Name, type, path, priority, description.
+        ("Ready", "string", of_condition("Ready", "status"), 0, ""),
+        ("Available", "string", of_condition("Available", "status"), 0, ""),
+        ("Model", "string", ".spec.model.name", 0, ""),
+        ("Replicas", "integer", ".spec.replicas", 0, ""),
+        ("Engines", "integer", ".status.readyReplicas", 0, "Ready engines."),
+        ("CPU-Tier", "string", ".status.sizing.cpuSize", 0, ""),
+        ("Disk", "string", '.status.tiers[?(@.name=="disk")].used', 0, ""),
+        ("Up-To-Date", "string", of_condition("UpToDate", "status"), 0, _UP_TO_DATE),
+        ("Reason", "string", of_condition("Ready", "reason"), 0, ""),
+        ("Age", "date", ".metadata.creationTimestamp", 0, ""),
+        ("Generation", "string", ".status.generation.current", 1, ""),
+        ("Volume", "string", of_condition("VolumeBound", "reason"), 1, ""),
+        ("Janitor", "string", of_condition("JanitorHealthy", "reason"), 1, ""),
+        ("Shared", "string", of_condition("ClaimShared", "reason"), 1, ""),
+        ("Message", "string", of_condition("Ready", "message"), 1, ""),
+    )
     return [
-        {"name": "Ready", "type": "string", "jsonPath": condition("status")},
-        {"name": "Available", "type": "string", "jsonPath": condition("status", "Available")},
-        {"name": "Model", "type": "string", "jsonPath": ".spec.model.name"},
-        {"name": "Replicas", "type": "integer", "jsonPath": ".spec.replicas"},
-        {"name": "Engines", "type": "integer", "jsonPath": ".status.readyReplicas", "description": "Ready engines."},
-        {"name": "CPU-Tier", "type": "string", "jsonPath": ".status.sizing.cpuSize"},
-        {"name": "Disk", "type": "string", "jsonPath": '.status.tiers[?(@.name=="disk")].used'},
         {
-            "name": "Up-To-Date",
-            "type": "string",
-            "jsonPath": condition("status", "UpToDate"),
-            "description": "Whether engines are as the operator that runs would make them.",
-        },
-        {"name": "Reason", "type": "string", "jsonPath": condition("reason")},
-        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
-        {"name": "Generation", "type": "string", "jsonPath": ".status.generation.current", "priority": 1},
-        {
-            "name": "Volume",
-            "type": "string",
-            "jsonPath": condition("reason", "VolumeBound"),
-            "priority": 1,
-        },
-        {"name": "Janitor", "type": "string", "jsonPath": condition("reason", "JanitorHealthy"), "priority": 1},
-        {"name": "Shared", "type": "string", "jsonPath": condition("reason", "ClaimShared"), "priority": 1},
-        {"name": "Message", "type": "string", "jsonPath": condition("message"), "priority": 1},
+            "name": name,
+            "type": kind,
+            "jsonPath": path,
+            **({"description": description} if description else {}),
+            **({"priority": priority} if priority else {}),
+        }
+        for name, kind, path, priority, description in columns
     ]
+
+
+_UP_TO_DATE: Final = "Whether engines are as the operator that runs would make them."
 
 
 def _resource() -> Schema:

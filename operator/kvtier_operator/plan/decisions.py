@@ -19,7 +19,7 @@ from kvtier_operator.api.reasons import Refusal
 from kvtier_operator.plan import chunks, digest, engine_args, models
 from kvtier_operator.plan import chunks as checkpoints
 from kvtier_operator.plan.chunks import Checkpoints, Chunking
-from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout, make_engine_layout, make_model_layout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
 
 _VERSION: Final = 1
 
@@ -90,8 +90,8 @@ def read(text: str) -> Kept:
 def kv_of(spec: TierSpec) -> ModelLayout | KvUnknown:
     """Return what a token of this tier takes, by its own config or the table of models."""
     engine = spec.engine
-    layout = make_engine_layout(
-        engine_args.read(engine.args),
+    layout = EngineLayout(
+        args=engine_args.read(engine.args),
         tensor_parallel=engine.tensor_parallel,
         is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
         is_canonical=spec.disk.canonical_layout,

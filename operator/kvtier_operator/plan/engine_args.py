@@ -121,6 +121,10 @@ class EngineArgs:
         return {flag: list(self.words[flag]) for flag in sorted(self.words) if is_identity(flag)}
 
 
+NO_ARGS: Final = EngineArgs(words={})
+"""An empty command line."""
+
+
 def read(args: Iterable[str]) -> EngineArgs:
     """Return the value of a command line."""
     return _read(tuple(args))

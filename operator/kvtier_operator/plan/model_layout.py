@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier_operator.plan.engine_args import EngineArgs
+from kvtier_operator.plan.engine_args import NO_ARGS, EngineArgs
 
 FULL: Final = "full"
 SLIDING: Final = "sliding"
@@ -261,20 +261,16 @@ _MLA_STATE_ALIGNMENT: Final = 128
 class EngineLayout:
     """How one engine splits and stores the KV."""
 
+    args: EngineArgs = NO_ARGS
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    decode_context_parallel: int = 1
-    kv_dtype: str = "auto"
-    """``--kv-cache-dtype``."""
-    dtype: str = "auto"
-    """``--dtype``."""
-    block_tokens: int | None = None
-    """``--block-size``; None leaves it to vLLM. Layers that keep a state make blocks larger."""
     is_cpu_build: bool = False
-    is_single_group: bool = False
-    """``--disable-hybrid-kv-cache-manager``: windows save nothing."""
     is_canonical: bool = False
     """The connector's canonical layout: one copy, whatever the parallelism."""
+
+    @property
+    def is_single_group(self) -> bool:
+        """Tell whether windows save nothing."""
+        return self.args.has("disable-hybrid-kv-cache-manager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,23 +318,6 @@ class KvUnknown:
     why: str
 
 
-def make_engine_layout(
-    args: EngineArgs, *, tensor_parallel: int, is_cpu_build: bool, is_canonical: bool = False
-) -> EngineLayout:
-    """Return how an engine with these flags splits and stores the KV."""
-    return EngineLayout(
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        decode_context_parallel=args.decode_context_parallel,
-        kv_dtype=args.kv_dtype,
-        dtype=args.dtype,
-        block_tokens=args.block_tokens,
-        is_cpu_build=is_cpu_build,
-        is_single_group=args.has("disable-hybrid-kv-cache-manager"),
-        is_canonical=is_canonical,
-    )
-
-
 def make_model_layout(config: Mapping[str, Any], layout: EngineLayout) -> ModelLayout | KvUnknown:
     """Return what one token takes, or why that cannot be told.
 
@@ -357,7 +336,7 @@ def make_model_layout(config: Mapping[str, Any], layout: EngineLayout) -> ModelL
             layers=layers,
             layer_bytes=layer_bytes,
             heads=1 if text.get("kv_lora_rank") else _heads(text),
-            layers_per_group=layout.pipeline_parallel * _first_stage(group, layout.pipeline_parallel),
+            layers_per_group=layout.args.pipeline_parallel * _first_stage(group, layout.args.pipeline_parallel),
             attention_groups=attention_groups,
             state_groups=state_groups,
             block_tokens=_block_tokens(text, layout, has_states=state_groups > 0),
@@ -396,8 +375,12 @@ def _layer_bytes(config: Mapping[str, Any], layout: EngineLayout) -> tuple[int, 
     rows, row_text = _head_size(config)
     kept = heads if layout.is_canonical else max(1, heads // layout.tensor_parallel) * layout.tensor_parallel
     copies = f" ({heads} heads, each on {kept // heads} of {layout.tensor_parallel} ranks)" if kept > heads else ""
-    total = kept * rows * size // layout.decode_context_parallel
-    shared = "" if layout.decode_context_parallel == 1 else f" / {layout.decode_context_parallel} (context parallel)"
+    total = kept * rows * size // layout.args.decode_context_parallel
+    shared = (
+        ""
+        if layout.args.decode_context_parallel == 1
+        else f" / {layout.args.decode_context_parallel} (context parallel)"
+    )
     return total, f"{row_text} x {kept} KV heads{copies} x {size} B{shared}"
 
 
@@ -439,34 +422,36 @@ def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:
 def _latent_bytes(config: Mapping[str, Any], layout: EngineLayout) -> tuple[int, str]:
     """MLA keeps one latent vector for all heads; ranks that hold the same one share a copy on a single node."""
     rank, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim", default=64)
-    is_shared = layout.is_canonical or (layout.pipeline_parallel == 1 and layout.decode_context_parallel == 1)
-    copies = 1 if is_shared else layout.tensor_parallel // layout.decode_context_parallel or 1
+    is_shared = layout.is_canonical or (layout.args.pipeline_parallel == 1 and layout.args.decode_context_parallel == 1)
+    copies = 1 if is_shared else layout.tensor_parallel // layout.args.decode_context_parallel or 1
     times = f" x {copies} ranks" if copies > 1 else ""
-    packed = _PACKED_LATENTS.get(layout.kv_dtype)
+    packed = _PACKED_LATENTS.get(layout.args.kv_dtype)
     if packed is not None:
-        return packed * copies, f"{packed} B ({layout.kv_dtype}){times}"
+        return packed * copies, f"{packed} B ({layout.args.kv_dtype}){times}"
     size = _element_bytes(config, layout)
     return (rank + rope) * size * copies, f"({rank} + {rope}) latent x {size} B{times}"
 
 
 def _device_copies(config: Mapping[str, Any], layout: EngineLayout) -> int:
     """Every rank has the latent of its own on its device, whatever the tier keeps."""
-    if not config.get("kv_lora_rank") or layout.pipeline_parallel > 1 or layout.decode_context_parallel > 1:
+    if not config.get("kv_lora_rank") or layout.args.pipeline_parallel > 1 or layout.args.decode_context_parallel > 1:
         return 1
     return layout.tensor_parallel
 
 
 def _element_bytes(config: Mapping[str, Any], layout: EngineLayout) -> int:
-    if layout.kv_dtype in _CACHE_BYTES:
-        return _CACHE_BYTES[layout.kv_dtype]
-    if layout.kv_dtype != "auto":
-        raise ConfigUnclear(f"--kv-cache-dtype {layout.kv_dtype} packs its numbers in a way that is not known here")
+    if layout.args.kv_dtype in _CACHE_BYTES:
+        return _CACHE_BYTES[layout.args.kv_dtype]
+    if layout.args.kv_dtype != "auto":
+        raise ConfigUnclear(
+            f"--kv-cache-dtype {layout.args.kv_dtype} packs its numbers in a way that is not known here"
+        )
     if _is_fp8_checkpoint(config.get("quantization_config")):
         return 1
-    if layout.dtype != "auto":
-        if layout.dtype not in _FLAG_BYTES:
-            raise ConfigUnclear(f"--dtype {layout.dtype} is not known here")
-        return _FLAG_BYTES[layout.dtype]
+    if layout.args.dtype != "auto":
+        if layout.args.dtype not in _FLAG_BYTES:
+            raise ConfigUnclear(f"--dtype {layout.args.dtype} is not known here")
+        return _FLAG_BYTES[layout.args.dtype]
     named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
     if named not in _MODEL_BYTES:
         raise ConfigUnclear(f"dtype {named!r} is not known here")
@@ -486,9 +471,9 @@ def _is_fp8_checkpoint(quantization: object) -> bool:
 def _block_tokens(config: Mapping[str, Any], layout: EngineLayout, *, has_states: bool) -> int | None:
     """Return the tokens of one block: a page of attention must hold a state, so states make blocks large."""
     is_latent = bool(config.get("kv_lora_rank"))
-    usual = layout.block_tokens or _BLOCK_TOKENS["cpu" if layout.is_cpu_build else "device"]
+    usual = layout.args.block_tokens or _BLOCK_TOKENS["cpu" if layout.is_cpu_build else "device"]
     if not has_states:
-        return usual * layout.decode_context_parallel
+        return usual * layout.args.decode_context_parallel
     if layout.is_cpu_build:
         # There vLLM keeps some states in other types.
         return None
@@ -503,8 +488,8 @@ def _block_tokens(config: Mapping[str, Any], layout: EngineLayout, *, has_states
 
 def _model_bytes(config: Mapping[str, Any], layout: EngineLayout) -> int:
     """Return the bytes of one number where the model computes, which is what states are kept in."""
-    if layout.dtype in _FLAG_BYTES and layout.dtype != "auto":
-        return _FLAG_BYTES[layout.dtype]
+    if layout.args.dtype in _FLAG_BYTES and layout.args.dtype != "auto":
+        return _FLAG_BYTES[layout.args.dtype]
     named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
     return _MODEL_BYTES.get(named, 2)
 

@@ -14,7 +14,7 @@ from engine_process import DIGEST, run_script, write_config
 from faulty_mounts import FaultyVolume
 
 from kvtier_demo.model import make_model
-from kvtier_operator.plan import chunks
+from kvtier_operator.plan import chunks, engine_args
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 
 SCRIPT = Path(__file__).with_name("engine_faults_script.py")
@@ -29,7 +29,10 @@ def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[
         load_deadline_seconds=1.5,
         cost_aware=False,  # each hit is to meet the faults
     )
-    kv = make_model_layout(json.loads((directory / "model/config.json").read_text()), EngineLayout(dtype="float32"))
+    kv = make_model_layout(
+        json.loads((directory / "model/config.json").read_text()),
+        EngineLayout(args=engine_args.read(["--dtype=float32"])),
+    )
     assert isinstance(kv, ModelLayout)
     arguments = [str(each) for each in (directory, volume.control, config, chunks.bytes_of(128, kv))]
     return run_script(SCRIPT, *arguments, log=directory / "engine.log", host=host, timeout_seconds=600)

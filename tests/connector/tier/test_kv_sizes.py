@@ -34,6 +34,7 @@ with warnings.catch_warnings():
         f"vllm.v1.core.{'kv_cache_planning' if find_spec('vllm.v1.core.kv_cache_planning') else 'kv_cache_utils'}"
     )
 
+from kvtier_operator.plan import engine_args
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 from kvtier_operator.plan.models import known
 
@@ -128,7 +129,12 @@ def test_a_chunk_holds_what_vllm_offloads(name: str, kv_dtype: str, dtype: torch
     model = known(name)
     assert model is not None
     hf = hf_config(dict(model.config), TYPES[name])
-    found = ours(name, EngineLayout(tensor_parallel=tp, kv_dtype=kv_dtype, block_tokens=BLOCK))
+    found = ours(
+        name,
+        EngineLayout(
+            tensor_parallel=tp, args=engine_args.read([f"--kv-cache-dtype={kv_dtype}", f"--block-size={BLOCK}"])
+        ),
+    )
     assert found.block_tokens is not None
     of_vllm = specs(hf, tp=tp, dtype=dtype, block=found.block_tokens)
     if found.has_states:
@@ -151,5 +157,5 @@ def test_a_chunk_holds_what_vllm_offloads(name: str, kv_dtype: str, dtype: torch
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
 def test_the_share_of_a_pipeline_stage_is_that_of_the_first(stages: int) -> None:
     first, last = get_pp_indices(36, 0, stages)
-    found = ours("Qwen/Qwen3-8B", EngineLayout(pipeline_parallel=stages))
+    found = ours("Qwen/Qwen3-8B", EngineLayout(args=engine_args.read([f"-pp={stages}"])))
     assert found.layers_per_group == stages * (last - first)
