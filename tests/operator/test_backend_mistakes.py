@@ -19,13 +19,6 @@ from kvtier_localcluster.apiserver import ApiServerThread
 
 MISTAKES = {
     "a connector that there is not": "LMCache",
-    "settings of another connector": "remove it, or set type to LMCache",
-    "SimpleCPU on AMD": "use Bundled, or VLLMOffloading for memory alone",
-    "LMCache on the CPU build": "name the resource of a device",
-    "LMCache without PYTHONHASHSEED": "set spec.hash.seed, which every pod gets",
-    "LMCache's own variable beside the field": "set the field there",
-    "a password in the address of Redis": "the password comes from passwordSecretRef",
-    "no volume for a connector that needs one": "give spec.volume.claim or spec.volume.existingClaim",
     "a router without a route": "set spec.routing.type to Router",
 }
 """By their names in test_bad_input.yaml, and what to do."""

@@ -17,6 +17,7 @@ from kvtier_localcluster.apiserver.admission.validation import Validator
 from kvtier_localcluster.apiserver.store.api_errors import ApiError
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 from kvtier_operator.api import TierSpec, crd, parse
+from kvtier_operator.api.pod_template import REFUSED
 from kvtier_operator.errors import SpecInvalid
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
@@ -87,6 +88,22 @@ def test_a_mistake_is_refused_with_the_field_and_the_remedy(bad: dict[str, Any],
     at = "<root>" if bad["at"] == "metadata.name" else bad.get("server_at", bad["at"])
     assert (at, bad.get("server", bad["says"])) in refusals
     assert len(refusals) == 1 or bad["at"] == "metadata.name", refusals
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=".".join)
+def test_the_template_cannot_change_what_the_operator_sets_of_the_engine(
+    path: tuple[str, ...], server: Admission
+) -> None:
+    values = {"image": "mine:1", "command": ["sh"], "args": ["--port=1"], "env": [], "volumeMounts": []}
+    value: Any = values.get(path[-1], "1Gi" if path[0] == "resources" else {})
+    for key in reversed(path):
+        value = {key: value}
+    body = tier({"spec.engine.podTemplate.containers": [{"name": "engine", **value}]})
+    says = f"{'.'.join(path)} of the container engine is not yours to set here: {REFUSED[path]}"
+    with pytest.raises(SpecInvalid) as refused:
+        parse(body)
+    assert (refused.value.field, refused.value.message) == ("spec.engine.podTemplate.containers", says)
+    assert server.refusals(body) == [("spec.engine.podTemplate.containers", says)]
 
 
 @pytest.mark.parametrize(
