@@ -126,7 +126,7 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     progress.say(f"the table as a picture: {stack.data / 'table.png'}")
     clean_up(stack, progress)
     if not wrong:
-        progress.say("next: make cluster starts an embedded Kubernetes for your own tiers: docs/cluster.md, crds/samples")
+        progress.say("next: make cluster starts an embedded Kubernetes for tiers of your own: crds/samples")
     return 1 if wrong else 0
 
 
