@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.backends import cases as known
-from e2e.backends import lmcache_memcpy, table
+from e2e.backends import lmcache_memcpy
 from e2e.backends.pod import Pod
 
 VOCABULARY = 32000
@@ -28,10 +28,6 @@ HITS = "external_prefix_cache_hits_total"
 CHUNK_TOKENS = 256
 """LMCache's: the end of a prompt that fills none may be computed."""
 TRIES = 5
-LAST_SECONDS = 10.0
-"""Of a run, for which nobody waits for an engine any longer."""
-START_SECONDS = 60.0
-"""Without which no engine is started."""
 PASSWORD = "of-the-script"  # noqa: S105  of a Redis that only this machine reaches
 
 
@@ -60,7 +56,6 @@ class Run:
         self.options.out.mkdir(parents=True, exist_ok=True)
         found = {"device": self.device, "prompt_tokens": self.tokens, "rounds": self.rounds, "cases": self.results}
         (self.options.out / "backends.json").write_text(json.dumps(found, indent=1) + "\n")
-        (self.options.out / "backends.md").write_text(table.markdown(found))
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -104,7 +99,7 @@ def forget(pod: Pod) -> None:
 def hit(pod: Pod, ids: list[int]) -> tuple[float, list[int]]:
     """Return `first_token` of a prompt that the tier holds whole; of the last try if it never does.
 
-    What is still being stored is computed again: on a busy machine, storing takes longer than `forget` waits.
+    Blocks that are still being stored are computed again: on a busy machine, storing takes longer than `forget` waits.
     """
     for _ in range(TRIES):
         forget(pod)
@@ -166,31 +161,35 @@ def counted(pod: Pod) -> dict[str, float]:
 
 
 def wait_ready(run: Run, pods: list[Pod], results: Mapping[str, dict[str, Any]], seconds: float) -> list[Pod]:
-    """Wait until each engine answers, has failed, or is not worth waiting for; return those that serve.
-
-    Not by the clock: how long a start takes says more of what else the machine does. The run's own end holds.
-    """
-    waiting, serving = {pod: pod.progress(seconds) for pod in pods}, []
+    """Wait until each engine answers or has failed, and return those that serve."""
+    deadline = time.monotonic() + min(seconds, run.left())
+    waiting, serving = list(pods), []
     while waiting:
-        for pod, progress in list(waiting.items()):
-            problem = "there was no time for its start" if run.left() < LAST_SECONDS else progress.verdict()
+        for pod in list(waiting):
+            problem = "did not serve in time" if time.monotonic() > deadline else ""
             try:
                 if pod.is_ready():
-                    del waiting[pod]
+                    waiting.remove(pod)
                     serving.append(pod)
                     results[pod.title].setdefault("start_seconds", []).append(round(pod.start_seconds or 0, 1))
-                    run.say(f"{pod.title}: serves after {pod.start_seconds:.0f} s, {pod.spent_seconds():.0f} s of work")
+                    run.say(f"{pod.title}: serves after {pod.start_seconds:.0f} s")
                     continue
             except RuntimeError as error:
                 problem = str(error)
             if problem:
-                del waiting[pod]
+                waiting.remove(pod)
                 results[pod.title]["problem"] = problem
                 run.say(f"{pod.title}: {problem}: {pod.last_words()}")
                 run.keep()
                 pod.stop()
         time.sleep(0.5)
     return serving
+
+
+def short(result: Mapping[str, Any]) -> str:
+    """Return the times of one case."""
+    names = [name for name in ("cold_ms", "hit_ms", "replica_ms") if name in result]
+    return ", ".join(f"{name[:-3]} {result[name]:.0f} ms" for name in names)
 
 
 def guarded(run: Run, result: dict[str, Any], stage: str, work: Callable[[], None]) -> None:
@@ -231,10 +230,10 @@ def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
     try:
         for pod in wait_ready(run, pods, results, run.options.start_seconds):
             guarded(run, results[pod.title], "first engine", partial(measure, run, pod, results[pod.title]))
-            run.say(f"{pod.title}: {table.short(results[pod.title])}")
+            run.say(f"{pod.title}: {short(results[pod.title])}")
         is_wanted = run.options.second == "all"
         alive = [case for case in cases if "problem" not in results[case["title"]] and (case["shares"] or is_wanted)]
-        if run.left() >= START_SECONDS and alive:
+        if alive and run.left() > 0:
             second(run, alive, pods, results, work)
     finally:
         for pod in pods:
@@ -259,7 +258,7 @@ def second(
     for pod in wait_ready(run, made, results, run.options.start_seconds):
         result = results[pod.title]
         guarded(run, result, "second engine", partial(measure_again, pod, result, run.tokens, "replica_ms"))
-        run.say(f"{pod.title}: {table.short(result)}")
+        run.say(f"{pod.title}: {short(result)}")
 
 
 def keep_logs(run: Run, pods: list[Pod]) -> None:
@@ -323,7 +322,7 @@ def main() -> None:
     parser.add_argument("--second", choices=["all", "shared"], default="all", help="cases with a second engine")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
-    parser.add_argument("--start-seconds", type=float, default=300, help="of processor time, for one start")
+    parser.add_argument("--start-seconds", type=float, default=900, help="for one start")
     parser.add_argument("--redis", default="", help="command of a redis-server; none leaves the user's on port 6379")
     parser.add_argument("--lmcache-preload", default="", help="LD_PRELOAD of engines with LMCache")
     parser.add_argument("--logs", action="store_true", help="keep the ends of the engines' logs")
@@ -340,7 +339,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     run = Run(options, document)
     for at in range(0, len(cases), options.at_a_time):
-        if run.left() < START_SECONDS:
+        if run.left() <= 0:
             run.say("no time left for the rest")
             break
         # A new one for each: cases have the same prompts, and some the same keys.

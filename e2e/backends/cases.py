@@ -11,14 +11,14 @@ GIB: Final = 1 << 30
 OPEN_PORT: Final = 6380
 """Of a Redis without a password; one with a password has Redis' own port."""
 ABSENT_PORT: Final = 6399
-"""Where nobody listens."""
+"""A port without a server."""
 REDIS: Final = {"redis": {"url": "redis://127.0.0.1:6379", "passwordSecretRef": {"name": "redis"}}}
 
 _OPEN: Final = {"redis": {"url": f"redis://127.0.0.1:{OPEN_PORT}"}}
 _ABSENT: Final = {"redis": {"url": f"redis://127.0.0.1:{ABSENT_PORT}"}}
 
 CUDA: Final[dict[str, dict[str, Any]]] = {
-    # In pairs of which no two use one Redis, or one port for a cache server: they may start together.
+    # In pairs that start together: no two use one Redis, or one port for a cache server.
     "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},
     "LMCache, memory": {"type": "LMCache"},
     "LMCache, MultiProcess": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}},
@@ -39,7 +39,7 @@ CPU: Final[dict[str, dict[str, Any]]] = {
 }
 
 LMCACHE: Final[dict[str, dict[str, Any]]] = {
-    # In pairs of which no two use one Redis, or one port for a cache server: they may start together.
+    # In pairs that start together: no two use one Redis, or one port for a cache server.
     "LMCache, Redis with a password": {"type": "LMCache", "lmcache": REDIS},
     "LMCache, MultiProcess with Redis": {"type": "LMCache", "lmcache": {"mode": "MultiProcess", **_OPEN}},
     "LMCache, Redis": {"type": "LMCache", "lmcache": _OPEN},
@@ -113,7 +113,7 @@ def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
         },
         "connector": connector,
         "cpu": {"size": _memory(connector) if is_cpu else "8Gi"},
-        # What it loads is to be compared, not whether loading pays on this machine.
+        # Loading is to be measured, also on a machine where it does not pay.
         **({"disk": {"admission": {"costAware": False}}} if is_ours else {}),
     }
     if is_ours or connector["type"] == "VLLMTiering":

@@ -23,7 +23,7 @@ HANDED_OVER: Final = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a proxy asks of the engine that prefills; its answer says where the blocks are."""
+"""Request of a proxy to the engine that prefills; the answer says where the blocks are."""
 HITS: Final = "vllm:external_prefix_cache_hits_total"
 BYTES: Final = "vllm:nixl_bytes_transferred_sum"
 READ: Final = "vllm:kvtier_disk_read_blocks_total"
@@ -100,7 +100,7 @@ def measure(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> N
     eight = tokens(proxied(prefill, decode, alone.prompt(2, run.tokens), count=8))
     alone.forget(prefill)
     alone.forget(decode)
-    # Nobody hands anything over: it is in the tier, from the engine that computed it.
+    # Without a proxy: the tier has the blocks, from the engine that computed them.
     before = by_source(decode)
     began = time.perf_counter()
     again = complete(decode, ids, count=1)
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvtier-backends/work"))  # noqa: S108  the script's own
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
-    parser.add_argument("--start-seconds", type=float, default=300, help="of processor time, for one start")
+    parser.add_argument("--start-seconds", type=float, default=900, help="for one start")
     options = parser.parse_args()
     document = json.loads(options.cases.read_text())
     model = Path(document["cases"][0]["tier"]["spec"]["model"]["name"])

@@ -20,7 +20,7 @@ ENTRY_POINTS: Final = "[vllm.general_plugins]\nkvtier_lmcache_memcpy = e2e.backe
 
 
 class Memcpy:
-    """What LMCache calls a GPU connector. It copies whole blocks: how tokens lie in one, the CPU kernels know."""
+    """The class that LMCache calls a GPU connector. It copies whole blocks, whose inner order only CPU kernels know."""
 
     def __init__(self, metadata: Any) -> None:
         """Store."""

@@ -15,12 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from e2e.backends.progress import Progress, processor_seconds
-
 SECRETS = {"LMCACHE_RESP_PASSWORD"}
 """Variables that come from Secrets."""
 KEPT = {"connector"}
-"""Mounts that need no directory: the package is on PYTHONPATH."""
+"""Mounts without a directory here: the package is on PYTHONPATH."""
 
 
 class Pod:
@@ -66,15 +64,6 @@ class Pod:
                 start_new_session=True,
             )
 
-    def progress(self, limit_seconds: float) -> Progress:
-        """Return what tells whether its start is worth waiting for: so much processor time it may take."""
-        return Progress(self.spent_seconds, lambda: self.log.stat().st_size, limit_seconds=limit_seconds)
-
-    def spent_seconds(self) -> float:
-        """Return the processor time that it has had, with all that it has started."""
-        assert self._process is not None
-        return processor_seconds(self._process.pid)
-
     def is_ready(self) -> bool:
         """Tell whether the engine answers; raise RuntimeError if it has ended."""
         assert self._process is not None
@@ -110,7 +99,7 @@ class Pod:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(12)
-        # What it has started may outlive it, as LMCache's cache server does; in a pod, the container ends that.
+        # Children, such as LMCache's cache server, may outlive it; in a pod they end with the container.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
@@ -163,7 +152,7 @@ class Pod:
                 continue  # of the image; here, the package is where this machine has it
             value = each.get("value")
             found[name] = _moved(value, moved) if value is not None else self._more_env.get(name, "127.0.0.1")
-        # What stands for a Secret is only for who asks for it.
+        # Values of Secrets go only to engines that ask for them.
         asked = {each["name"] for each in self._case["env"]}
         return {
             **found,

@@ -40,7 +40,7 @@ def tokens(count: int, vocabulary: int, *, seed: int) -> tuple[int, ...]:
 
 
 def prompts(vocabulary: int) -> list[tuple[int, ...]]:
-    """Return prompts of differing lengths of which each shares its beginning with some others."""
+    """Return prompts of differing lengths; each shares its beginning with others."""
     made = []
     for stem in range(STEMS):
         trunk = tokens(_STEM_TOKENS, vocabulary, seed=stem)

@@ -25,7 +25,7 @@ class ModelClass:
     title: str
     shape: Shape
     gpu_shape: Shape | None = None
-    """What is run on a GPU instead."""
+    """Shape for a GPU, if another."""
     args: tuple[str, ...] = ()
     """Flags of both engines."""
     gpu_args: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class ModelClass:
     draft_method: str = "draft_model"
     """As vLLM names it: draft_model or eagle."""
     needs: str = ""
-    """What the CPU build lacks for it; empty where it runs."""
+    """Feature that the CPU build lacks; empty if the class runs there."""
 
     @property
     def is_drafting(self) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one vLLM engine in this process, asks it round after round, and returns what it answered and counted.
 
-The process is a fork of one that has imported vLLM and started nothing: imports take longer than these models, and what
-an engine computed reaches the next one through the volume only.
+The process is a fork of one that has imported vLLM and started nothing, because imports take longer than these models.
+So blocks reach the next engine only through the volume.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _child(sender: Any, rendered: Rendered, rounds: Mapping[str, Sequence[Reques
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
-    # What the image mounts there is imported from this checkout.
+    # The package comes from this checkout, and not from a mount.
     os.environ.update({name: value for name, value in rendered.env.items() if name != "PYTHONPATH"})
     try:
         result = _serve(rendered, rounds, pace)
@@ -222,7 +222,7 @@ def _picture(seed: int) -> Any:
 
 
 def _settle(llm: Any, quiet_seconds: float) -> None:
-    """Wait until nothing more is counted: an engine that rests tells in its next step what its movers did."""
+    """Wait until counters stand still; an idle engine counts the work of its I/O workers in its next step."""
     deadline = time.monotonic() + SETTLE_SECONDS
     last: list[float] = []
     since = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/models.md from the rows that runs left behind: nothing on that page is typed by hand."""
+"""Writes docs/models.md from the rows of earlier runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD: Final = """# Models
 
 <!-- written by `python -m e2e.matrix --write` from e2e/matrix/results -->
-Each row is a real vLLM engine with a tiny model of that architecture and random weights, started with the command line
-that the operator renders. A first engine computes {prompts} prompts of {shortest} to {longest} tokens that share
-beginnings, and answers each again from its own prefix cache. A second engine, in another process, has nothing but the
-volume. *Same answers* counts prompts whose tokens are those of the first engine's own hit; *difference* is the largest
-between log-probabilities, 0 where they agree to the last bit; *from disk* counts tokens that came from the volume, and
-the files read for them. *In common* is what the second of two prompts finds of the two thirds that it shares with the
-first; *later*, where that is nothing, what is found once an engine has computed two such prompts itself. Engines of
-other numbers of ranks add up in another order, with or without a volume, and so may take either of two tokens that are
-about equally probable: *ties*.
+
+Each row is a real vLLM engine with a tiny model of that architecture and random weights. It runs the command line that
+the operator renders. A first engine computes {prompts} prompts of {shortest} to {longest} tokens that share beginnings,
+and answers each again from its own prefix cache. A second engine, in another process, has only the volume.
+
+- *Same answers*: prompts whose tokens are those of the first engine's own hit.
+- *Difference*: the largest between log-probabilities. 0: they agree to the last bit.
+- *From disk*: tokens that came from the volume, and the files read for them.
+- *In common*: tokens that the second of two prompts finds of the two thirds that it shares with the first.
+- *Later*: the same, after an engine has computed two such prompts itself.
+- *Ties*: answers that differ at two tokens of about equal probability. Engines with other numbers of ranks add up in
+  another order, with or without a volume, and may take either token.
 
 `make test-models` runs the table (`CLASSES="dense mla"` some rows of it) on vLLM's CPU build, `DEVICE=cuda` on a GPU;
 `python -m e2e.matrix --device cuda --jobs 8` runs several rows at a time on all GPUs of a machine.
@@ -37,15 +40,14 @@ _TABLE: Final = """
 _KEPT: Final = """
 ## What a shared beginning costs
 
-Layers with a window and layers with a state keep only what the end of a prompt needs, so the operator has engines keep
-more ([sizing.md](sizing.md#windows-and-states)). The same prompts with its flags, and as vLLM keeps them by itself; the
-volume is what the first engine left there for prompts of {tokens:,} tokens, of which many share their beginnings.
+Layers with a window or a state keep only the part that the end of a prompt needs. The operator sets flags that make
+engines keep more ([sizing.md](sizing.md#windows-and-states)). The table has the same prompts with these flags and
+without them. *Volume* is the data of the first engine for prompts of {tokens:,} tokens that share beginnings.
 
-A state is kept at the end of a step, and vLLM computes a prompt that is alone in one step, whatever
-`--long-prefill-token-threshold` says: so after a prompt that came alone the next one that shares its beginning finds no
-state there. When an engine computes a second such prompt, it keeps a state where the two part, and later ones go on
-from that. Where the second one is to find it, `--max-num-batched-tokens=2048` in `engine.args` ends every step there,
-for all requests together.
+A state is kept at the end of a step. vLLM computes a prompt that is alone in one step, whatever
+`--long-prefill-token-threshold` says. So the next prompt that shares its beginning finds no state there. An engine that
+computes a second such prompt keeps a state where the two part, and later prompts go on from it. If the second prompt
+must find a state, set `--max-num-batched-tokens=2048` in `engine.args`. It ends every step there, for all requests.
 
 | Class | Flags | In common | Volume |
 |---|---|---|---|
@@ -53,14 +55,16 @@ for all requests together.
 _ON_GPU: Final = """
 ## On one or two H200
 
-vLLM's CUDA build finds a prompt in the GPU's memory by blocks of 16 tokens and on the volume by files of 128. *To the
-last bit* counts prompts of which both engines found as much, so that both computed the same rest; they must agree in
-every bit. Of the others the second engine computed up to 112 tokens more than the first, which bfloat16 rounds
-differently with or without a volume: *difference* is the largest in these, *computing* the same between the first
-engine's own hit and its computing the whole prompt, where no volume takes part. *Undecided* is a class in which some of
-these others took another token, or lie further apart than that; or one that checks drafts, in which all tokens are the
-same and their probabilities are not. There which drafts are accepted decides how many tokens a step computes, so that
-they may be rounded otherwise; the run did not tell the first token of an answer, which needs no draft, from the others.
+vLLM's CUDA build finds a prompt in the GPU's memory by blocks of 16 tokens, and on the volume by files of 128.
+
+- *To the last bit*: prompts that both engines found to the same length, so that both computed the same rest. They must
+  agree in every bit.
+- *Difference*: the largest among the others. There the second engine computed up to 112 more tokens, which bfloat16
+  rounds differently with or without a volume.
+- *Computing*: the difference between the first engine's own hit and computing the whole prompt, without a volume.
+- *Undecided*: some of the others took another token, or differ more than *Computing*. Or the class checks drafts, all
+  tokens are the same and their probabilities are not: the drafts that are accepted decide the rounding. These runs did
+  not record the first token of an answer, which needs no draft, on its own.
 
 | Class | Result | To the last bit | Same answers | Difference | Computing | From disk | In common |
 |---|---|---|---|---|---|---|---|
@@ -76,12 +80,12 @@ anew at its path is asked for in a third engine.
 """
 _LONGEST_MESSAGE: Final = 240
 _GPU: Final = "cuda"
-"""Directory of the rows that were run on one."""
+"""Directory of the rows of a GPU."""
 _DEVICES: Final = {"cpu": "cpu", "cuda": "H200"}
 
 
 def keep(rows: Mapping[str, Mapping[str, Any]], results: Path = RESULTS) -> None:
-    """Keep rows by class, those that were run on a GPU apart from the others; what was not run replaces nothing."""
+    """Keep rows by class and device; a row that was not run replaces nothing."""
     for name, row in rows.items():
         place = results / _GPU if row["device"] == "cuda" else results
         place.mkdir(parents=True, exist_ok=True)
@@ -149,7 +153,7 @@ def _strangers(pairs: Sequence[tuple[ModelClass, Mapping[str, Any] | None]]) -> 
             )
         if row and row.get("rewritten"):
             lines.append(
-                f"| the same, an adapter rewritten | {row['rewritten']}, of which {row['rewritten_changed']} have "
+                f"| the same, an adapter rewritten | {row['rewritten']}; {row['rewritten_changed']} have "
                 f"another answer now | {row['rewritten_blocks']:.0f} | {_place(row)} |\n"
             )
     return _STRANGERS + "".join(lines) if lines else ""
@@ -166,7 +170,7 @@ def _line(each: ModelClass, row: Mapping[str, Any] | None) -> str:
         f"{row['same_tokens']} of {row['prompts']}" + (f", {row['ties']} ties" if row.get("ties") else ""),
         f"{row['largest_difference']:g}",
         f"{row['external_tokens']:,.0f} tokens, {row['disk_blocks']:.0f} files",
-        # What another class wrote may hold both prompts.
+        # The volume of another class may hold both prompts.
         "" if each.of else _in_common(row),
         _place(row),
     )

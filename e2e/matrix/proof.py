@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one class of the matrix and says what came of it: works, works without disk, or refused, with the evidence.
+"""Runs one class of the matrix and returns its verdict with the evidence: works, works without disk, or refused.
 
 One engine computes each prompt and answers it again from its own prefix cache. A second one, of another process, has
 only the volume; its answers must be the same, token by token and probability by probability.
@@ -26,10 +26,11 @@ from kvtier_operator.errors import SpecInvalid
 
 LIMIT_SECONDS: Final = 200.0
 TOLERANCE: Final = 0.5
-"""How far log-probabilities may lie apart where the engines computed in pieces of other lengths: bfloat16 lets even an
-engine's own hit differ from computing the prompt by half as much."""
+"""Largest difference of log-probabilities for engines that computed in pieces of other lengths.
+
+bfloat16 lets an engine's own hit differ from computing the prompt by half as much."""
 SEEN: Final = 0.05
-"""What another beginning must change at least where answers are compared to the last bit."""
+"""Smallest change that another beginning must make if answers are compared to the last bit."""
 
 SHOWN: Final = 3
 """Answers of a rewritten adapter that the row keeps."""
@@ -77,7 +78,7 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     later = [replace(each, lora=first.lora, image=first.image) for each in later]
     twins = _asked(model, asking.twins(VOCABULARY))
     twins = [replace(each, lora=twins[0].lora, image=twins[0].image) for each in twins]
-    # What is asked last has the least time to reach the volume.
+    # Blocks of the last prompts have the least time to reach the volume.
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
     evidence = directory / "writer.json"
     if model.of:
@@ -256,7 +257,7 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
     """Compare the answers and say what they show."""
     gpu, disk, cold = made["answers"]["gpu"], read["answers"]["disk"], made["answers"]["cold"]
     both = list(zip(gpu, disk, strict=True))
-    # Of a prompt of which as much was cached, the rest is computed by the same steps, to the same bits.
+    # Two engines that found as much of a prompt compute the rest by the same steps, to the same bits.
     alike = [(one, other) for one, other in both if one["cached_tokens"] == other["cached_tokens"]]
     alike = alike if model.at_once == 1 and model.ranks[0] == model.ranks[1] else []
     are_other_ranks = model.ranks[0] != model.ranks[1]
@@ -286,7 +287,7 @@ def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -
         "disk_tokens": sum(_numbers(disk, "cached_tokens")),
         "disk_blocks": read["counts"]["disk"].get(_READ, 0),
         "external_tokens": read["counts"]["disk"].get(_EXTERNAL, 0),
-        # What lay there and was computed instead.
+        # Blocks that were on the volume and were computed instead.
         "missed_blocks": sum(
             count
             for name, count in read["counts"]["disk"].items()
@@ -314,7 +315,7 @@ def verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
         return "blind: the answers do not depend on the prefix"
     if row["stranger_blocks"]:
         return "wrong answers: blocks were read for another identity"
-    # What an engine's own hit differs from computing by, with no volume in it, is what rounding makes of this model.
+    # An engine's own hit and computing differ by the rounding of this model, with no volume involved.
     rounding = max(TOLERANCE, min(row["recompute_difference"], 2 * TOLERANCE))
     if row["alike_difference"] and not (is_drafting and row["alike_difference"] <= rounding):
         return "wrong answers"

@@ -24,7 +24,7 @@ TIER: Final = "matrix"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """What an engine is started with."""
+    """Command line and environment of an engine."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]

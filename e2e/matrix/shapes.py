@@ -16,7 +16,7 @@ PICTURE_SIDE: Final = 56
 PICTURE_TOKEN: Final = 3
 """Stands in a prompt for its picture."""
 PICTURE_TOKENS: Final = 16
-"""What a picture is made into, by all these models."""
+"""Tokens that each of these models makes of a picture."""
 
 Shape = Mapping[str, Any]
 
